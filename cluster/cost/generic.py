@@ -15,7 +15,7 @@ from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array
 from cluster.cost.usual.effects import Draw, Kind, kind_of_device, usual_program
 from cluster.cost.usual.knobs import KnobColumns
-from cluster.cost.usual.step import kernel_effect, launch_effect, with_data
+from cluster.cost.usual.step import kernel_effect, launch_effect, longer, with_data
 from cluster.hardware.accelerators import ClusterDescription
 from trials.dryrun.estimate import DryRunEstimate
 from trials.flops import activation_elements, model_flops_per_token, num_kernels, num_parameters
@@ -110,7 +110,7 @@ def generic_step_seconds(x: GenericInputs, k: Coefficients, usual: Draw | None =
     terms = {
         "compute": x.num_microbatches * device,
         "recompute": x.num_microbatches * again,
-        "launch": x.num_microbatches * np.maximum(0.0, host - device - again),
+        "launch": x.num_microbatches * (longer(device + again, host) - device - again),
         "gradient_reduction": np.maximum(0.0, transfer - hidden),
         "optimizer": 2 * x.num_params * x.param_bytes / x.num_shards / bandwidth,
         "overhead": np.full(len(x), k["step_overhead_s"]),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
+
+from cluster.candidate_table import Codes, combined
 
 Array = npt.NDArray[np.float64]
 
@@ -209,27 +213,120 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> CostInputs:
     num_stages = max((len(row["stage_layers"]) for row in rows), default=1)
     columns = {}
     for field in fields(CostInputs):
+        default = DEFAULTS.get(field.name)
+        values = [row[field.name] if default is None else row.get(field.name, default) for row in rows]
+        columns[field.name] = column_of(field.name, values)
         if field.name in STAGE_FIELDS:
-            columns[field.name] = np.zeros((len(rows), num_stages))
-            for i, row in enumerate(rows):
-                columns[field.name][i, : len(row[field.name])] = row[field.name]
-        else:
-            default = DEFAULTS.get(field.name)
-            values = [row[field.name] if default is None else row.get(field.name, default) for row in rows]
-            columns[field.name] = np.array(values, dtype=np.float64)
+            columns[field.name] = _as_wide(columns[field.name], num_stages)
     return CostInputs(**columns)
 
 
 def concatenate(parts: Sequence[CostInputs]) -> CostInputs:
     """The rows of all parts, in order."""
-    num_stages = max(part.stage_layers.shape[1] for part in parts)
-    columns = {}
-    for field in fields(CostInputs):
-        arrays = [getattr(part, field.name) for part in parts]
-        if field.name in STAGE_FIELDS:
-            arrays = [np.pad(a, ((0, 0), (0, num_stages - a.shape[1]))) for a in arrays]
-        columns[field.name] = np.concatenate(arrays)
-    return CostInputs(**columns)
+    names = [field.name for field in fields(CostInputs)]
+    return CostInputs(**{name: np.concatenate(_padded(name, [getattr(x, name) for x in parts])) for name in names})
+
+
+class FactoredInputs(CostInputs):
+    """The inputs of very many candidates, of which few rows exist at a time.
+
+    Columns that hang together are a block: its distinct rows, and for each candidate which of them it has. A column
+    as a whole is put together whenever it is asked for.
+    """
+
+    __slots__ = ("_block_of", "_num")
+    _block_of: Mapping[str, InputBlock]
+    _num: int
+
+    def __init__(self, blocks: Sequence[InputBlock]) -> None:
+        object.__setattr__(self, "_block_of", {name: block for block in blocks for name in block.columns})
+        object.__setattr__(self, "_num", len(blocks[0].places))
+
+    def __len__(self) -> int:
+        return self._num
+
+    @property
+    def blocks(self) -> list[InputBlock]:
+        """Its blocks, each once."""
+        return list({id(block): block for block in self._block_of.values()}.values())
+
+    def column(self, name: str, rows: Any = slice(None)) -> Array:
+        """The field ``name`` of ``rows``."""
+        block = self._block_of[name]
+        return np.asarray(block.columns[name][block.places[rows]])
+
+    def take(self, rows: Any) -> CostInputs:
+        return CostInputs(**{f.name: self.column(f.name, rows) for f in fields(CostInputs)})
+
+    def distinct(self) -> tuple[NDArray[np.intp], Codes]:
+        """A row of each set of inputs that occurs, and every row's place among them."""
+        return combined([(block.places, len(block)) for block in self.blocks])
+
+    def followed_by(self, x: CostInputs) -> FactoredInputs:
+        """With the rows of ``x`` at its end."""
+        return FactoredInputs([block.followed_by(x) for block in self.blocks])
+
+
+for _field in fields(CostInputs):
+    setattr(FactoredInputs, _field.name, property(functools.partial(FactoredInputs.column, name=_field.name)))
+
+
+def distinct_rows(x: Any) -> tuple[NDArray[np.intp], Any]:
+    """A row of each set of inputs that is known to occur, and every row's place among them."""
+    if isinstance(x, FactoredInputs):
+        return x.distinct()
+    return np.arange(len(x)), slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class InputBlock:
+    """Columns of the inputs by their distinct rows; ``places`` has every candidate's among them, shape (n,)."""
+
+    columns: Mapping[str, Array]
+    places: Codes
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, Any]], places: Codes) -> InputBlock:
+        """From one mapping per row, not necessarily distinct; those of all have the same names."""
+        columns = {name: column_of(name, [row[name] for row in rows]) for name in rows[0]}
+        flat = np.hstack([column.reshape(len(rows), -1) for column in columns.values()])
+        _, firsts, place_of = np.unique(flat, axis=0, return_index=True, return_inverse=True)
+        return cls(
+            {name: column[firsts] for name, column in columns.items()}, place_of.reshape(-1).astype(np.int32)[places]
+        )
+
+    def followed_by(self, x: CostInputs) -> InputBlock:
+        """With the rows of ``x`` at its end."""
+        columns = {}
+        for name, column in self.columns.items():
+            columns[name] = np.concatenate(_padded(name, [column, getattr(x, name)]))
+        last = np.arange(len(self), len(self) + len(x), dtype=np.int32)
+        return InputBlock(columns, np.concatenate([self.places, last]))
+
+
+def column_of(name: str, values: Sequence[Any]) -> Array:
+    """Values of one field; those per stage are sequences of any length."""
+    if name not in STAGE_FIELDS:
+        return np.array(values, dtype=np.float64)
+    column = np.zeros((len(values), max(map(len, values), default=1)))
+    for row, counts in enumerate(values):
+        column[row, : len(counts)] = counts
+    return column
+
+
+def _padded(name: str, columns: Sequence[Array]) -> Sequence[Array]:
+    """The same, as wide as the widest."""
+    if name not in STAGE_FIELDS:
+        return columns
+    width = max(column.shape[1] for column in columns)
+    return [_as_wide(column, width) for column in columns]
+
+
+def _as_wide(column: Array, width: int) -> Array:
+    return np.pad(column, ((0, 0), (0, width - column.shape[1])))
 
 
 def even_layers(num_layers: int, pp: int) -> list[int]:

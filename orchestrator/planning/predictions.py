@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
+from cluster.cost.generic import GenericInputs
 from cluster.hardware.topology import Topology
 from cluster.probe.profile import Profile
 from orchestrator.config.sweep import SweepSpec
@@ -20,6 +21,7 @@ from orchestrator.search.prediction.transfer import EarlierTrial
 from trials.spec import Workload
 
 NUM_SHOWN = 10
+USUAL = "reading of data, memory format and kernels: what they usually do, not a model of this program"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class PlanPredictions:
     """Trials of the sweep: as many as the budget allows and the space has."""
     device_hours: float
     """What that many trials take together: the baseline and the candidates expected to be fastest."""
+    usual: str = ""
+    """What of the predictions is no model of this program; empty where nothing is."""
     num_probed: int = 0
     """Nodes whose rates, measured by a probe, the predictions take into account."""
 
@@ -50,6 +54,7 @@ class PlanPredictions:
             "num_trials": self.num_trials,
             "device_hours": self.device_hours,
             "num_probed": self.num_probed,
+            "usual": self.usual,
             "baseline": self.baseline.to_json(),
             "top": [prediction.to_json() for prediction in self.top],
         }
@@ -65,8 +70,7 @@ def plan_predictor(
     objective: Objective | None = None,
 ) -> Predictor:
     """:func:`make_predictor` for the plan's candidates, and after them the baseline where it is none of them."""
-    others = () if plan.baseline in set(plan.candidates) else (plan.baseline,)
-    candidates = (*plan.candidates, *others)
+    candidates = plan.candidates.followed_by((plan.baseline,))
     return make_predictor(
         workload,
         candidates,
@@ -105,5 +109,6 @@ def predict_plan(
         num_candidates=num_candidates,
         num_trials=num_trials,
         device_hours=float(spent.sum()) / 3600,
+        usual=USUAL if isinstance(predictor.inputs, GenericInputs) else "",
         num_probed=len(profile.measured) if profile is not None else 0,
     )

@@ -75,15 +75,13 @@ class GuidedSearch:
 
     def __init__(self, predictor: Predictor | RelativePredictor) -> None:
         self._predictor = predictor
-        self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
-        self._keys = tuple(self._rows)
         self._row_of_trial: dict[int, tuple[Candidate, int | None]] = {}
         self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
         self._round: _Round | None = None
 
     def predict(self, candidate: Candidate) -> PredictedResult | None:
         """The prediction of a candidate before any trial of this sweep; None for one the cost model does not know."""
-        row = self._rows.get(candidate.config_key)
+        row = self._predictor.candidates.row_of(candidate)
         if row is None or not self._predictor.is_absolute:
             return None
         return PredictedResult(
@@ -112,7 +110,7 @@ class GuidedSearch:
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.weights[found.index]),
                 log_spread=found.log_std,
-                peak_bytes=self._limit_bytes * math.exp(found.log_peak or 0.0),
+                peak_bytes=self._peak_bytes(found),
                 probability_fits=found.probability_fits,
             ),
         )
@@ -163,8 +161,7 @@ class GuidedSearch:
     def _is_open(self, candidates: OpenCandidates, num_trials: int, num_ended: int) -> NDArray[np.bool_]:
         """Which rows might be proposed when there were so many trials, so many of them ended."""
         if self._row_in is None or self._row_in[0] is not candidates:
-            found = [candidates.row_of.get(key, -1) for key in self._keys]
-            self._row_in = candidates, np.array(found, dtype=np.intp)
+            self._row_in = candidates, self._predictor.candidates.rows_in(candidates.candidates)
         rows = self._row_in[1]
         is_closed = (candidates.tried_by[rows] < num_trials) | (candidates.ruled_out_by[rows] < num_ended)
         return np.asarray((rows >= 0) & ~is_closed)
@@ -196,6 +193,12 @@ class GuidedSearch:
         stopped = {row: o for row, o in outcomes.items() if isinstance(o, StoppedEarly) and row not in learned}
         return posterior, _with_bounds(posterior, seen, stopped, self._predictor)
 
+    def _peak_bytes(self, found: Proposal) -> float | None:
+        """Expected peak; None where nothing but usual effects is known, which are relative to a baseline's."""
+        if not self._predictor.is_absolute:
+            return None
+        return self._limit_bytes * math.exp(found.log_peak or 0.0)
+
     @property
     def _limit_bytes(self) -> float:
         return self._predictor.limit_bytes
@@ -212,7 +215,7 @@ class GuidedSearch:
     def _row(self, trial: Trial) -> int | None:
         known = self._row_of_trial.get(trial.number)
         if known is None or known[0] is not trial.candidate:
-            known = trial.candidate, self._rows.get(trial.candidate.config_key)
+            known = trial.candidate, self._predictor.candidates.row_of(trial.candidate)
             self._row_of_trial[trial.number] = known
         return known[1]
 

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.candidate_table import CandidateTable
 from orchestrator.search.open_candidates import OpenCandidates
 from orchestrator.space.dominance import OwnMemory, Pruner
 from orchestrator.space.knobs.own import INHERITED
 from orchestrator.space.large import LargeSpace, Lookup, without_effect
-from orchestrator.space.naming import Features, Scalar
+from orchestrator.space.naming import FeatureColumns, Features, Scalar, feature_columns
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import PredictedResult, Suggestion
@@ -77,14 +78,16 @@ class Search:
         beyond: LargeSpace | None = None,
         own_memory: OwnMemory | None = None,
     ) -> None:
-        self._candidates = {candidate.config_key: candidate for candidate in candidates}
+        if not isinstance(candidates, CandidateTable):
+            candidates = CandidateTable.of(dict.fromkeys(candidates))
+        self._candidates = candidates
         self._features = features
         self._sampler: SamplerName = "tpe" if sampler == "guided" and guide is None else sampler
         self._seed = seed
         self._guide = guide if sampler == "guided" else None
         self._stop_when_converged = stop_when_converged
         self._own_memory = own_memory
-        self._open = OpenCandidates(tuple(self._candidates.values()), own_memory)
+        self._open = OpenCandidates(self._candidates, own_memory)
         self._beyond = beyond
         if beyond is not None and sampler == "guided":
             logger.warning("%s", beyond.message)
@@ -126,13 +129,12 @@ class Search:
 
     @functools.cached_property
     def _space(self) -> _Space:
-        return _Space([self._features(candidate) for candidate in self._candidates.values()])
+        return _Space(feature_columns(self._candidates, self._features))
 
     @functools.cached_property
     def _codes(self) -> NDArray[np.int64]:
         """Encoded candidates, shape (candidates, knobs)."""
-        rows = [self._space.encode(self._features(candidate)) for candidate in self._open.candidates]
-        return np.array([[row[name] for name in self._space.names] for row in rows], dtype=np.int64)
+        return self._space.codes
 
     @functools.cached_property
     def _row_at(self) -> dict[tuple[int, ...], int]:
@@ -228,10 +230,10 @@ class _Space:
     An own knob that a candidate does not set has a value of its own there.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Scalar]]) -> None:
-        names = dict.fromkeys(name for row in rows for name in row)
-        choices = {name: sorted({row.get(name, INHERITED) for row in rows}, key=_sort_key) for name in names}
+    def __init__(self, columns: FeatureColumns) -> None:
+        choices = {name: sorted(values, key=_sort_key) for name, (values, _) in columns.items()}
         self._choices = {name: values for name, values in choices.items() if len(values) > 1}
+        self._columns = columns
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -243,6 +245,15 @@ class _Space:
             name: values.index(value) if (value := row.get(name, INHERITED)) in values else -1
             for name, values in self._choices.items()
         }
+
+    @property
+    def codes(self) -> NDArray[np.int64]:
+        """Encoded candidates, shape (candidates, knobs)."""
+        found = [np.zeros((0, 0), dtype=np.int64)] if not self._choices else []
+        for name, choices in self._choices.items():
+            values, places = self._columns[name]
+            found.append(np.array([choices.index(value) for value in values], dtype=np.int64)[places])
+        return np.stack(found, axis=1)
 
     @property
     def spans(self) -> dict[str, float]:

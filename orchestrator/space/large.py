@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.candidate_table import CandidateTable
 from orchestrator.space.naming import Features, Scalar
 from orchestrator.space.space import Frame, Space
 from trials.spec import Candidate
@@ -53,7 +54,7 @@ class LargeSpace:
                 return candidate
         return None
 
-    def sample(self, num: int, seed: int) -> tuple[Candidate, ...]:
+    def sample(self, num: int, seed: int) -> CandidateTable:
         """Up to ``num`` different legal candidates, the same for the same seed."""
         rng = random.Random(seed)
         found: dict[Candidate, None] = {}
@@ -62,7 +63,7 @@ class LargeSpace:
             if candidate is None or len(found) == num:
                 break
             found[candidate] = None
-        return tuple(found)
+        return CandidateTable.of(found)
 
     def _completion(self, frame: Frame, rng: random.Random) -> Candidate:
         fields = {name: rng.choice(values) for name, values in self.space.parts.items()}

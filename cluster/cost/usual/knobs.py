@@ -5,6 +5,7 @@ The user's own knobs count where their names say what they do: a ``--num-workers
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.candidate_table import CandidateTable
 from cluster.cost.inputs import Array
 from trials.spec import Candidate, OwnChoice, Workload
 
@@ -79,8 +81,32 @@ class KnobColumns:
         rows = [_row(workload, candidate) for workload, candidate in pairs]
         return cls(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(cls)})
 
+    @classmethod
+    def of_table(cls, workload: Workload, table: CandidateTable) -> KnobColumns:
+        """One row per candidate of the table, worked out once per combination of what it depends on."""
+        columns: dict[str, Array] = {}
+        for reads, read in _PARTS:
+            rows, places = table.each(reads, functools.partial(read, workload))
+            for name in rows[0] if rows else ():
+                columns[name] = np.array([row[name] for row in rows], dtype=np.float64)[places]
+        told, places = table.each(("own",), lambda candidate: _told_by_names(candidate.own))
+        for name in dict.fromkeys(name for row in told for name in row):
+            values = np.array([row.get(name, np.nan) for row in told])[places]
+            columns[name] = np.where(np.isnan(values), columns[name], values)
+        return cls(**columns)
+
+    def followed_by(self, others: KnobColumns) -> KnobColumns:
+        """These rows, and ``others`` after them."""
+        pairs = {f.name: (getattr(self, f.name), getattr(others, f.name)) for f in fields(self)}
+        return KnobColumns(**{name: np.concatenate(pair) for name, pair in pairs.items()})
+
 
 def _row(workload: Workload, candidate: Candidate) -> dict[str, float]:
+    parts = (read(workload, candidate) for _, read in _PARTS)
+    return {name: value for part in (*parts, _told_by_names(candidate.own)) for name, value in part.items()}
+
+
+def _layout_row(workload: Workload, candidate: Candidate) -> dict[str, float]:
     layout = candidate.layout
     number = max(1, candidate.num_microbatches(workload.global_batch_size))
     each = layout.zero_stage >= 2 and layout.gradient_reduction == "each"
@@ -95,29 +121,17 @@ def _row(workload: Workload, candidate: Candidate) -> dict[str, float]:
         "pp": layout.pp,
         "cp": layout.cp,
         "repeated_share": min(1.0, sum(map(sum, candidate.recompute.full)) / workload.num_layers),
-        "offload_activations": candidate.offload.activations,
-        "offload_optimizer": candidate.offload.optimizer,
-        **_precision_row(candidate),
-        **_kernel_row(candidate),
-        **_loader_row(candidate),
-        **_told_by_names(candidate.own),
     }
 
 
-def _precision_row(candidate: Candidate) -> dict[str, float]:
-    level = candidate.precision.level
+def _kernel_row(_workload: Workload, candidate: Candidate) -> dict[str, float]:
+    level, kernels = candidate.precision.level, candidate.kernels
+    fits_format = level != "O0"
     return {
         "low_precision": level != "O0",
         "low_weights": level == "O2",
         "eight_bits": level == "O1-fp8",
-        "fast_fp32": level == "O0" and candidate.kernels.matmul_precision != "highest",
-    }
-
-
-def _kernel_row(candidate: Candidate) -> dict[str, float]:
-    kernels = candidate.kernels
-    fits_format = candidate.precision.level != "O0"
-    return {
+        "fast_fp32": level == "O0" and kernels.matmul_precision != "highest",
         "compiled": kernels.compile != "off",
         "whole_model": kernels.compile == "model",
         "graphs": kernels.compile_mode == "reduce-overhead",
@@ -129,7 +143,7 @@ def _kernel_row(candidate: Candidate) -> dict[str, float]:
     }
 
 
-def _loader_row(candidate: Candidate) -> dict[str, float]:
+def _loader_row(_workload: Workload, candidate: Candidate) -> dict[str, float]:
     loader = candidate.loader
     tuned = loader.tuning is not None
     return {
@@ -138,7 +152,17 @@ def _loader_row(candidate: Candidate) -> dict[str, float]:
         "pinned": loader.pin_memory,
         "persistent": loader.persistent_workers,
         "full_batch": loader.full_batch,
+        "offload_activations": candidate.offload.activations,
+        "offload_optimizer": candidate.offload.optimizer,
     }
+
+
+_PARTS: tuple[tuple[tuple[str, ...], Callable[[Workload, Candidate], dict[str, float]]], ...] = (
+    (("layout", "micro_batch_size", "recompute"), _layout_row),
+    (("precision", "kernels"), _kernel_row),
+    (("loader", "offload"), _loader_row),
+)
+"""Fields of candidates, and the columns that they decide."""
 
 
 # ---- the user's own knobs, by their names ----

@@ -40,6 +40,13 @@ def launch_effect(k: KnobColumns, usual: Draw) -> Array:
     return np.asarray(usual["compiled_launches"] * k.compiled + usual["graphs"] * k.graphs)
 
 
+def longer(one: Array, other: Array) -> Array:
+    """About the longer one of two that run beside each other."""
+    largest = np.maximum(np.maximum(one, other), 1e-300)
+    powers = (one / largest) ** SHARPNESS + (other / largest) ** SHARPNESS
+    return np.asarray(largest * powers ** (1 / SHARPNESS))
+
+
 def with_data(busy: Array, reading: Array, k: KnobColumns, usual: Draw) -> Array:
     """Step time of a rank that is ``busy`` so long and whose samples one process reads in ``reading``.
 
@@ -47,11 +54,11 @@ def with_data(busy: Array, reading: Array, k: KnobColumns, usual: Draw) -> Array
     """
     has_workers = k.num_workers > 0
     most = np.exp(usual["most_workers"])
-    effective = most * -np.expm1(-np.maximum(k.num_workers, 1.0) / most) * np.exp(usual["worker_efficiency"])
+    at_once = 1 / longer(1 / np.maximum(k.num_workers, 1.0), 1 / most)
+    effective = at_once * np.exp(usual["worker_efficiency"])
     beside = busy * (1 + np.exp(usual["worker_cost"]) * k.num_workers) + np.exp(usual["contention"]) * reading
-    longer = (beside**SHARPNESS + (reading / effective) ** SHARPNESS) ** (1 / SHARPNESS)
     evened = usual["prefetch"] * np.log2(np.maximum(k.prefetch_factor, 1.0) / 2) + usual["persistent"] * k.persistent
-    total = np.where(has_workers, longer * np.exp(evened), busy + reading)
+    total = np.where(has_workers, longer(beside, reading / effective) * np.exp(evened), busy + reading)
     return np.asarray(total * np.exp(usual["pinned"] * k.pinned))
 
 

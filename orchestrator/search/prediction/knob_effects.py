@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.candidate_table import CandidateTable
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.generic import GenericInputs, generic_step_seconds
 from cluster.cost.usual.effects import drawn_programs, usual_program
 from cluster.cost.usual.knobs import column_of
 from orchestrator.search.prediction.gaussian_process import Array
 from orchestrator.space.knobs.own import INHERITED
-from orchestrator.space.naming import Features, Scalar
+from orchestrator.space.naming import Features, Scalar, feature_columns
 from trials.spec import Candidate
 
 KEPT_VARIANCE = 0.999
@@ -82,7 +83,7 @@ def usual_errors(x: GenericInputs, coefficients: Coefficients) -> Believed:
 
 
 class OwnEffects:
-    """The effects of knobs of which only the size is known, one row per candidate.
+    """The effects of knobs of which only the size is known: a row per candidate of the table, and of ``others``.
 
     Args:
         known: names of knobs that are described otherwise.
@@ -93,29 +94,37 @@ class OwnEffects:
 
     def __init__(
         self,
-        candidates: Sequence[Candidate],
+        table: CandidateTable,
+        others: Sequence[Candidate],
         features: Features,
         *,
         known: Collection[str] = (),
         stds: Mapping[str, float] | None = None,
     ) -> None:
-        rows = [features(candidate) for candidate in candidates]
-        names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in known]
-        own = {choice.name for candidate in candidates for choice in candidate.own}
-        columns, places = [np.zeros((len(rows), 0))], [np.zeros((len(rows), 0))]
+        asked, rest = feature_columns(table, features), [features(candidate) for candidate in others]
+        names = [name for name in dict.fromkeys([*asked, *(name for row in rest for name in row)]) if name not in known]
+        own = {choice.name for chosen in (*table.values["own"], *(c.own for c in others)) for choice in chosen}
+        columns, places = [np.zeros((len(table) + len(rest), 0))], [np.zeros((len(table) + len(rest), 0))]
         for name in names:
-            values = [row.get(name, INHERITED) for row in rows]
-            distinct = sorted(set(values), key=_sort_key)
+            told, codes = asked.get(name, ([INHERITED], np.zeros(len(table), dtype=np.int32)))
+            last = [row.get(name, INHERITED) for row in rest]
+            distinct = sorted({*told, *last}, key=_sort_key)
             if len(distinct) < 2:
                 continue
-            where = np.array([{value: i for i, value in enumerate(distinct)}[value] for value in values])
+            place_of = np.array([distinct.index(value) for value in [*told, *last]], dtype=np.intp)
+            where = np.concatenate([place_of[: len(told)][codes], place_of[len(told) :]])
             spots = _spots(distinct)
             std = (stds or {}).get(name) or _std(name, distinct, is_own=name in own)
-            effect = _effect_of(spots) * std
-            columns.append(effect[where])
+            columns.append((_effect_of(spots) * std)[where])
             places.append(spots[where] * PLACE_SPAN)
         self.features: Array = np.hstack(columns)
         self.places: Array = np.hstack(places)
+
+    def take(self, rows: slice) -> OwnEffects:
+        """The rows that ``rows`` selects."""
+        found = object.__new__(OwnEffects)
+        found.features, found.places = self.features[rows], self.places[rows]
+        return found
 
 
 def _spots(values: Sequence[Scalar]) -> Array:

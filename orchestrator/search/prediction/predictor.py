@@ -14,12 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from cluster.candidate_table import CandidateTable
 from cluster.cost.calibrate import Calibrated, derivatives, fit
-from cluster.cost.candidates import inputs_of
+from cluster.cost.candidates import inputs_of, inputs_of_table
 from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel, Estimates
 from cluster.cost.generic import GenericInputs, generic_inputs
-from cluster.cost.inputs import CostInputs, concatenate
+from cluster.cost.inputs import CostInputs, distinct_rows
 from cluster.cost.software.structures import FOREIGN, KNOWN
 from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.objective import Objective
@@ -31,11 +32,12 @@ from orchestrator.search.prediction.memory_prior import prior_belief
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
-from orchestrator.space.naming import Features, Scalar
+from orchestrator.space.knobs.own import INHERITED
+from orchestrator.space.naming import Features, Scalar, feature_columns
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of
 
-MAX_CANDIDATES = 200_000
+MAX_CANDIDATES = 1_000_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
 ROWS_AT_ONCE = 20_000
 """Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
@@ -126,22 +128,24 @@ class Predictor:
             raise UnpredictableError(
                 f"{len(candidates):,} candidates are too many to rank one by one (limit {MAX_CANDIDATES:,})"
             )
-        self.candidates = tuple(candidates)
+        self.candidates = CandidateTable.of(candidates)
         self.earlier = _comparable(earlier, workload)
         self._structures = FOREIGN if isinstance(workload.model, ScriptModel) else KNOWN
         workload = predicted_workload(workload)
         self.cluster = cluster
         self.objective = objective or Objective()
         self.on_cpu = cluster.accelerator.name == "cpu"
-        pairs = [(workload, c) for c in self.candidates] + [(t.workload, t.candidate) for t in self.earlier]
         try:
-            self.inputs = _inputs(pairs, cluster, estimates or {})
+            self.inputs = _inputs(workload, self.candidates, self.earlier, cluster, estimates or {})
         except NotImplementedError as error:
             raise UnpredictableError(str(error)) from None
         self._features = features
-        self._own = UnmodelledKnobs([candidate for _, candidate in pairs], features)
         self._prior = narrowed(prior or load_prior("time"), LOCAL_STD[self.device_kind])
         self._kept: dict[tuple[tuple[int, float], ...], Posterior] = {}
+
+    @functools.cached_property
+    def _own(self) -> UnmodelledKnobs:
+        return UnmodelledKnobs(self.candidates, [trial.candidate for trial in self.earlier], self._features)
 
     @functools.cached_property
     def _usual(self) -> Believed | None:
@@ -151,8 +155,8 @@ class Predictor:
     @functools.cached_property
     def _own_effects(self) -> Array:
         """Features of all of that, and of every knob's own effect."""
-        candidates = [*self.candidates, *(trial.candidate for trial in self.earlier)]
-        own = OwnEffects(candidates, self._features, known=MODELLED, stds=GENERIC_STDS).features
+        others = [trial.candidate for trial in self.earlier]
+        own = OwnEffects(self.candidates, others, self._features, known=MODELLED, stds=GENERIC_STDS).features
         return own if self._usual is None else np.hstack([self._usual.features, own])
 
     @functools.cached_property
@@ -162,7 +166,10 @@ class Predictor:
     @functools.cached_property
     def estimates(self) -> Estimates:
         """Time and memory expected before any measurement of this sweep; without a device context on CPUs."""
-        return model_families.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+        found = model_families.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+        if self._usual is not None:
+            found = found.slower_by(np.exp(self._usual.mean))
+        return found
 
     @functools.cached_property
     def probability_fits(self) -> Array:
@@ -207,7 +214,8 @@ class Predictor:
         """Standard deviation of log(measured / predicted step time) to expect."""
         x = self.inputs.take(slice(row, row + 1))
         jacobian = derivatives(functools.partial(log_device_seconds, x), self._model.time.coefficients)
-        return float(self._model.time.log_spread(jacobian)[0])
+        usual = 0.0 if self._usual is None else float(np.linalg.norm(self._own_effects[row]))
+        return float(np.hypot(self._model.time.log_spread(jacobian)[0], usual))
 
     @property
     def device_kind(self) -> str:
@@ -300,9 +308,11 @@ def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[A
         seen = sorted(times_s)
         known = x.take(np.array(seen))
         at = fit(prior, lambda k: log_device_seconds(known, k), np.log([times_s[i] for i in seen])).coefficients
-    parts = [x.take(slice(i, i + ROWS_AT_ONCE)) for i in range(0, len(x), ROWS_AT_ONCE)]
-    jacobian = np.concatenate([derivatives(functools.partial(log_device_seconds, part), at) for part in parts])
-    here = np.concatenate([log_device_seconds(part, at) for part in parts])
+    rows, places = distinct_rows(x)
+    slices = [rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE)]
+    slopes = [derivatives(functools.partial(log_device_seconds, x.take(some)), at) for some in slices]
+    jacobian = np.concatenate(slopes)[places]
+    here = np.concatenate([log_device_seconds(x.take(some), at) for some in slices])[places]
     mean = here + jacobian @ (prior.mean - at.log_values)
     return mean, jacobian @ np.linalg.cholesky(prior.covariance), np.exp(here)
 
@@ -315,13 +325,17 @@ def trial_device_seconds(
 
 
 def _inputs(
-    pairs: Sequence[tuple[Workload, Candidate]],
+    workload: Workload,
+    candidates: CandidateTable,
+    earlier: Sequence[EarlierTrial],
     cluster: ClusterDescription,
     estimates: Mapping[Candidate, DryRunEstimate],
 ) -> CostInputs | GenericInputs:
-    if not isinstance(pairs[0][0].model, LlamaModel):
-        return generic_inputs(pairs, cluster, estimates)
-    return concatenate([inputs_of(pairs[i : i + ROWS_AT_ONCE], cluster) for i in range(0, len(pairs), ROWS_AT_ONCE)])
+    known = [(trial.workload, trial.candidate) for trial in earlier]
+    if not isinstance(workload.model, LlamaModel):
+        return generic_inputs([*((workload, candidate) for candidate in candidates), *known], cluster, estimates)
+    found = inputs_of_table(workload, candidates, cluster)
+    return found.followed_by(inputs_of(known, cluster)) if known else found
 
 
 MODELLED = frozenset(
@@ -349,19 +363,25 @@ class UnmodelledKnobs:
     ``one_hot`` has a column per value of each knob; in ``places`` knobs that are numbers have one column.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], features: Features) -> None:
-        rows = [_unmodelled(candidate, features) for candidate in candidates]
-        names = dict.fromkeys(name for row in rows for name in row)
-        hot, places = [np.zeros((len(rows), 0))], [np.zeros((len(rows), 0))]
+    def __init__(self, candidates: CandidateTable, others: Sequence[Candidate], features: Features) -> None:
+        known = feature_columns(candidates, functools.partial(_unmodelled, features=features))
+        rest = [_unmodelled(candidate, features) for candidate in others]
+        names = dict.fromkeys([*known, *(name for row in rest for name in row)])
+        num = len(candidates) + len(rest)
+        hot, places = [np.zeros((num, 0))], [np.zeros((num, 0))]
         for name in names:
-            values = [row.get(name, "") for row in rows]
-            distinct = sorted(set(values), key=str)
+            told, codes = known.get(name, ([INHERITED], np.zeros(len(candidates), dtype=np.int32)))
+            last = [row.get(name, INHERITED) for row in rest]
+            distinct = sorted({*told, *last}, key=str)
             if len(distinct) < 2:
                 continue
-            columns = np.array([[value == other for other in distinct] for value in values], dtype=float)
-            numbers = all(isinstance(value, int | float) for value in distinct)
+            where = np.array([distinct.index(value) for value in [*told, *last]])
+            code = np.concatenate([where[codes], where[len(told) :]])
+            columns = np.eye(len(distinct))[code]
             hot.append(columns)
-            places.append(np.log2(1.0 + np.array(values, dtype=float))[:, None] / 1.5 if numbers else columns)
+            if all(isinstance(value, int | float) for value in distinct):
+                columns = (np.log2(1.0 + np.array(distinct, dtype=float)) / 1.5)[code][:, None]
+            places.append(columns)
         self.one_hot: Array = np.hstack(hot)
         self.places: Array = np.hstack(places)
 

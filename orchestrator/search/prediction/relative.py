@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cluster.candidate_table import CandidateTable
 from cluster.cost.usual.effects import Kind, drawn_programs
 from cluster.cost.usual.knobs import KnobColumns
 from cluster.cost.usual.memory import drawn_memory, relative_peak
@@ -36,9 +37,9 @@ NOISE_STD = 0.02
 """Standard deviation of the log of a repeated measurement."""
 OVERHEAD_STEPS = 20.0
 """Steps that a trial takes, and as many again for its start."""
-USED_SHARE = 0.45
+USED_SHARE = 0.35
 """Share of the memory that the baseline is taken to use: it runs, or its user would not run it."""
-USED_STD = 0.5
+USED_STD = 0.7
 """Standard deviation of the log of that share."""
 OWN_MEMORY_SHARE = 0.5
 """How far knobs of which nothing is known move the peak, relative to the time."""
@@ -85,17 +86,21 @@ class RelativePredictor:
         earlier: Sequence[EarlierTrial] = (),
         objective: Objective | None = None,
     ) -> None:
-        self.candidates = tuple(candidates)
+        self.candidates = CandidateTable.of(candidates)
         self.earlier = tuple(trial for trial in earlier if same_program(trial.workload, workload))
         self.objective = objective or Objective()
         self.limit_bytes = float(limit_bytes)
-        pairs = [(workload, c) for c in self.candidates] + [(t.workload, t.candidate) for t in self.earlier]
-        self._columns = KnobColumns.of_pairs(pairs)
+        known = KnobColumns.of_pairs([(trial.workload, trial.candidate) for trial in self.earlier])
+        self._columns = KnobColumns.of_table(workload, self.candidates).followed_by(known)
         self._baseline = KnobColumns.of_pairs([(workload, baseline)])
         self._kind = kind
         self._baseline_weight = self.objective.weight(baseline.layout.world_size)
-        self._own = OwnEffects([candidate for _, candidate in pairs], features)
-        self._world_size = np.array([candidate.layout.world_size for _, candidate in pairs], dtype=np.float64)
+        others = [*(trial.candidate for trial in self.earlier), baseline]
+        described = OwnEffects(self.candidates, others, features)
+        self._own, self._own_baseline = described.take(slice(0, -1)), described.features[-1]
+        sizes, places = self.candidates.each(("layout",), lambda candidate: candidate.layout.world_size)
+        last = [trial.candidate.layout.world_size for trial in self.earlier]
+        self._world_size = np.concatenate([np.array(sizes, dtype=np.float64)[places], last])
 
     @functools.cached_property
     def time(self) -> Believed:
@@ -168,9 +173,14 @@ class RelativePredictor:
         near = nearest(self._own.places[[row for row, _ in times]], self._own.places[:first])
         return dict(times[i] for i in near.tolist())
 
+    def gain_of(self, row: int) -> float:
+        """Score relative to the baseline's that is expected before any trial: the median over programs."""
+        return self._baseline_weight / float(self.estimates.step_s[row] * self.weights[row])
+
     def log_spread_of(self, row: int) -> float:
         """Standard deviation of log(measured / expected time), both relative to the baseline's."""
-        effects = np.r_[self.time.features[row], self._own.features[row]]
+        own = self._own.features[row] - self._own_baseline
+        effects = np.r_[self.time.features[row], own]
         return float(np.sqrt(effects @ effects + LOCAL_STD**2))
 
     def posterior(self, times_s: Mapping[int, float]) -> Posterior:

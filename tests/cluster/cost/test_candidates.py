@@ -138,7 +138,8 @@ def test_generic_workloads() -> None:
     )
     model = cost_model()
     seconds = generic_step_seconds(x, model.time.coefficients)
-    assert seconds["launch"][0] > seconds["launch"][1] == 0, "one image is bound by launches, 1024 are not"
+    assert seconds["launch"][0] > seconds["compute"][0], "one image is bound by launches"
+    assert seconds["launch"][1] < 1e-3 * seconds["compute"][1], "1024 are not"
     assert seconds["compute"][1] == pytest.approx(1024 * seconds["compute"][0])
     peaks = generic_peak_bytes(x, model.memory.coefficients)
     assert peaks["activations"][1] == pytest.approx(1024 * peaks["activations"][0])

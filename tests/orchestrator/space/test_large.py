@@ -18,7 +18,7 @@ from orchestrator.search.prediction.prediction import make_predictor
 from orchestrator.search.search import Search, _Space
 from orchestrator.space import space
 from orchestrator.space.large import Lookup, without_effect
-from orchestrator.space.naming import flat_params
+from orchestrator.space.naming import feature_columns, flat_params
 from orchestrator.space.rules import check
 from orchestrator.space.space import make_space
 from orchestrator.sweep.events import Budget
@@ -136,7 +136,7 @@ def test_what_an_out_of_memory_outcome_rules_out_is_not_proposed_from_beyond_the
 
 
 def test_looking_up_the_knobs_of_a_candidate_finds_it(made):
-    encoder = _Space([flat_params(candidate) for candidate in made.candidates])
+    encoder = _Space(feature_columns(made.candidates, flat_params))
     lookup = Lookup(made.beyond, flat_params, encoder.encode, encoder.spans)
     rng = random.Random(0)
     for candidate in made.candidates[:200]:
