@@ -50,9 +50,9 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         "half_batch",
         np.log(0.25),
-        1.0,
+        1.5,
         np.log(0.06),
-        1.0,
+        1.3,
         "Samples at which launches and idle units take as long as computing, as a share of the baseline's micro-batch: "
         "t(b) = b + h is the fixed and the proportional part of a kernel's time (Williams et al., Roofline, CACM 52:4, "
         "for the limit). People choose batches near saturation; CPUs have no launches to wait for.",

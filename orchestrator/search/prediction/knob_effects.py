@@ -28,10 +28,10 @@ KEPT_VARIANCE = 0.999
 """Share of the drawn programs' variance that the features have to keep."""
 MAX_FEATURES = 40
 ROWS_AT_ONCE = 2048
-OWN_STD = 0.25
+OWN_STD = 0.3
 """Standard deviation of the effect of a value of one of the user's own knobs: most do little, some a factor of two."""
-NAMED_STD = 0.15
-"""The same, beyond what its name says that it usually does."""
+NAMED_STD = 0.3
+"""The same, beyond what its name says that it usually does: names are guessed at."""
 KNOWN_STD = 0.05
 """The same of the built-in knobs, beyond what they usually do."""
 SMOOTHNESS = 0.5

@@ -56,6 +56,8 @@ COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
 """Standard deviation of the error that all candidates have in common, by kind of device."""
 OWN_KNOB_STD = 0.1
 """Standard deviation of the effect of each value of a knob that the cost model of decoders knows nothing of."""
+GENERIC_LOCAL_STD = 0.1
+"""Standard deviation of what only combinations do in models that are no decoders, of which effects are told apart."""
 GENERIC_STDS = {"precision": 0.3}
 """The same of knobs of other models, beyond what they usually do: number formats, of which only the peaks are known."""
 SWEEP_STD = 0.05
@@ -249,7 +251,7 @@ class Predictor:
                 features=np.hstack([features, own, sweeps]),
                 feature_std=np.repeat([1.0, own_std, SWEEP_STD], [features.shape[1], own.shape[1], sweeps.shape[1]]),
                 places=np.hstack([physical_places(self.inputs), self._own.places]),
-                local_std=LOCAL_STD[self.device_kind],
+                local_std=LOCAL_STD[self.device_kind] if self._usual is None else GENERIC_LOCAL_STD,
                 common_std=COMMON_STD[self.device_kind],
                 noise_std=NOISE_STD,
             ),

@@ -33,7 +33,7 @@ LOCAL_STD = 0.08
 """Standard deviation of what only combinations of knobs do: interactions are small beside the effects themselves."""
 SWEEP_STD = 0.05
 """Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
-NOISE_STD = 0.02
+NOISE_STD = 0.01
 """Standard deviation of the log of a repeated measurement."""
 OVERHEAD_STEPS = 20.0
 """Steps that a trial takes, and as many again for its start."""
