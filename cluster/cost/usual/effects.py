@@ -69,7 +69,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         "low_precision",
         -np.log(1.7),
-        0.6,
+        0.75,
         np.log(1.05),
         0.45,
         "16-bit operators: 1.5 to 3 times as fast in NVIDIA's table of mixed precision (Deep Learning Performance "
