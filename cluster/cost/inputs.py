@@ -129,6 +129,8 @@ class CostInputs:
     """Bytes per parameter of autocast's 16-bit copy of the weights (O1)."""
     bucket_bytes: Array
     """Bytes of the buffers through which data parallelism reduces gradients."""
+    buffer_bytes: Array
+    """Bytes of other buffers that last, on every rank."""
     keeps_gradients: Array
     """1: gradient buffers stay allocated during the forward pass."""
     workspace_limit_bytes: Array
@@ -210,6 +212,7 @@ DEFAULTS: Mapping[str, float] = {
     "aged_attention": 0.0,
     "loose_norms": 0.0,
     "gathers_once": 0.0,
+    "buffer_bytes": 0.0,
     "expert_share": 0.0,
     "num_experts": 1.0,
     "experts_per_token": 1.0,
