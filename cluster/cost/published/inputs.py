@@ -266,7 +266,7 @@ def _recompute(f: Mapping[str, str], layout: Mapping[str, Any]) -> dict[str, Any
     full = list(layers) if f["recompute"] == "full" else [0] * len(layers)
     if alike := re.search(r"(\d+)[- ]layers?[- ]per[- ]stage", detail):
         full = [min(int(alike[1]), count) for count in layers]
-    if f["recompute"] == "per-stage":
+    elif f["recompute"] == "per-stage":
         stated = [int(count) for count in re.findall(r"\d+(?=[/ ,]|$)", f["recompute_detail"])]
         stated = stated[-len(layers) :] if len(stated) >= len(layers) else []
         full = [min(a, b) for a, b in zip(stated, layers, strict=True)] if stated else [0] * len(layers)
