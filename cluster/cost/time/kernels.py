@@ -115,8 +115,6 @@ def expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     """Seconds of the matmuls of a layer's routed experts, forward: each multiplies the rows that were sent to it."""
     peak, base, rows = x.peak_flops_per_s, x.base_flops_per_s, rows_per_expert(x, work.tokens)
     width = np.maximum(x.expert_ffn, 1.0) / x.tp
-    # All experts of a rank are multiplied in one launch of kernels.
-    rows = rows * np.maximum(1.0, x.num_experts / x.ep)
     into = matmul_flops_per_s(k, peak=peak, base=base, rows=rows, columns=(1 + x.gated) * width, depth=x.hidden)
     out = matmul_flops_per_s(k, peak=peak, base=base, rows=rows, columns=x.hidden, depth=width)
     rate = (2 + x.gated) / ((1 + x.gated) / into + 1 / out) * k["expert_efficiency"]
