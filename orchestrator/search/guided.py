@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.cost.inputs import CostInputs
 from orchestrator.search.acquisition import (
     Proposal,
     ProposalRound,
@@ -25,6 +26,7 @@ from orchestrator.search.open_candidates import OpenCandidates
 from orchestrator.search.prediction.gaussian_process import Array
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.prediction.relative import RelativePredictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
 from orchestrator.statistics import median
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
@@ -88,7 +90,7 @@ class _Round:
 class GuidedSearch:
     """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor | RelativePredictor) -> None:
         self._predictor = predictor
         self._row_of_trial: dict[int, tuple[Candidate, int | None]] = {}
         self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
@@ -97,7 +99,7 @@ class GuidedSearch:
     def predict(self, candidate: Candidate) -> PredictedResult | None:
         """The prediction of a candidate before any trial of this sweep; None for one the cost model does not know."""
         row = self._predictor.candidates.row_of(candidate)
-        if row is None:
+        if row is None or not self._predictor.is_absolute:
             return None
         return PredictedResult(
             step_time_s=float(self._predictor.estimates.step_s[row]),
@@ -116,13 +118,16 @@ class GuidedSearch:
             found = current.proposals.best(is_open)
         if found is None:
             return None
+        candidate, measured = self._predictor.candidates[found.index], current.num_measured > 0
+        if not (measured or self._predictor.is_absolute or self._predictor.earlier_times_s):
+            return Suggestion(candidate, _usual_reason(found))
         return Suggestion(
-            self._predictor.candidates[found.index],
-            _reason(found, state),
+            candidate,
+            _reason(found, state, measured=measured),
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.weights[found.index]),
                 log_spread=found.log_std,
-                peak_bytes=self._limit_bytes * math.exp(found.log_peak or 0.0),
+                peak_bytes=self._peak_bytes(found),
                 probability_fits=found.probability_fits,
             ),
         )
@@ -213,10 +218,18 @@ class GuidedSearch:
         return posterior, _with_bounds(posterior, seen, stopped, self._predictor)
 
     @functools.cached_property
-    def _plain(self) -> Array:
-        """Scores before any trial of this sweep."""
+    def _plain(self) -> Array | None:
+        """Scores before any trial of this sweep; None where only usual effects of knobs are known, not of layouts."""
+        if not (isinstance(self._predictor, Predictor) and isinstance(self._predictor.inputs, CostInputs)):
+            return None
         history = self._predictor.earlier_times_s
         return plain_scores(self._predictor.posterior(history), Seen(history=history))
+
+    def _peak_bytes(self, found: Proposal) -> float | None:
+        """Expected peak; None where nothing but usual effects is known, which are relative to a baseline's."""
+        if not self._predictor.is_absolute:
+            return None
+        return self._limit_bytes * math.exp(found.log_peak or 0.0)
 
     @property
     def _limit_bytes(self) -> float:
@@ -243,7 +256,9 @@ class GuidedSearch:
         return [] if row is None or trial.measurement is None else [(row, trial)]
 
 
-def _with_bounds(posterior: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
+def _with_bounds(
+    posterior: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor | RelativePredictor
+) -> Seen:
     """``seen`` with trials that were stopped early, which take at least so long.
 
     Where they were expected to take longer, that is no news; else they teach as if that were what they take.
@@ -288,10 +303,17 @@ def num_calibrating(num_measured: int) -> int:
     return low
 
 
-def _reason(proposal: Proposal, state: SweepState) -> str:
+def _usual_reason(proposal: Proposal) -> str:
+    """Before anything is known of the program's speed."""
+    gain, spread = 1 / proposal.time_s, math.expm1(proposal.log_std)
+    return f"best by what knobs usually do: {gain:.2f}x the baseline (give or take {spread:.0%})"
+
+
+def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
     workload = state.sweep.workload
     speed = f"{rate(workload.tokens_per_step / proposal.time_s)} {state.unit}"
     spread = math.expm1(proposal.log_std)
-    how = "best prediction before any trial" if proposal.is_plain else "largest expected improvement per device-second"
+    improves = measured and not proposal.is_plain
+    how = "largest expected improvement per device-second" if improves else "best prediction before any trial"
     fits = f", fits with {proposal.probability_fits:.0%}" if proposal.probability_fits < 0.995 else ""
     return f"{how}: {speed} expected (give or take {spread:.0%}{fits})"
