@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.search.figures import TOLERANCE
 from benchmarks.search.made import dryruns, holdings, machine, spaces
 from benchmarks.search.made.shapes import SIZES
 from benchmarks.search.made.spaces import Setup
@@ -53,7 +54,6 @@ BINDS = 0.2, 0.8
 """Share of the candidates that must not fit."""
 FELT, SHARE_FELT = 0.03, 0.15
 """By how much, in log, a planted structure must move the peaks of what share of the candidates."""
-TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
