@@ -17,7 +17,7 @@ from orchestrator.planning.hardware.profiles import fingerprint, load_profile
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, check_plan, make_plan, plan_document
-from orchestrator.planning.predictions import plan_predictor
+from orchestrator.planning.predictions import search_predictor
 from orchestrator.scripts.source import PROGRAM, program_source
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import UnknownDimensionsError, UnpredictableError
@@ -122,13 +122,14 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
     guide = None
     if spec.search.sampler == "guided":
         try:
-            predictor = plan_predictor(
+            predictor = search_predictor(
                 plan,
                 spec.to_workload(),
                 topology,
                 known.profile,
                 earlier=known.earlier,
                 objective=spec.to_objective(topology),
+                seed=spec.search.seed,
             )
             guide = GuidedSearch(predictor)
         except UnknownDimensionsError as error:
