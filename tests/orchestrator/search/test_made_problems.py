@@ -12,6 +12,7 @@ from benchmarks.search.made.knowledge import MadeKnowledge
 from benchmarks.search.samplers import SAMPLERS
 from orchestrator.space.rules import Filters, check
 
+FAMILY = "gathered-logits/small"
 NAMES = ("buffers/small/0", "dry-run/small/0", "mixed/medium/1")
 
 
@@ -71,9 +72,9 @@ def test_halves_are_disjoint_and_together_all():
 
 
 def test_the_command_reports_every_family_with_its_goals(capsys):
-    main(["--families", "buffers/small", "--problems", "2", "--samplers", "plain_order", "--jobs", "1", "--json"])
+    main(["--families", FAMILY, "--problems", "2", "--samplers", "plain_order", "--jobs", "1", "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert list(found["families"]) == ["all", "buffers", "small"]
+    assert list(found["families"]) == ["all", *FAMILY.split("/")]
     entry = found["families"]["all"]
     assert entry["problems"] == len(found["problems"]) >= 1
     assert 1 <= entry["samplers"]["plain_order"]["mean_trials_to_2pct"] <= found["max_trials"] + 1
