@@ -16,6 +16,7 @@ from orchestrator.search.acquisition import Proposal, ProposalRound, Seen, expec
 from orchestrator.search.open_candidates import OpenCandidates
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.prediction.relative import RelativePredictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.sweep.values import PredictedResult, Suggestion
@@ -72,7 +73,7 @@ class _Round:
 class GuidedSearch:
     """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor | RelativePredictor) -> None:
         self._predictor = predictor
         self._row_of_trial: dict[int, tuple[Candidate, int | None]] = {}
         self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
@@ -81,7 +82,7 @@ class GuidedSearch:
     def predict(self, candidate: Candidate) -> PredictedResult | None:
         """The prediction of a candidate before any trial of this sweep; None for one the cost model does not know."""
         row = self._predictor.candidates.row_of(candidate)
-        if row is None:
+        if row is None or not self._predictor.is_absolute:
             return None
         return PredictedResult(
             step_time_s=float(self._predictor.estimates.step_s[row]),
@@ -100,13 +101,16 @@ class GuidedSearch:
             found = current.proposals.best(is_open)
         if found is None:
             return None
+        candidate, measured = self._predictor.candidates[found.index], current.num_measured > 0
+        if not (measured or self._predictor.is_absolute or self._predictor.earlier_times_s):
+            return Suggestion(candidate, _usual_reason(found))
         return Suggestion(
-            self._predictor.candidates[found.index],
-            _reason(found, state, measured=current.num_measured > 0),
+            candidate,
+            _reason(found, state, measured=measured),
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.weights[found.index]),
                 log_spread=found.log_std,
-                peak_bytes=self._limit_bytes * math.exp(found.log_peak or 0.0),
+                peak_bytes=self._peak_bytes(found),
                 probability_fits=found.probability_fits,
             ),
         )
@@ -189,6 +193,12 @@ class GuidedSearch:
         stopped = {row: o for row, o in outcomes.items() if isinstance(o, StoppedEarly) and row not in learned}
         return posterior, _with_bounds(posterior, seen, stopped, self._predictor)
 
+    def _peak_bytes(self, found: Proposal) -> float | None:
+        """Expected peak; None where nothing but usual effects is known, which are relative to a baseline's."""
+        if not self._predictor.is_absolute:
+            return None
+        return self._limit_bytes * math.exp(found.log_peak or 0.0)
+
     @property
     def _limit_bytes(self) -> float:
         return self._predictor.limit_bytes
@@ -214,7 +224,9 @@ class GuidedSearch:
         return [] if row is None or trial.measurement is None else [(row, trial)]
 
 
-def _with_bounds(posterior: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
+def _with_bounds(
+    posterior: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor | RelativePredictor
+) -> Seen:
     """``seen`` with trials that were stopped early, which take at least so long.
 
     Where they were expected to take longer, that is no news; else they teach as if that were what they take.
@@ -248,6 +260,12 @@ def num_calibrating(num_measured: int) -> int:
     while high <= min(num_measured, MAX_CALIBRATING):
         low, high = high, low + high
     return low
+
+
+def _usual_reason(proposal: Proposal) -> str:
+    """Before anything is known of the program's speed."""
+    gain, spread = 1 / proposal.time_s, math.expm1(proposal.log_std)
+    return f"best by what knobs usually do: {gain:.2f}x the baseline (give or take {spread:.0%})"
 
 
 def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
