@@ -86,7 +86,7 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
         "activations": held,
         "recomputed": np.where(at_loss, 0.0, repeated),
         "head": np.where(at_loss, head, 0.0),
-        "gathered": _gathered_bytes(x, work)[:, None] + np.where(at_loss, 0.0, exchanged),
+        "gathered": _gathered_bytes(x, work) + np.where(at_loss, 0.0, exchanged),
         "workspace": np.zeros(head.shape),
     }
 
@@ -104,7 +104,7 @@ def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Ar
 
 def _with_overheads(terms: dict[str, Array], x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     shape = x.stage_layers.shape
-    terms["communication"] = _bucket_bytes(x, work)
+    terms["communication"] = _bucket_bytes(x, work) + x.buffer_bytes[:, None]
     allocated = np.sum(list(terms.values()), axis=0)
     terms["constant"] = np.broadcast_to((k["constant_bytes"] + _communicator_bytes(x))[:, None], shape)
     terms["fragmentation"] = allocated * k["fragmentation"]
@@ -180,11 +180,13 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
 
 
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:
-    """Bytes of weights gathered by ZeRO-3: the block in use, the one prefetched, and the block's unsharded
-    gradients."""
-    block = np.maximum((work.layer_params + work.expert_params) / x.tp, x.vocab * x.hidden / x.tp)
+    """Bytes of weights gathered by ZeRO-3, shape (n, stages): the block in use, the one prefetched, and the block's
+    unsharded gradients; or all weights of the rank, where they stay from the first micro-batch to the last."""
+    block = np.maximum((work.layer_params + work.expert_params) / x.tp, x.vocab * x.hidden / x.tp) * 3
+    stays = x.gathers_once[:, None] > 0
+    blocks = np.where(stays, np.maximum(_held_params(x, work, 4), block[:, None]), block[:, None])
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
-    return np.where(sharded, block * 3 * x.compute_bytes, 0.0)
+    return np.where(sharded[:, None], blocks * x.compute_bytes[:, None], 0.0)
 
 
 def _exchanged_bytes(x: CostInputs, work: Work) -> Array:

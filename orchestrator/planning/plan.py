@@ -17,9 +17,13 @@ from cluster.gang.defaults import Default, defaults_of
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective
 from orchestrator.planning.dryrun.estimates import DryRunEstimates
 from orchestrator.planning.hardware.request import device_kind
+from orchestrator.planning.sampling import ModelSample
 from orchestrator.scripts.overlay import notes_of
+from orchestrator.search.prediction.prediction import make_predictor
+from orchestrator.search.prediction.predictor import Predictor, UnpredictableError
 from orchestrator.space.large import MAX_ENUMERATED, SAMPLE_SIZE, LargeSpace
 from orchestrator.space.replay import ReplaySpace
 from orchestrator.space.rules import WORLD_SIZE, Case, Rule, check, first_broken, rules_for, violations
@@ -140,9 +144,14 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryR
         return _replay_plan(replayed)
     estimates = estimates or DryRunEstimates()
     sorter = _sorter(spec, topology, estimates)
-    space = _space(spec)
+    space, objective = _space(spec), spec.to_objective(topology)
     legal, beyond = _legal_space(sorter, space)
-    candidates = sorter.legal(legal.table()) if beyond is None else beyond.sample(SAMPLE_SIZE, spec.search.seed)
+    drawn = None if beyond is None else _drawn_by_model(legal, sorter, objective)
+    beyond = None if beyond is None else replace(beyond, is_modelled=drawn is not None)
+    if beyond is not None and drawn is None:
+        candidates = beyond.sample(SAMPLE_SIZE, spec.search.seed)
+    else:
+        candidates = sorter.legal(legal.table() if drawn is None else drawn)
     if not candidates:
         raise _nothing_left(sorter)
     counts = sorted(sorter.counts.items(), key=lambda item: -item[1])
@@ -220,6 +229,20 @@ def _legal_space(sorter: _Sorter, space: Space) -> tuple[Space, LargeSpace | Non
     return legal, LargeSpace(space=legal, is_legal=sorter.is_legal) if len(legal) > MAX_ENUMERATED else None
 
 
+def _drawn_by_model(space: Space, sorter: _Sorter, objective: Objective) -> CandidateTable | None:
+    """Candidates of a space of legal layouts, most where the cost model expects the best; None where it is mute."""
+
+    def predictor_of(table: CandidateTable) -> Predictor:
+        return make_predictor(sorter.workload, table, sorter.topology, objective=objective)
+
+    seed = sorter.spec.search.seed
+    sample = ModelSample(space=space, is_legal=sorter.judge, predictor_of=predictor_of, seed=seed)
+    try:
+        return sample.draw(MAX_ENUMERATED)
+    except UnpredictableError:
+        return None
+
+
 def _space(spec: SweepSpec) -> Space:
     try:
         return make_space(spec.choices, spec.to_workload().model, spec.own_knobs)
@@ -280,10 +303,14 @@ class _Sorter:
         """Whether a candidate of a legal frame breaks no other rule either."""
         return next(violations(self._other_rules, self._case(candidate)), None) is None
 
+    def judge(self, table: CandidateTable) -> NDArray[np.bool_]:
+        """Which candidates of legal frames are legal; nothing is counted."""
+        return np.asarray(first_broken(self._other_rules, table, self.workload, self.topology) < 0)
+
     def _sorted(self, table: CandidateTable, rules: Sequence[Rule], weights: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which rows are legal. The others count as rejected, so many candidates each as ``weights`` says, by the
         first rule that they break."""
-        broken = first_broken(rules, table, self._workload, self.topology)
+        broken = first_broken(rules, table, self.workload, self.topology)
         order = {int(broken[row]): None for row in _first_rows(broken)}
         for number in order:
             rule = rules[number]
@@ -300,10 +327,10 @@ class _Sorter:
             self.examples.append(Rejection(candidate=candidate, rule_id=rule.id, reason=reason))
 
     def _case(self, candidate: Candidate) -> Case:
-        return Case(candidate=candidate, workload=self._workload, topology=self.topology)
+        return Case(candidate=candidate, workload=self.workload, topology=self.topology)
 
     @functools.cached_property
-    def _workload(self) -> Workload:
+    def workload(self) -> Workload:
         return self.spec.to_workload()
 
     @functools.cached_property

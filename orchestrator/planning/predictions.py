@@ -15,6 +15,7 @@ from cluster.probe.profile import Profile
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.objective import Objective
 from orchestrator.planning.plan import Plan
+from orchestrator.planning.sampling import POOL_SIZE, pool_rows
 from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.prediction.transfer import EarlierTrial
@@ -80,6 +81,25 @@ def plan_predictor(
         earlier=earlier,
         objective=objective,
     )
+
+
+def search_predictor(
+    plan: Plan,
+    workload: Workload,
+    topology: Topology | None,
+    profile: Profile | None = None,
+    *,
+    earlier: Sequence[EarlierTrial] = (),
+    objective: Objective | None = None,
+    seed: int = 0,
+) -> Predictor:
+    """As :func:`plan_predictor`; of very many candidates those that the guided sampler is to learn on."""
+    whole = plan_predictor(plan, workload, topology, profile, earlier=earlier, objective=objective)
+    if len(whole.candidates) <= POOL_SIZE:
+        return whole
+    pool = whole.candidates.take(pool_rows(whole, POOL_SIZE, seed)).followed_by((plan.baseline,))
+    known = plan.estimates.by_candidate
+    return make_predictor(workload, pool, topology, profile, estimates=known, earlier=earlier, objective=objective)
 
 
 def predict_plan(

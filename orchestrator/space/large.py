@@ -19,10 +19,10 @@ from orchestrator.space.naming import Features, Scalar
 from orchestrator.space.space import Frame, Space
 from trials.spec import Candidate
 
-MAX_ENUMERATED = 200_000
+MAX_ENUMERATED = 1_000_000
 """Candidates of legal layouts that are listed and ranked one by one."""
 SAMPLE_SIZE = 20_000
-"""Candidates drawn from a larger space for the cost model to rank."""
+"""Candidates drawn from a larger space where there is no cost model to say which."""
 MAX_MISSES = 64
 """Illegal draws in a row after which a space counts as empty."""
 
@@ -37,13 +37,18 @@ class LargeSpace:
     space: Space
     """Only frames that no rule on layouts rejects, at least one."""
     is_legal: Callable[[Candidate], bool]
+    is_modelled: bool = False
+    """Whether the cost model drew the candidates that stand for the space."""
 
     @property
     def message(self) -> str:
         """Sentence for people on what is done about the size of the space."""
+        what = "those listed were drawn where the cost model expects the best"
+        if not self.is_modelled:
+            what = "those listed were drawn at random, and conditional TPE goes beyond them"
         return (
             f"too large to enumerate: {self.space.product_size:,} combinations of choices, {len(self.space):,} "
-            f"candidates of {len(self.space.frames):,} layouts; falling back to conditional TPE with warm start"
+            f"candidates of {len(self.space.frames):,} layouts; {what}"
         )
 
     def draw(self, rng: random.Random) -> Candidate | None:

@@ -90,7 +90,7 @@ def _baseline(plan: Plan) -> Text:
 def _head(plan: Plan) -> Text:
     rejected = f"{sum(plan.num_rejected.values()):,} rejected"
     if plan.too_large:
-        drawn = (f"{len(plan.candidates):,} legal candidates drawn at random", "bold green")
+        drawn = (f"{len(plan.candidates):,} legal candidates drawn", "bold green")
         return Text.assemble(drawn, f"; {rejected} on the way")
     return Text.assemble(
         (f"{len(plan.candidates):,} legal candidates", "bold green"),

@@ -11,7 +11,15 @@ from typing import Any
 
 from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, even_layers
 from cluster.cost.published.experts import NotModelledError, Numbers, expert_fields, is_mixture, mixture_shape
-from cluster.cost.published.texts import FORMATS, network_bytes_per_s, silent_format, stated_format
+from cluster.cost.published.texts import (
+    FORMATS,
+    is_fused_attention,
+    network_bytes_per_s,
+    norms,
+    overlaps,
+    silent_format,
+    stated_format,
+)
 from cluster.hardware.accelerators import Accelerator, CatalogueError, find_accelerator
 
 SHORT_GRADIENTS = ("paddle", "nemo", "bridge", "internevo", "mind")
@@ -54,6 +62,8 @@ def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
         **precision,
         **recompute,
         **_hardware(f, n, accelerator),
+        **overlaps(f),
+        "loose_norms": float(f.get("norms", norms(f)) == "loose"),
         "flash": _flash(f, accelerator, model["head_dim"]),
         "compiled": float(f["compile"] == "yes"),
         "num_copies": 1,
@@ -256,7 +266,7 @@ def _flash(f: Mapping[str, str], accelerator: Accelerator, head_dim: float) -> f
     """1 with fused attention. Not stated: wherever bfloat16 exists and is used, that is after 2022, and heads have a
     multiple of 8 elements, without which fused kernels take none (Transformer Engine's ``get_attention_backend``)."""
     if f["flash_attn"]:
-        return float(f["flash_attn"] != "no")
+        return float(is_fused_attention(f["flash_attn"]))
     late = "bfloat16" in accelerator.peak_flops_per_s and FORMATS[f["precision"]] != "float16"
     return float(late and head_dim % 8 == 0)
 

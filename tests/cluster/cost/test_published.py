@@ -161,6 +161,20 @@ def test_sharded_weights_of_a_pipeline_are_gathered_once(tmp_path: Path) -> None
     assert [(row.inputs or {})["gathers_once"] for row in rows] == [1, 0, 0]
 
 
+def test_flags_say_what_overlaps_and_how_norms_are_made(tmp_path: Path) -> None:
+    plain = {"framework": "Megatron-LM", "other_flags": ""}
+    texts = (
+        "tp_comm_overlap=True, fused_rms_norm",
+        "tp-comm-overlap: False overlap-param-gather",
+        "flash; no fused rmsnorm",
+    )
+    rows = table_of(tmp_path, plain, *({**plain, "other_flags": text} for text in texts))
+    recipe, silent = table_of(tmp_path, {**plain, "framework": "NeMo"}, {**plain, "framework": "PyTorch"})
+    names = ("hides_collectives", "hides_gathering", "loose_norms")
+    found = [[(row.inputs or {})[name] for name in names] for row in (*rows, recipe, silent)]
+    assert found == [[0, 0, 1], [1, 0, 0], [0, 1, 1], [0, 0, 1], [1, 1, 0], [0, 0, 0]]
+
+
 def test_evaluation_of_the_small_table() -> None:
     result = evaluate(read_table(TABLE), num_draws=1)
     vtrain = next(entry for entry in result["sources"] if entry["source"] == "vtrain-single")
