@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.cost.calibrate import derivatives, log_peak_predictor
 from cluster.cost.coefficients import Prior
 from cluster.cost.inputs import Array, CostInputs, concatenate
-from cluster.cost.reported import Reported
+from cluster.cost.memory import log_slopes, stage_bytes
+from cluster.cost.reported import Reported, reported_terms
 from cluster.cost.software.structures import FOREIGN, Structure, apart
+from cluster.cost.work import work_of
 from orchestrator.search.prediction.memory_belief import MemoryBelief, Structured
 from orchestrator.search.prediction.memory_prior import mixture
 from orchestrator.search.prediction.model_families import physical_places
@@ -49,7 +50,8 @@ class BelievedMemory:
     def belief(self, x: CostInputs, reported: Sequence[Reported]) -> MemoryBelief:
         """The belief on rows of ``x``, the first, and on what was seen, after them."""
         with_peak = np.flatnonzero(np.isfinite(self.peaks))
-        is_told = np.array([bool(np.isfinite(self.peaks[i])) and self.reported[i] == WHOLE for i in range(len(self.x))])
+        is_whole = np.array([one == WHOLE for one in self.reported], dtype=bool)
+        is_told = np.isfinite(self.peaks) & is_whole
         with_side = np.flatnonzero(np.isfinite(self.outcomes) & ~is_told)
         parts = [x, self.x.take(with_peak), self.x.take(with_side)]
         rows = concatenate([part for part in parts if len(part)])
@@ -69,9 +71,10 @@ def prior_of(
     root = np.linalg.cholesky(prior.covariance)
     linearised = []
     for structure, columns in apart(structures, x):
-        predict = log_peak_predictor(columns, reported)
-        mean = predict(prior.coefficients) - np.log(x.memory_bytes)
-        linearised.append((structure, mean, derivatives(predict, prior.coefficients) @ root))
+        ranks = stage_bytes(columns, work_of(columns), prior.coefficients)
+        terms = reported_terms(columns, ranks, reported)
+        mean = np.log(np.sum(list(terms.values()), axis=0) / x.memory_bytes)
+        linearised.append((structure, mean, log_slopes(columns, terms, prior.coefficients) @ root))
     parts: tuple[Structured, ...] = mixture(linearised)
     return MemoryBelief(structures=parts, places=physical_places(x))
 

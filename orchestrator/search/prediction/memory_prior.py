@@ -32,6 +32,8 @@ def prior_belief(
         limit_bytes: the limit of all rows; None: each row's usable device memory.
     """
     limit = x.memory_bytes if limit_bytes is None else limit_bytes
+    if isinstance(x, CostInputs) and len(structures) > 1:
+        x = x.take(slice(None))  # columns in full, of which structures replace some
     different = apart(tuple(structures), x) if isinstance(x, CostInputs) else [(KNOWN[0], x)]
     linearised = [
         (structure, *_linearised(prior, columns, np.log(limit), on_cpu=on_cpu)) for structure, columns in different

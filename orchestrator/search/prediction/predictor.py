@@ -45,13 +45,15 @@ TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 """Seconds a trial takes before its first step, by kind of device."""
 STEPS_PER_TRIAL = 20
 """Steps that a trial is taken to cost."""
-COEFFICIENT_SHARE = 0.7
+COEFFICIENT_SHARE = 0.35
 """Share of the coefficients' published spread that is kept: fitted as if errors that no coefficient explains were
 independent, families' coefficients come out too far apart. With this and the two standard deviations below,
 measurements of sources that the prior has not seen are about as likely as they can be made
 (``benchmarks/search/calibration.py``)."""
 LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
 """Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
+OWN_STD = {"cuda": 0.02, "cpu": 0.05}
+"""Standard deviation of a candidate's own error, which says nothing of any other, by kind of device."""
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
 """Standard deviation of the error that all candidates have in common, by kind of device."""
 OWN_KNOB_STD = 0.1
@@ -63,7 +65,7 @@ GENERIC_STDS = {"precision": 0.3}
 SWEEP_STD = 0.05
 """Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
 NOISE_STD = 0.01
-"""Standard deviation of the log of a repeated measurement."""
+"""Standard deviation of the log of a measured time that says nothing of its own noise."""
 
 
 class UnpredictableError(ValueError):
@@ -253,6 +255,7 @@ class Predictor:
                 places=np.hstack([physical_places(self.inputs), self._own.places]),
                 local_std=LOCAL_STD[self.device_kind] if self._usual is None else GENERIC_LOCAL_STD,
                 common_std=COMMON_STD[self.device_kind],
+                own_std=OWN_STD[self.device_kind],
                 noise_std=NOISE_STD,
             ),
             cost_s=self.trial_device_seconds(seconds),
