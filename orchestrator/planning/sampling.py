@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
 from cluster.cost.inputs import distinct_rows
-from orchestrator.search.prediction.posterior import normal_cdf
+from orchestrator.search.prediction.gaussian_process import normal_cdf
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.space.space import Space
 

@@ -35,7 +35,7 @@ def prior_belief(
     limit = x.memory_bytes if limit_bytes is None else limit_bytes
     total = sum(structure.probability for structure in structures)
     for structure in structures:
-        mean, features = _linearised(prior, structure.of(x) if isinstance(x, CostInputs) else x, on_cpu=on_cpu)
+        mean, features = _linearised(prior, x, structure, on_cpu=on_cpu)
         mean = mean - np.log(limit).astype(np.float32)
         found += [
             Structured(
@@ -50,12 +50,15 @@ def prior_belief(
     return MemoryBelief(structures=tuple(found), places=physical_places(x).astype(np.float32))
 
 
-def _linearised(prior: Prior, x: Inputs, *, on_cpu: bool) -> tuple[np.typing.NDArray[np.float32], ...]:
+def _linearised(
+    prior: Prior, x: Inputs, structure: Structure, *, on_cpu: bool
+) -> tuple[np.typing.NDArray[np.float32], ...]:
     """Log peaks at the prior's mean, shape (n,), and features, shape (n, d), both of single precision."""
     root = np.linalg.cholesky(prior.covariance)
     means, features = [], []
     for start in range(0, len(x), ROWS_AT_ONCE):
         part = x.take(slice(start, start + ROWS_AT_ONCE))
+        part = structure.of(part) if isinstance(part, CostInputs) else part
         mean, slopes = linearised_peak(part, prior.coefficients, on_cpu=on_cpu)
         means.append(mean)
         taught = slopes @ root
