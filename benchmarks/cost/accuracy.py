@@ -3,10 +3,10 @@
     python -m benchmarks.cost.accuracy --table measured.csv [--table more.csv ...] [--json]
 
 For every source the prior is the one fitted without that source. Then 0, 3, 5 or 10 random rows of a family (same
-source, software, device and number format) calibrate the model for the family's other rows: step times, by the search's own
-posterior (``orchestrator/search/prediction/``), those of rows with a step time; memory those of rows with a peak or
-that ran out of memory first, then others that are known to have run. Where a family is too small to keep two rows for
-testing, fewer rows calibrate it, down to none.
+source, software, device and number format) calibrate the model for the family's other rows: step times, by the
+search's own posterior (``orchestrator/search/prediction/``), those of rows with a step time; memory those of rows with
+a peak or that ran out of memory first, then others that are known to have run. Where a family is too small to keep two
+rows for testing, fewer rows calibrate it, down to none.
 
 Figures pool the tested rows of all families and of several draws, each row and draw counting once ("all"); and are
 means of those of the sources, each source counting the same ("mean"), as one source may have most rows. Goals stand
