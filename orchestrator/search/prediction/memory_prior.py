@@ -75,7 +75,8 @@ def _different(structures: Sequence[Structure], x: Inputs) -> Sequence[tuple[Str
     some = x.take(np.linspace(0, len(x) - 1, min(len(x), ROWS_TO_TELL_APART)).astype(int))
     felt = [structure for structure, _ in apart(tuple(structures), some)]
     likeliest = sorted(felt, key=lambda structure: -structure.probability)[: max(1, MAX_ROWS // len(x))]
-    return [(structure, structure.of(x)) for structure in likeliest]
+    in_full = x.take(slice(None))  # structures replace whole columns
+    return [(structure, structure.of(in_full)) for structure in likeliest]
 
 
 def _linearised(
