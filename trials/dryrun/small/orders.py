@@ -8,13 +8,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trials.dryrun.records import PassKind
 from trials.spec import Layout
-
-ACTIVE_CHUNKS = 3
-"""Chunks whose weights torch keeps gathered at a time: those that its schedule comes to next."""
 
 
 class Pass(NamedTuple):
@@ -36,9 +33,6 @@ class Surroundings(NamedTuple):
     after: PassKind | None
     last_here: PassKind | None
     """What the rank did last in this chunk."""
-    gathered: tuple[int, ...]
-    """Chunks whose weights are gathered now, where not all can be."""
-    gathered_next: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,11 +92,10 @@ def _full_zero_bubble(pp: int, stage: int, num_microbatches: int) -> Iterator[Pa
     yield from [weights1] * rest + [weights0] * rest
 
 
-def surroundings(layout: Layout, order: Sequence[Pass], *, gathers: bool) -> list[Surroundings]:
-    """Those of every pass; ``gathers`` says whether weights are sharded."""
+def surroundings(order: Sequence[Pass]) -> list[Surroundings]:
+    """Those of every pass."""
     left = Counter(order)
     last_here: dict[int, PassKind] = {}
-    gathered = _gathered(order) if gathers and layout.num_virtual_stages > ACTIVE_CHUNKS else [()] * (len(order) + 1)
     seen: set[Pass] = set()
     found = []
     for i, one in enumerate(order):
@@ -115,20 +108,8 @@ def surroundings(layout: Layout, order: Sequence[Pass], *, gathers: bool) -> lis
                 before=order[i - 1].kind if i else None,
                 after=order[i + 1].kind if i + 1 < len(order) else None,
                 last_here=last_here.get(one.chunk),
-                gathered=gathered[i],
-                gathered_next=gathered[i + 1],
             )
         )
         seen.add(one)
         last_here[one.chunk] = one.kind
     return found
-
-
-def _gathered(order: Sequence[Pass]) -> list[Any]:
-    """The chunks that torch's schedule comes to next, by pass, and after the last one."""
-    upcoming: list[int] = []
-    found: list[tuple[int, ...]] = [()]
-    for one in reversed(order):
-        upcoming = [one.chunk, *(chunk for chunk in upcoming if chunk != one.chunk)]
-        found.append(tuple(sorted(upcoming[:ACTIVE_CHUNKS])))
-    return found[::-1]

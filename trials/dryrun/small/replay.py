@@ -38,7 +38,7 @@ class PipelineRank:
     @property
     def surroundings(self) -> list[Surroundings]:
         """What is around each of its passes."""
-        return surroundings(self.layout, self.order, gathers=self.layout.zero_stage >= 2)
+        return surroundings(self.order)
 
 
 def equivalents(small: PipelineRank, large: PipelineRank) -> list[int] | None:

@@ -10,6 +10,9 @@ from trials.dryrun.small.orders import Surroundings
 from trials.dryrun.small.replay import PipelineRank
 from trials.spec import Layout
 
+ACTIVE_CHUNKS = 3
+"""Chunks whose weights torch keeps gathered at a time: those that its schedule comes to next. Which ones they are as a
+pass of one of more chunks begins depends on more than what is around it."""
 MOST_RANKS = 6
 """Pipeline ranks of the longest pipeline that is tried in place of a longer one."""
 
@@ -22,6 +25,8 @@ def shorter_ranks(layout: Layout, num_microbatches: int) -> tuple[PipelineRank, 
     ranks = [PipelineRank(layout, stage, num_microbatches) for stage in range(layout.pp)]
     if layout.pp == 1:
         return (_shortest(ranks),)
+    if layout.num_virtual_stages > ACTIVE_CHUNKS and layout.zero_stage != 1 and layout.dp * layout.cp > 1:
+        return tuple(ranks)
     middle = ranks[1:-1]
     chosen = [_shortest(ranks[:1])]
     if middle:
