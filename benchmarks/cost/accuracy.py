@@ -41,14 +41,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.cost.believed import believed_memory
 from benchmarks.cost.families import Family, add_tables, families_of, read_tables
 from cluster.cost.calibrate import (
     OUT_OF_MEMORY_THRESHOLD,
-    calibrate_memory,
     calibrate_time,
-    log_peak_predictor,
     log_step_predictor,
-    probability_out_of_memory,
 )
 from cluster.cost.coefficients import Prior, load_prior
 from cluster.cost.inputs import Array
@@ -153,12 +151,12 @@ def _score_memory(family: Family, shots: int, draw: int, scores: Scores) -> None
     train, test = _draw(np.flatnonzero(telling), np.flatnonzero(~telling & (outcomes == 0)), shots, draw)
     prior = _prior("memory", family.source)
     reported = [family.rows[i].reported for i in train]
-    fitted = calibrate_memory(prior, family.x.take(train), peaks[train], outcomes[train], reported)
+    belief = believed_memory(prior, family.x.take(train), peaks[train], outcomes[train], reported)
     known = test[np.isfinite(peaks[test])]
-    predict = log_peak_predictor(family.x.take(known), [family.rows[i].reported for i in known])
-    scores.memory_errors += list(np.abs(np.exp(predict(fitted.coefficients)) / peaks[known] - 1))
-    x = family.x.take(test)
-    exceeds = probability_out_of_memory(fitted, x) > OUT_OF_MEMORY_THRESHOLD
+    if len(known):
+        expected = belief.log_peak(family.x.take(known), [family.rows[i].reported for i in known])
+        scores.memory_errors += list(np.abs(np.exp(expected) / peaks[known] - 1))
+    exceeds = belief.probability_out_of_memory(family.x.take(test)) > OUT_OF_MEMORY_THRESHOLD
     for outcome, too_much in zip(outcomes[test], exceeds, strict=True):
         if np.isfinite(outcome):
             scores.outcomes[bool(outcome), bool(too_much)] += 1

@@ -75,6 +75,17 @@ class CostInputs:
     zero_stage: Array
     reduces_last: Array
     """1: ZeRO-2 and ZeRO-3 keep gradients whole until the step's last micro-batch, instead of reducing each one's."""
+    hides_collectives: Array
+    """1: tensor parallelism gathers and scatters in parts, each while a matmul works on another (user buffers of
+    Transformer Engine, PyTorch's async TP, MC2)."""
+    hides_transfers: Array
+    """1: with several chunks, transfers between pipeline ranks run while other chunks are computed."""
+    hides_gathering: Array
+    """1: ZeRO-1 and ZeRO-2 gather new weights while the next forward pass runs."""
+    aged_attention: Array
+    """1: fused attention kernels were written for an older generation of devices."""
+    loose_norms: Array
+    """1: norms are made of several kernels, with results in between in memory."""
     gathers_once: Array
     """1: ZeRO-3 gathers a layer's weights for the first micro-batch and keeps them for the step's others, forward and
     backward; 0: it gathers them for every pass."""
@@ -118,6 +129,8 @@ class CostInputs:
     """Bytes per parameter of autocast's 16-bit copy of the weights (O1)."""
     bucket_bytes: Array
     """Bytes of the buffers through which data parallelism reduces gradients."""
+    buffer_bytes: Array
+    """Bytes of other buffers that last, on every rank."""
     keeps_gradients: Array
     """1: gradient buffers stay allocated during the forward pass."""
     workspace_limit_bytes: Array
@@ -193,7 +206,13 @@ class CostInputs:
 
 
 DEFAULTS: Mapping[str, float] = {
+    "hides_collectives": 0.0,
+    "hides_transfers": 0.0,
+    "hides_gathering": 0.0,
+    "aged_attention": 0.0,
+    "loose_norms": 0.0,
     "gathers_once": 0.0,
+    "buffer_bytes": 0.0,
     "expert_share": 0.0,
     "num_experts": 1.0,
     "experts_per_token": 1.0,

@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.search.made import holdings, machine, spaces
+from benchmarks.search.figures import TOLERANCE
+from benchmarks.search.made import dryruns, holdings, machine, spaces
 from benchmarks.search.made.shapes import SIZES
 from benchmarks.search.made.spaces import Setup
 from cluster.cost.candidates import inputs_of
@@ -24,7 +25,9 @@ from trials.spec import Candidate
 
 Half = Literal["tune", "report"]
 
+ALL_STRUCTURES = tuple({**holdings.CHANGED_INPUTS, **holdings.STRUCTURES})
 STRUCTURES: Mapping[str, tuple[str, ...]] = {
+    "dry-run": (),
     "runner": (),
     "off-prior": (),
     "fp32-gradients": ("fp32-gradients",),
@@ -38,10 +41,12 @@ STRUCTURES: Mapping[str, tuple[str, ...]] = {
     "gathered-sequence": ("gathered-sequence",),
     "kept-first-layers": ("kept-first-layers",),
     "peer-buffers": ("peer-buffers",),
-    "mixed": tuple({**holdings.CHANGED_INPUTS, **holdings.STRUCTURES}),
+    "fp32-residual": ("fp32-residual",),
+    "update-copies": ("update-copies",),
+    "mixed": tuple(name for name in ALL_STRUCTURES if name not in holdings.SEALED),
 }
 """What is planted in the problems of a family; of ``mixed`` two or three of them."""
-RUNNER = ("runner",)
+RUNNER = ("dry-run", "runner")
 """Families trained by our own runner, whose memory the product knows; the others are other frameworks' programs."""
 NUM_PER_FAMILY = 6
 """Problems of one structure and size class."""
@@ -50,7 +55,8 @@ MEMORY_SHARES = (1.0, 0.9, 0.75, 0.6, 0.5)
 """Shares of a card's memory that a task may use, the largest that binds."""
 BINDS = 0.2, 0.8
 """Share of the candidates that must not fit."""
-TOLERANCE = 0.02
+FELT, SHARE_FELT = 0.03, 0.15
+"""By how much, in log, a planted structure must move the peaks of what share of the candidates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +143,9 @@ class MadeProblem:
 
 
 def half_of(name: str) -> Half:
-    """By hash: even the tuning half, odd the one that is reported."""
+    """By hash: even the tuning half, odd the one that is reported, which alone has ``SEALED`` structures."""
+    if name.split("/")[0] in holdings.SEALED:
+        return "report"
     return ("tune", "report")[hashlib.sha256(name.encode()).digest()[0] % 2]
 
 
@@ -172,14 +180,18 @@ def _rng(*key: object) -> np.random.Generator:
 def _attempt(name: str, attempt: int) -> MadeProblem | None:
     structure, size, _ = name.split("/")
     is_foreign = structure not in RUNNER
-    setup = spaces.draw(random.Random(f"{name}/{attempt}"), size, is_foreign=is_foreign)
+    drawing = random.Random(f"{name}/{attempt}")
+    is_counted = structure == "dry-run"
+    setup = dryruns.draw(drawing, size) if is_counted else spaces.draw(drawing, size, is_foreign=is_foreign)
     if setup is None:
         return None
     rng = _rng(name, attempt)
     whole = describe_topology(setup.topology(catalogue()[setup.card].usable_memory_bytes))
     x = inputs_of([(setup.decoder_workload, c) for c in setup.candidates], whole)
     structures = _structures(structure, rng)
-    peaks = _peaks(x, structure, structures, rng)
+    peaks = dryruns.peaks(setup) if is_counted else _peaks(x, structure, structures, rng)
+    if peaks is None:
+        return None
     errors = tuple(rng.choice(list(machine.ERRORS), rng.integers(1, machine.MAX_ERRORS + 1), replace=False).tolist())
     coefficients = machine.planted(load_prior("time"), rng, 1.0 if structure == "off-prior" else 0.7)
     own = machine.own_errors(x, rng)
@@ -211,10 +223,13 @@ def _structures(structure: str, rng: np.random.Generator) -> tuple[str, ...]:
     return tuple(rng.choice(list(planted), rng.integers(2, 4), replace=False).tolist())
 
 
-def _peaks(x: CostInputs, structure: str, structures: tuple[str, ...], rng: np.random.Generator) -> Array:
-    share = 1.5 if structure == "off-prior" else 1.0
-    coefficients = machine.planted(load_prior("memory"), rng, share)
+def _peaks(x: CostInputs, structure: str, structures: tuple[str, ...], rng: np.random.Generator) -> Array | None:
+    """Peaks with the structures and errors of their own; None where the structures hardly matter in this space."""
+    coefficients = machine.planted(load_prior("memory"), rng, 1.5 if structure == "off-prior" else 1.0)
     exact = holdings.held(x, structures, coefficients, rng).peak_bytes
+    plain = holdings.held(x, (), coefficients, rng).peak_bytes
+    if structures and np.mean(np.abs(np.log(exact / plain)) > FELT) < SHARE_FELT:
+        return None
     own = rng.normal(0.0, float(rng.uniform(0.005, 0.03)), len(x))
     return np.asarray(exact * np.exp(own))
 

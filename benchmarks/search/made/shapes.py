@@ -66,7 +66,7 @@ SELECTIVE: Mapping[str, Any] = {"select": {"feed_forward": "all"}}
 RUNNER_EXTRAS: Mapping[str, list[Any]] = {
     "sequence_parallel": [False, True],
     "num_virtual_stages": [1, 2],
-    "dp_replicate": [1, 2, 4],
+    "dp_replicate": [2, 4],
     "cp": [1, 2],
     "compile": ["off", "block"],
     "loss_chunks": [1, 8],
@@ -80,7 +80,7 @@ RUNNER_EXTRAS: Mapping[str, list[Any]] = {
 FOREIGN_EXTRAS: Mapping[str, list[Any]] = {
     "sequence_parallel": [False, True],
     "num_virtual_stages": [1, 2],
-    "dp_replicate": [1, 2, 4],
+    "dp_replicate": [2, 4],
     "cp": [1, 2],
     "compile": ["off", "block"],
 }

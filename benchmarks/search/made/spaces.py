@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from benchmarks.search.made.shapes import (
     CARDS,
@@ -22,8 +23,9 @@ from benchmarks.search.made.shapes import (
 from cluster.hardware.accelerators import catalogue
 from cluster.hardware.topology import Topology, uniform_topology
 from orchestrator.config.knobs import BaselineSection, SpaceSection
-from orchestrator.space.rules import Case, Filters, Rule, rules_for, violations
-from orchestrator.space.space import Space, make_space
+from orchestrator.space.knobs.canonical import Rest
+from orchestrator.space.rules import Filters, first_broken, rules_for
+from orchestrator.space.space import make_space
 from trials.spec import Candidate, LlamaModel, ScriptModel, TextData, Workload
 
 MIN_CANDIDATES, MAX_CANDIDATES = 50, 2000
@@ -112,7 +114,7 @@ def _some(
 ) -> tuple[Candidate, ...]:
     """Legal candidates of a drawn space: the layout and micro-batches, and further knobs as long as it stays small."""
     wanted = round(2 ** rng.uniform(6.3, 10.8))
-    space = _layout_knobs(num_nodes * DEVICES_PER_NODE, recipe)
+    space = _layout_knobs(recipe)
     space["precision"] = [_precisions(card)[0]]
     candidates = legal(workload, card, num_nodes, space, MAX_CANDIDATES)
     extras = dict(RUNNER_EXTRAS if recipe is None else FOREIGN_EXTRAS)
@@ -127,14 +129,12 @@ def _some(
     return candidates
 
 
-def _layout_knobs(num_devices: int, recipe: str | None) -> dict[str, Any]:
+def _layout_knobs(recipe: str | None) -> dict[str, Any]:
+    """Knobs of every space; data parallelism takes up the devices that are left."""
     layout = RUNNER_LAYOUT if recipe is None else RECIPES[recipe]
-    degrees = [2**i for i in range(num_devices.bit_length()) if 2**i <= num_devices]
     space: dict[str, Any] = {name: list(values) for name, values in layout.items()}
-    space["dp_shard"] = degrees
-    space["dp_replicate"] = degrees if 0 in space["zero_stage"] and recipe else [1]
     space["micro_batch_size"] = [1, 2, 4, 8]
-    if 1 in space["pp"] and len(space["pp"]) > 1:
+    if len(space["pp"]) > 1:
         space["schedule"] = ["1f1b", "interleaved"]
     return space
 
@@ -147,23 +147,15 @@ def _precisions(card: str) -> list[Any]:
 def legal(workload: Workload, card: str, num_nodes: int, space: Mapping[str, Any], limit: int) -> tuple[Candidate, ...]:
     """Candidates that the product's rules let through, on all devices; no more than one beyond ``limit``."""
     section = SpaceSection.model_validate(dict(space))
-    choices = section.choices(BaselineSection().values())
+    rest = Rest(num_nodes * DEVICES_PER_NODE)
+    choices = {**section.choices(BaselineSection().values()), "dp_shard": (rest,), "dp_replicate": (rest,)}
+    if section.dp_replicate is not None:
+        choices["dp_replicate"] = (rest, *section.dp_replicate)
     found = make_space(choices, workload.model)
     topology = _topology(card, num_nodes, catalogue()[card].usable_memory_bytes)
-    return tuple(islice(_legal(found, workload, topology), limit + 1))
-
-
-def _legal(space: Space, workload: Workload, topology: Topology) -> Iterator[Candidate]:
-    rules = rules_for(Filters(whole_lease=True))
-    by_part: dict[str, list[Rule]] = {part: [r for r in rules if r.reads == part] for part in ("layout", "candidate")}
-
-    def breaks(candidate: Candidate, reads: str) -> bool:
-        case = Case(candidate=candidate, workload=workload, topology=topology)
-        return next(violations(by_part[reads], case), None) is not None
-
-    for frame in space.frames:
-        if not breaks(next(space.completions(frame)), "layout"):
-            yield from (c for c in space.completions(frame) if not breaks(c, "candidate"))
+    table = found.table()
+    broken = first_broken(rules_for(Filters(whole_lease=True)), table, workload, topology)
+    return tuple(table[row] for row in np.flatnonzero(broken < 0)[: limit + 1].tolist())
 
 
 def _topology(card: str, num_nodes: int, memory_bytes: float) -> Topology:

@@ -21,7 +21,7 @@ from cluster.cost.inputs import from_rows
 from cluster.cost.memory import stage_bytes
 from cluster.cost.published.experts import NotModelledError, Numbers
 from cluster.cost.published.inputs import published_inputs
-from cluster.cost.published.texts import stated_format
+from cluster.cost.published.texts import norms, stated_format
 from cluster.cost.reported import Reported, is_limit, reported_as
 from cluster.cost.work import work_of
 
@@ -151,9 +151,11 @@ def _filled(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     The number format is the one that it states most often of the software.
     """
     setups = defaultdict(list)
+    kernels: dict[tuple[str, ...], set[str]] = defaultdict(set)
     formats: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
     for row in rows:
         setups[tuple(row[name] for name in LIKE)].append(row)
+        kernels[row["source"], row["framework"]].add(norms(row))
         formats[row["source"], row["framework"]][row["precision"]] += bool(row["precision"])
     filled: list[Mapping[str, str]] = []
     for row in rows:
@@ -163,7 +165,9 @@ def _filled(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
         agreed = {name: min(values) for name, values in stated.items() if len(values) == 1}
         if not row["precision"] and not stated_format(row):
             [(agreed["precision"], _)] = formats[row["source"], row["framework"]].most_common(1)
-        filled.append({**row, **agreed})
+        # Where some rows name a kernel for norms, the others do without.
+        silent = "loose" if "fused" in kernels[row["source"], row["framework"]] else ""
+        filled.append({**row, **agreed, "norms": norms(row) or silent})
     return filled
 
 

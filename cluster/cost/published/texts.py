@@ -72,3 +72,51 @@ def silent_format(f: Mapping[str, str], has_bfloat16: bool) -> str:
     """The format of 16 bits that a row means which says nothing: fp16 before bfloat16 had come into use, be it that the
     device lacks it or that the software is of 2021 or before."""
     return "bf16" if has_bfloat16 and not _BEFORE_BFLOAT16.search(f["framework"]) else "fp16"
+
+
+_HIDES_COLLECTIVES = re.compile(r"tp[-_ ]comm[-_ ]overlap|async[-_ ]?tp|\bmc2\b", re.IGNORECASE)
+_HIDES_GATHERING = re.compile(r"overlap[-_ ]param[-_ ]gather", re.IGNORECASE)
+_NORM_KERNEL = re.compile(
+    r"fused[-_ ]?(?:rms|layer|ln)(?:[-_ ]?norm)?|(?:rms|layer)[-_ ]?(?:norm)?[-_ ]?kernel|rms[-_ ]?norm[-_ ]fus",
+    re.IGNORECASE,
+)
+_OFF = re.compile(r"\s*[=:]?\s*(?:false|none|no|off|0|disabled)\b", re.IGNORECASE)
+
+PERFORMANCE_RECIPES = ("nemo", "bridge")
+"""Frameworks whose recipes overlap what can be overlapped unless they say otherwise."""
+
+
+def says(text: str, pattern: re.Pattern[str]) -> bool | None:
+    """Whether a text switches something on (True) or off (False); None where it does not name it."""
+    found = pattern.search(text)
+    return None if found is None else not (_OFF.match(text, found.end()) or _NO.search(text[: found.start()]))
+
+
+_NO = re.compile(r"\b(?:no|without|non)[- ]$", re.IGNORECASE)
+
+
+_PLAIN_ATTENTION = re.compile(r"(?:no|false|none|eager|math|naive|torch|megatron|unfused)\b", re.IGNORECASE)
+
+
+def is_fused_attention(text: str) -> bool:
+    """Whether a text on attention (``yes``, ``no``, the name of a kernel) means a fused kernel."""
+    return _PLAIN_ATTENTION.match(text) is None
+
+
+def overlaps(f: Mapping[str, str]) -> dict[str, float]:
+    """What hides behind computation, by a row's flags and its framework's habit."""
+    flags = f["other_flags"]
+    by_habit = any(word in f["framework"].lower() for word in PERFORMANCE_RECIPES)
+    collectives, gathering = says(flags, _HIDES_COLLECTIVES), says(flags, _HIDES_GATHERING)
+    return {
+        "hides_collectives": float(by_habit if collectives is None else collectives),
+        "hides_gathering": float(by_habit if gathering is None else gathering),
+        # Megatron's interleaved schedule overlaps them unless --no-overlap-p2p-communication is given.
+        "hides_transfers": 1.0,
+    }
+
+
+def norms(f: Mapping[str, str]) -> str:
+    """``fused`` or ``loose`` where a row's texts tell how norms are made, else empty."""
+    stated = says("; ".join((f["flash_attn"], f["other_flags"], f["precision_detail"])), _NORM_KERNEL)
+    return "" if stated is None else "fused" if stated else "loose"

@@ -8,27 +8,33 @@ from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.layers.experts import exchanged_bytes
 from cluster.cost.memory import layer_activation_bytes
-from cluster.cost.time.kernels import layer_flops_per_s
-from cluster.cost.time.links import exposed, link_rate, neighbour_rate, network_rate, ring_seconds
+from cluster.cost.time.kernels import attention_flops_per_s
+from cluster.cost.time.links import exposed, link_rate, neighbour_rate, network_rate, ring_seconds, turn_seconds
 from cluster.cost.work import Work
 
+PARTS = 4
+"""Parts in which a matmul hides its collective: Transformer Engine's pipelined kernels, and some ranks' rings."""
 HOST_LINK_SHARE = 0.8
 """Share of the host link's bandwidth that large copies from and to page-locked memory reach; an assumption."""
 
 
-def collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array) -> Array:
+def collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, rate: Array) -> Array:
     """Seconds of tensor-parallel communication per layer and pass: two all-reduces, or gather and scatter of that
-    volume.
+    volume. ``rate``: FLOPs per second of the layer's matmuls; so below.
 
-    With two copies one half's communication hides behind the other half's computation.
+    In parts it hides behind the layer's matmuls, but for one part of each. With two copies one half's communication
+    hides behind the other half's computation.
     """
     latency = x.num_copies * k["collective_latency_s"]
     seconds = 2 * (ring_seconds(x, k, work.tp_bytes, x.tp, np.ones(len(x))) + latency)
+    matmuls = k["gather_overlap"] * work.matmul_flops / rate
+    hidden = exposed(seconds * (1 - 1 / PARTS), matmuls, k)
+    seconds = np.where(x.hides_collectives > 0, seconds / PARTS + hidden, seconds)
     seconds = np.where(x.num_copies > 1, exposed(seconds, k["gather_overlap"] * forward, k), seconds)
     return np.where(x.tp > 1, seconds, 0.0)
 
 
-def backward_collective_seconds(x: CostInputs, work: Work, k: Coefficients, collectives: Array) -> Array:
+def backward_collective_seconds(x: CostInputs, work: Work, k: Coefficients, collectives: Array, rate: Array) -> Array:
     """Those of ``collectives``, a layer's in one pass, that stick out of its backward pass.
 
     The sums of the gradients of two projections' inputs run while those of their weights are computed (Shoeybi et al.,
@@ -36,14 +42,14 @@ def backward_collective_seconds(x: CostInputs, work: Work, k: Coefficients, coll
     projections, into attention and feed-forward, are some two thirds of a layer's matmuls.
     """
     share = np.where(x.sequence_parallel > 0, 0.5, 1.0)
-    weights = 2 / 3 * x.trained_share * work.matmul_flops / layer_flops_per_s(x, work, k, x.hidden / x.tp)
+    weights = 2 / 3 * x.trained_share * work.matmul_flops / rate
     sums = exposed(share * collectives, k["gather_overlap"] * weights, k)
     # Two copies hide behind each other already.
     hides = (x.hides_sums > 0) & (x.num_copies == 1) & (x.tp > 1)
     return np.where(hides, (1 - share) * collectives + sums, collectives)
 
 
-def exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
+def exchange_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> Array:
     """Seconds of context-parallel communication per layer, forward and backward, that attention does not hide.
 
     Round a ring keys and values go twice and the sums of their gradients once, one step while attention computes the
@@ -54,8 +60,7 @@ def exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     inside = x.tp * x.cp <= x.domain_size
     bandwidth = np.where(inside, link_rate(x, k), network_rate(x, k))
     once = work.cp_bytes / bandwidth
-    rate = layer_flops_per_s(x, work, k, x.hidden / x.tp) * k["attention_efficiency"]
-    attention = 3.5 * work.attention_flops / rate
+    attention = 3.5 * work.attention_flops / attention_flops_per_s(x, k, rate)
     latency = k["collective_latency_s"]
     gathered = exposed(2 * once, attention / x.cp, k) + once + 3 * latency
     by_heads = 2 * once + 4 * latency
@@ -81,7 +86,8 @@ def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, b
     gathers = np.where(x.gathers_once > 0, 1 / x.num_microbatches, 2.0)
     scatters = x.reductions / x.num_microbatches
     moved = gathers * x.compute_bytes + scatters * np.minimum(x.gradient_bytes, 4)
-    transfer = once * moved + (gathers + scatters) * k["collective_latency_s"]
+    latency = k["collective_latency_s"] + turn_seconds(x, k, x.num_shards, x.tp)
+    transfer = once * moved + (gathers + scatters) * latency
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
     return np.where(sharded, exposed(transfer, k["gather_overlap"] * (forward + backward), k), 0.0)
 
@@ -95,8 +101,8 @@ def table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Arra
 
 
 def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, backward: Array) -> Array:
-    """Gradient reduction beyond what backward hides, and after ZeRO-1/2's optimiser its new weights' gathering, which
-    nothing hides.
+    """Gradient reduction beyond what backward hides, and after ZeRO-1/2's optimiser its new weights' gathering, behind
+    the next forward pass where software does so.
 
     Those who share states scatter gradients among each other and gather weights, so that both together send what an
     all-reduce does (Rajbhandari et al., arXiv 1910.02054); ZeRO-2 scatters those of every micro-batch, unless it waits.
@@ -111,19 +117,27 @@ def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, backward: Arra
     half = half + np.where(scattered, ring_seconds(x, k, experts, expert_shards, x.tp * x.ep) / 2, 0.0)
     across = across + ring_seconds(x, k, experts / expert_shards, expert_replicas, expert_shards * x.tp * x.ep)
     reduction = (half + across) * x.gradient_bytes
-    gathering = half * x.compute_bytes
+    turns = np.where(scattered, turn_seconds(x, k, x.num_shards, x.tp), 0.0)
+    reduction, gathering = reduction + turns, half * x.compute_bytes + turns
     window = k["gradient_overlap"] * backward
+    gathering = np.where(x.hides_gathering > 0, exposed(gathering, window / 2, k), gathering)
     communicates = np.where(x.zero_stage == 3, replicas, x.dp * x.cp) > 1
     earlier = np.where(x.zero_stage == 2, x.reductions - 1, 0.0) * exposed(half * x.gradient_bytes, window, k)
     last = exposed(reduction, window, k) + gathering + 4 * k["collective_latency_s"]
     return np.where(communicates, earlier + last, 0.0)
 
 
-def transfer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Seconds of pipeline transfers, which nothing hides: activations and gradients of every micro-batch and chunk."""
-    once = work.pp_bytes / neighbour_rate(x, k) + k["transfer_latency_s"]
-    steps = x.num_microbatches * x.num_virtual_stages + x.pp - 1
-    return np.where(x.pp > 1, 2 * steps * once, 0.0)
+def transfer_seconds(x: CostInputs, work: Work, k: Coefficients, busy: Array) -> Array:
+    """Seconds of pipeline transfers: activations and gradients of every micro-batch and chunk.
+
+    With several chunks software may hide them behind half of what the slowest rank computes (``busy``), but for those
+    that fill and drain the pipeline (Narayanan et al., arXiv 2104.04473, section 4.1).
+    """
+    once = 2 * (work.pp_bytes / neighbour_rate(x, k) + k["transfer_latency_s"])
+    steady = x.num_microbatches * x.num_virtual_stages * once
+    hides = (x.hides_transfers > 0) & (x.num_virtual_stages > 1)
+    steady = np.where(hides, exposed(steady, busy / 2, k), steady)
+    return np.where(x.pp > 1, steady + (x.pp - 1) * once, 0.0)
 
 
 def busiest_params(x: CostInputs, work: Work) -> Array:

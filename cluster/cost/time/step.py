@@ -28,7 +28,7 @@ from cluster.cost.time.collectives import (
     table_seconds,
     transfer_seconds,
 )
-from cluster.cost.time.kernels import head_seconds, layer_seconds
+from cluster.cost.time.kernels import head_seconds, layer_flops_per_s, layer_seconds
 from cluster.cost.time.links import beyond, rounded_max
 from cluster.cost.work import Work, is_first, is_last
 
@@ -75,7 +75,7 @@ def step_seconds(x: CostInputs, work: Work, coefficients: Coefficients) -> dict[
     slowest = np.argmax(total, axis=1)
     rows = np.arange(len(x))
     terms = {name: x.num_microbatches * values[rows, slowest] for name, values in stages.terms.items()}
-    transfers = transfer_seconds(x, work, k)
+    transfers = transfer_seconds(x, work, k, x.num_microbatches * total[rows, slowest])
     pipeline = pipeline_seconds(x, total)
     terms["stage_transfers"] = transfers
     terms["bubble"] = pipeline - x.num_microbatches * total[rows, slowest]
@@ -90,8 +90,9 @@ def step_seconds(x: CostInputs, work: Work, coefficients: Coefficients) -> dict[
 
 def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
     """Times of one micro-batch on each pipeline rank, forward and backward."""
-    forward, backward = layer_seconds(x, work, k)
-    collectives = collective_seconds(x, work, k, forward)
+    rate = layer_flops_per_s(x, work, k)
+    forward, backward = layer_seconds(x, work, k, rate)
+    collectives = collective_seconds(x, work, k, forward, rate)
     gather = gather_seconds(x, work, k, forward, backward)
     host = k["host_layer_s"] * np.where(x.compiled > 0, COMPILED_LAUNCH_SHARE, 1.0) * x.num_copies
     repeats = forward * k["recompute_cost"]
@@ -108,10 +109,10 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
         "backward": layers * backward[:, None] + last * head[:, None] * 2 / 3,
         "recompute": repeated * repeats[:, None],
         "tensor_parallel": ((1 + regathered) * layers + full) * collectives[:, None]
-        + layers * backward_collective_seconds(x, work, k, collectives)[:, None]
+        + layers * backward_collective_seconds(x, work, k, collectives, rate)[:, None]
         + last * (collectives / 2)[:, None],
         "expert_parallel": layers * expert_exchange_seconds(x, work, k)[:, None],
-        "context_parallel": layers * exchange_seconds(x, work, k)[:, None],
+        "context_parallel": layers * exchange_seconds(x, work, k, rate)[:, None],
         "sharding": (layers + last) * gather[:, None]
         + (is_first(x) + last) * table_seconds(x, k, forward, backward)[:, None],
     }

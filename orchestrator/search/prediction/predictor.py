@@ -28,13 +28,13 @@ from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.objective import Objective
 from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
+from orchestrator.search.prediction.knob_effects import MODELLED, Believed, OwnEffects, UnmodelledKnobs, usual_errors
 from orchestrator.search.prediction.memory_belief import MemoryBelief
 from orchestrator.search.prediction.memory_prior import prior_belief
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
-from orchestrator.space.knobs.own import INHERITED
-from orchestrator.space.naming import Features, Scalar, feature_columns
+from orchestrator.space.naming import Features
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of
 
@@ -46,22 +46,27 @@ TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 """Seconds a trial takes before its first step, by kind of device."""
 STEPS_PER_TRIAL = 20
 """Steps that a trial is taken to cost."""
-COEFFICIENT_SHARE = 0.7
+COEFFICIENT_SHARE = 0.35
 """Share of the coefficients' published spread that is kept: fitted as if errors that no coefficient explains were
 independent, families' coefficients come out too far apart. With this and the two standard deviations below,
 measurements of sources that the prior has not seen are about as likely as they can be made
 (``benchmarks/search/calibration.py``)."""
 LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
 """Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
+OWN_STD = {"cuda": 0.02, "cpu": 0.05}
+"""Standard deviation of a candidate's own error, which says nothing of any other, by kind of device."""
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
 """Standard deviation of the error that all candidates have in common, by kind of device."""
-OWN_KNOB_STD = {"decoder": 0.1, "generic": 0.3}
-"""Standard deviation of the effect of each value of a knob that the cost model knows nothing of: memory formats and
-data reading, which decoders do not have or hardly feel, move others much."""
+OWN_KNOB_STD = 0.1
+"""Standard deviation of the effect of each value of a knob that the cost model of decoders knows nothing of."""
+GENERIC_LOCAL_STD = 0.1
+"""Standard deviation of what only combinations do in models that are no decoders, of which effects are told apart."""
+GENERIC_STDS = {"precision": 0.3}
+"""The same of knobs of other models, beyond what they usually do: number formats, of which only the peaks are known."""
 SWEEP_STD = 0.05
 """Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
 NOISE_STD = 0.01
-"""Standard deviation of the log of a repeated measurement."""
+"""Standard deviation of the log of a measured time that says nothing of its own noise."""
 
 
 class UnpredictableError(ValueError):
@@ -109,6 +114,9 @@ class Predictor:
         UnpredictableError: the device lacks a figure, or there are too many candidates.
     """
 
+    is_absolute = True
+    """Whether times are known before the first trial."""
+
     def __init__(
         self,
         workload: Workload,
@@ -145,13 +153,28 @@ class Predictor:
         return UnmodelledKnobs(self.candidates, [trial.candidate for trial in self.earlier], self._features)
 
     @functools.cached_property
+    def _usual(self) -> Believed | None:
+        """How data loading and kernels may differ from the usual; None for decoders, which hardly feel them."""
+        return usual_errors(self.inputs, self._prior.coefficients) if isinstance(self.inputs, GenericInputs) else None
+
+    @functools.cached_property
+    def _own_effects(self) -> Array:
+        """Features of all of that, and of every knob's own effect."""
+        others = [trial.candidate for trial in self.earlier]
+        own = OwnEffects(self.candidates, others, self._features, known=MODELLED, stds=GENERIC_STDS).features
+        return own if self._usual is None else np.hstack([self._usual.features, own])
+
+    @functools.cached_property
     def _model(self) -> CostModel:
         return CostModel(Calibrated.of_prior(self._prior), self._calibrated_memory())
 
     @functools.cached_property
     def estimates(self) -> Estimates:
         """Time and memory expected before any measurement of this sweep; without a device context on CPUs."""
-        return model_families.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+        found = model_families.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+        if self._usual is not None:
+            found = found.slower_by(np.exp(self._usual.mean))
+        return found
 
     @functools.cached_property
     def probability_fits(self) -> Array:
@@ -203,7 +226,8 @@ class Predictor:
         """Standard deviation of log(measured / predicted step time) to expect."""
         x = self.inputs.take(slice(row, row + 1))
         jacobian = derivatives(functools.partial(log_device_seconds, x), self._model.time.coefficients)
-        return float(self._model.time.log_spread(jacobian)[0])
+        usual = 0.0 if self._usual is None else float(np.linalg.norm(self._own_effects[row]))
+        return float(np.hypot(self._model.time.log_spread(jacobian)[0], usual))
 
     @property
     def device_kind(self) -> str:
@@ -228,16 +252,18 @@ class Predictor:
         shares = self.inputs.world_size / self.weights
         known = {row: time_s * float(shares[row]) for row, time_s in times_s.items()}
         log_time, features, seconds = linearised(self._prior, self.inputs, known)
-        own, sweeps = self._own.one_hot, self._sweeps()
-        own_std = OWN_KNOB_STD["decoder" if isinstance(self.inputs, CostInputs) else "generic"]
+        own, own_std, sweeps = self._own.one_hot, OWN_KNOB_STD, self._sweeps()
+        if self._usual is not None:
+            log_time, own, own_std = log_time + self._usual.mean, self._own_effects, 1.0
         return Posterior(
             log_time=log_time - np.log(shares),
             error=ErrorModel(
                 features=np.hstack([features, own, sweeps]),
                 feature_std=np.repeat([1.0, own_std, SWEEP_STD], [features.shape[1], own.shape[1], sweeps.shape[1]]),
                 places=np.hstack([physical_places(self.inputs), self._own.places]),
-                local_std=LOCAL_STD[self.device_kind],
+                local_std=LOCAL_STD[self.device_kind] if self._usual is None else GENERIC_LOCAL_STD,
                 common_std=COMMON_STD[self.device_kind],
+                own_std=OWN_STD[self.device_kind],
                 noise_std=NOISE_STD,
             ),
             cost_s=self.trial_device_seconds(seconds),
@@ -323,57 +349,3 @@ def _inputs(
         return generic_inputs([*((workload, candidate) for candidate in candidates), *known], cluster, estimates)
     found = inputs_of_table(workload, candidates, cluster)
     return found.followed_by(inputs_of(known, cluster)) if known else found
-
-
-MODELLED = frozenset(
-    (
-        "world_size",
-        "pp",
-        "dp_replicate",
-        "dp_shard",
-        "cp",
-        "tp",
-        "zero_stage",
-        "sequence_parallel",
-        "micro_batch_size",
-        "num_virtual_stages",
-        "stage_layers",
-        "recompute",
-    )
-)
-"""Features that the cost model's own terms, or :func:`physical_places`, cover."""
-
-
-class UnmodelledKnobs:
-    """What candidates are in the knobs that the cost model knows nothing of, one row per candidate.
-
-    ``one_hot`` has a column per value of each knob; in ``places`` knobs that are numbers have one column.
-    """
-
-    def __init__(self, candidates: CandidateTable, others: Sequence[Candidate], features: Features) -> None:
-        known = feature_columns(candidates, functools.partial(_unmodelled, features=features))
-        rest = [_unmodelled(candidate, features) for candidate in others]
-        names = dict.fromkeys([*known, *(name for row in rest for name in row)])
-        num = len(candidates) + len(rest)
-        hot, places = [np.zeros((num, 0))], [np.zeros((num, 0))]
-        for name in names:
-            told, codes = known.get(name, ([INHERITED], np.zeros(len(candidates), dtype=np.int32)))
-            last = [row.get(name, INHERITED) for row in rest]
-            distinct = sorted({*told, *last}, key=str)
-            if len(distinct) < 2:
-                continue
-            where = np.array([distinct.index(value) for value in [*told, *last]])
-            code = np.concatenate([where[codes], where[len(told) :]])
-            columns = np.eye(len(distinct))[code]
-            hot.append(columns)
-            if all(isinstance(value, int | float) for value in distinct):
-                columns = (np.log2(1.0 + np.array(distinct, dtype=float)) / 1.5)[code][:, None]
-            places.append(columns)
-        self.one_hot: Array = np.hstack(hot)
-        self.places: Array = np.hstack(places)
-
-
-def _unmodelled(candidate: Candidate, features: Features) -> dict[str, Scalar]:
-    own = {name: value for name, value in features(candidate).items() if name not in MODELLED}
-    own["selective"] = " ".join(sorted(part.pattern for part in candidate.recompute.selective))
-    return own

@@ -102,6 +102,16 @@ def heads(number: int, size: int, **changes: float) -> dict[str, object]:
         ("context_parallel", {"cp": 4, "seq_length": 2**16}, {"cp": 4, "seq_length": 2**16, "cp_method": 1}),
         ("forward", heads(33, 128, flash=0), heads(32, 132, flash=0)),
         ("forward", heads(48, 96), heads(64, 72)),
+        ("forward", {}, {"loose_norms": 1}),
+        ("forward", {}, {"aged_attention": 1}),
+        ("tensor_parallel", {"tp": 4, "hides_collectives": 1}, {"tp": 4}),
+        (
+            "stage_transfers",
+            {"pp": 4, "num_virtual_stages": 4, "schedule": 2, "hides_transfers": 1},
+            {"pp": 4, "num_virtual_stages": 4, "schedule": 2},
+        ),
+        ("gradient_reduction", {"dp_shard": 64, "hides_gathering": 1}, {"dp_shard": 64}),
+        ("sharding", {"zero_stage": 3, "dp_shard": 64}, {"zero_stage": 3, "dp_shard": 1024}),
         ("launch", {"compiled": 1, "hidden": 512}, {"hidden": 512}),
         ("sharding", {"dp_shard": 8, "zero_stage": 3}, {"dp_shard": 16, "zero_stage": 3}),
         ("sharding", {"zero_stage": 3, "reduces_last": 1}, {"zero_stage": 3}),
@@ -160,7 +170,7 @@ def test_data_wait_adds_to_the_step() -> None:
 
 def test_every_coefficient_matters_somewhere() -> None:
     x = inputs(
-        row(tp=2, cp=2, pp=2, recompute="full", peak_flops_per_s=600e12, vocab=32000),
+        row(tp=2, cp=2, pp=2, recompute="full", peak_flops_per_s=600e12, vocab=32000, loose_norms=1),
         row(dp_shard=64, zero_stage=3, hidden=512),
         row(vocab=50257, dp_shard=16, num_reads=1e6),
         row(recompute="full", dp_shard=1, vocab=1000),
