@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.calibrate import Calibrated, derivatives, fit
+from cluster.cost.calibrate import Calibrated, derivatives, fit, step_derivatives
 from cluster.cost.candidates import inputs_of, inputs_of_table
 from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel, Estimates
@@ -42,17 +42,16 @@ MAX_CANDIDATES = 1_000_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
 ROWS_AT_ONCE = 20_000
 """Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
+ROWS_MOVED_AT_ONCE = 200
+"""Rows up to which moving all coefficients in one evaluation is faster than one after the other."""
 TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 """Seconds a trial takes before its first step, by kind of device."""
 STEPS_PER_TRIAL = 20
 """Steps that a trial is taken to cost."""
-COEFFICIENT_SHARE = 0.35
-"""Share of the coefficients' published spread that is kept: fitted as if errors that no coefficient explains were
-independent, families' coefficients come out too far apart. With this and the two standard deviations below,
-measurements of sources that the prior has not seen are about as likely as they can be made
-(``benchmarks/search/calibration.py``)."""
 LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
-"""Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
+"""Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators. The
+prior's spread is fitted with these two (``benchmarks/cost/hierarchy.py``); ``benchmarks/search/calibration.py`` tells
+how likely they make measurements of sources that it has not seen."""
 OWN_STD = {"cuda": 0.02, "cpu": 0.05}
 """Standard deviation of a candidate's own error, which says nothing of any other, by kind of device."""
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
@@ -192,8 +191,14 @@ class Predictor:
 
     def _belief(self, x: Inputs, places: NDArray[np.integer[Any]]) -> MemoryBelief:
         """The belief on the rows of ``x``; ``places``: where each row of all inputs is among them."""
+        counted = (self._model.memory.coefficients, self.estimates.peak_terms_bytes) if x is self.inputs else None
         belief = prior_belief(
-            load_prior("memory"), x, self._structures, limit_bytes=self.limit_bytes, on_cpu=self.on_cpu
+            load_prior("memory"),
+            x,
+            self._structures,
+            limit_bytes=self.limit_bytes,
+            on_cpu=self.on_cpu,
+            counted=counted,
         )
         known = list(zip(places[len(self.candidates) :].tolist(), self.earlier, strict=True))
         peaks = {row: trial.peak_bytes / self.limit_bytes for row, trial in known if trial.peak_bytes}
@@ -306,8 +311,8 @@ def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[Ea
 
 
 def narrowed(prior: Prior, local_std: float) -> Prior:
-    """The prior as the search takes it: narrower, and with as much unexplained as a single candidate has."""
-    return Prior(prior.group, prior.mean, COEFFICIENT_SHARE**2 * prior.covariance, local_std)
+    """The prior as the search takes it: with as much unexplained as a single candidate has."""
+    return replace(prior, noise=local_std)
 
 
 def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[Array, Array, Array]:
@@ -320,14 +325,22 @@ def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[A
     if times_s:
         seen = sorted(times_s)
         known = x.take(np.array(seen))
-        at = fit(prior, lambda k: log_device_seconds(known, k), np.log([times_s[i] for i in seen])).coefficients
+        derive = functools.partial(_slopes, known)
+        log_s = np.log([times_s[i] for i in seen])
+        at = fit(prior, lambda k: log_device_seconds(known, k), log_s, derive=derive).coefficients
     rows, places = distinct_rows(x)
     slices = [rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE)]
-    slopes = [derivatives(functools.partial(log_device_seconds, x.take(some)), at) for some in slices]
-    jacobian = np.concatenate(slopes)[places]
+    jacobian = np.concatenate([_slopes(x.take(some), at) for some in slices])[places]
     here = np.concatenate([log_device_seconds(x.take(some), at) for some in slices])[places]
     mean = here + jacobian @ (prior.mean - at.log_values)
     return mean, jacobian @ np.linalg.cholesky(prior.covariance), np.exp(here)
+
+
+def _slopes(x: Inputs, at: Coefficients) -> Array:
+    """Derivatives of ``log_device_seconds`` by the log coefficients, shape (n, coefficients)."""
+    if isinstance(x, CostInputs) and len(x) <= ROWS_MOVED_AT_ONCE:
+        return step_derivatives(x)(at)
+    return derivatives(functools.partial(log_device_seconds, x), at)
 
 
 def trial_device_seconds(
