@@ -123,15 +123,18 @@ class ModelSample:
 
     def draw(self, size: int) -> CandidateTable:
         """At most ``size`` different candidates of legal layouts, in the order of the space."""
-        policies = self._some_policies(size)
+        policies = self._some_policies()
         weights = self._choice_weights(policies)
         judged = self._judged(policies, weights)
+        if len(policies) > size // 2:
+            kept = np.sort(np.argsort(judged, kind="stable")[: size // 2])
+            policies, judged = policies[kept], judged[kept]
         policy, choice = self._completions(policies, judged, weights, size)
         return self._table(policy, choice)
 
-    def _some_policies(self, size: int) -> Rows:
+    def _some_policies(self) -> Rows:
         """Rows of the layouts with their recompute policies; of very many a random part."""
-        num, most = len(self._policies), min(size, MAX_JUDGED) // 2
+        num, most = len(self._policies), MAX_JUDGED // 2
         if num <= most:
             return np.arange(num)
         return np.sort(self._rng.choice(num, most, replace=False))

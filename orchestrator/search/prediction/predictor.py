@@ -28,13 +28,12 @@ from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.objective import Objective
 from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
-from orchestrator.search.prediction.knob_effects import Believed, OwnEffects, usual_errors
+from orchestrator.search.prediction.knob_effects import MODELLED, Believed, OwnEffects, UnmodelledKnobs, usual_errors
 from orchestrator.search.prediction.memory_belief import MemoryBelief
 from orchestrator.search.prediction.memory_prior import prior_belief
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
-from orchestrator.search.prediction.unmodelled import MODELLED, UnmodelledKnobs
 from orchestrator.space.naming import Features
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of
