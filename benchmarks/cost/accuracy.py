@@ -41,14 +41,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.cost.believed import BelievedMemory, believed_memory
 from benchmarks.cost.families import Family, add_tables, families_of, read_tables
 from cluster.cost.calibrate import (
     OUT_OF_MEMORY_THRESHOLD,
-    calibrate_memory,
     calibrate_time,
-    log_peak_predictor,
     log_step_predictor,
-    probability_out_of_memory,
 )
 from cluster.cost.coefficients import Prior, load_prior
 from cluster.cost.inputs import Array
@@ -103,10 +101,11 @@ class Scores:
 def score_family(family: Family, num_draws: int) -> dict[int, Scores]:
     """Calibrate on 0, 3, 5 and 10 random rows, judge on the others; all draws together."""
     found = {shots: Scores() for shots in SHOTS}
+    memory = believed_memory(_prior("memory", family.source), family.x, [row.reported for row in family.rows])
     for shots, scores in found.items():
         for draw in range(num_draws if shots else 1):
             _score_time(family, shots, draw, scores)
-            _score_memory(family, shots, draw, scores)
+            _score_memory(family, memory, shots, draw, scores)
     return found
 
 
@@ -147,18 +146,14 @@ def _score_time(family: Family, shots: int, draw: int, scores: Scores) -> None:
             scores.correlations.append(rank_correlation(configurations, means))
 
 
-def _score_memory(family: Family, shots: int, draw: int, scores: Scores) -> None:
+def _score_memory(family: Family, prior: BelievedMemory, shots: int, draw: int, scores: Scores) -> None:
     peaks, outcomes = family.peak_bytes, family.out_of_memory
     telling = np.isfinite(peaks) | (outcomes == 1)
     train, test = _draw(np.flatnonzero(telling), np.flatnonzero(~telling & (outcomes == 0)), shots, draw)
-    prior = _prior("memory", family.source)
-    reported = [family.rows[i].reported for i in train]
-    fitted = calibrate_memory(prior, family.x.take(train), peaks[train], outcomes[train], reported)
+    belief = prior.after(train, peaks[train], outcomes[train])
     known = test[np.isfinite(peaks[test])]
-    predict = log_peak_predictor(family.x.take(known), [family.rows[i].reported for i in known])
-    scores.memory_errors += list(np.abs(np.exp(predict(fitted.coefficients)) / peaks[known] - 1))
-    x = family.x.take(test)
-    exceeds = probability_out_of_memory(fitted, x) > OUT_OF_MEMORY_THRESHOLD
+    scores.memory_errors += list(np.abs(np.exp(belief.log_peak(known)) / peaks[known] - 1))
+    exceeds = belief.probability_out_of_memory(test) > OUT_OF_MEMORY_THRESHOLD
     for outcome, too_much in zip(outcomes[test], exceeds, strict=True):
         if np.isfinite(outcome):
             scores.outcomes[bool(outcome), bool(too_much)] += 1

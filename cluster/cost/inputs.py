@@ -82,6 +82,8 @@ class CostInputs:
     """1: with several chunks, transfers between pipeline ranks run while other chunks are computed."""
     hides_gathering: Array
     """1: ZeRO-1 and ZeRO-2 gather new weights while the next forward pass runs."""
+    aged_attention: Array
+    """1: fused attention kernels were written for an older generation of devices."""
     loose_norms: Array
     """1: norms are made of several kernels, with results in between in memory."""
     gathers_once: Array
@@ -207,6 +209,7 @@ DEFAULTS: Mapping[str, float] = {
     "hides_collectives": 0.0,
     "hides_transfers": 0.0,
     "hides_gathering": 0.0,
+    "aged_attention": 0.0,
     "loose_norms": 0.0,
     "gathers_once": 0.0,
     "buffer_bytes": 0.0,

@@ -47,7 +47,7 @@ def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
 def log_slopes(x: CostInputs, terms: dict[str, Array], k: Coefficients) -> Array:
     """Derivatives of the log of each sum of ``terms`` by the log coefficients, shape (n, coefficients).
 
-    ``terms``: those of one rank of each candidate, all (n,), at the coefficients ``k``.
+    ``terms``: those of one rank of each candidate, all (n,), at the coefficients ``k``; what is not to count is 0.
     """
     states = terms["weights"] + terms["gradients"] + terms["optimizer"]
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)
@@ -60,8 +60,10 @@ def log_slopes(x: CostInputs, terms: dict[str, Array], k: Coefficients) -> Array
         "head_factor": terms["head"],
         "workspace_bytes": terms["workspace"] * by_results,
     }
-    slopes = {name: bytes_ * (1 + k["fragmentation"]) for name, bytes_ in slopes.items()}
-    slopes |= {"constant_bytes": np.full(len(x), k["constant_bytes"]), "fragmentation": terms["fragmentation"]}
+    reserved = np.where(terms["fragmentation"] > 0, 1 + k["fragmentation"], 1.0)
+    slopes = {name: bytes_ * reserved for name, bytes_ in slopes.items()}
+    slopes["constant_bytes"] = np.where(terms["constant"] > 0, k["constant_bytes"], 0.0)
+    slopes["fragmentation"] = terms["fragmentation"]
     total = np.sum(list(terms.values()), axis=0)
     return np.stack([slopes[coefficient.name] / total for coefficient in k.group], axis=1)
 

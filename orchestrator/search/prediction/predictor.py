@@ -184,7 +184,12 @@ class Predictor:
     def memory(self) -> MemoryBelief:
         """What is believed of memory before any measurement of this sweep: the prior, and what earlier trials say."""
         belief = prior_belief(
-            load_prior("memory"), self.inputs, self._structures, limit_bytes=self.limit_bytes, on_cpu=self.on_cpu
+            load_prior("memory"),
+            self.inputs,
+            self._structures,
+            limit_bytes=self.limit_bytes,
+            on_cpu=self.on_cpu,
+            counted=(self._model.memory.coefficients, self.estimates.peak_terms_bytes),
         )
         first = len(self.candidates)
         known = list(enumerate(self.earlier, first))
