@@ -129,8 +129,8 @@ class Residual:
 def learn(model: ErrorModel, seen: NDArray[np.intp], errors: Array, noise_std: Array | None = None) -> Residual:
     """Condition on ``errors`` = log(measured / predicted) of candidates ``seen``, at the likeliest of ``SCALES``.
 
-    ``noise_std``: of each measurement; None: the model's. Up to ``MAX_OUTLIERS`` measurements, the worst first,
-    that differ from what all others say of them by more than ``OUTLIER`` standard deviations count as that much noisier.
+    ``noise_std``: of each measurement; None: the model's. Up to ``MAX_OUTLIERS`` measurements, the worst first, that
+    differ from what all others say of them by more than ``OUTLIER`` standard deviations count as that much noisier.
     """
     if not seen.size:
         return Residual(model, seen, errors, 1.0, np.zeros((0, 0)), np.zeros(0), np.zeros(0))

@@ -46,10 +46,8 @@ TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 STEPS_PER_TRIAL = 20
 """Steps that a trial is taken to cost."""
 COEFFICIENT_SHARE = 0.35
-"""Share of the coefficients' published spread that is kept: fitted as if errors that no coefficient explains were
-independent, families' coefficients come out too far apart; and over wide spreads derivatives promise gains that no
-coefficient can give, after which a search runs. Chosen on the tuning half of the made problems
-(``benchmarks/search/made``); densities of unseen sources alone would take 0.7 (``benchmarks/search/calibration.py``)."""
+"""Share of the coefficients' published spread that is kept: over wide spreads derivatives promise gains that none can
+give. Chosen on made problems; the densities of ``benchmarks/search/calibration.py`` alone ask for 0.7."""
 LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
 """Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
 OWN_STD = {"cuda": 0.02, "cpu": 0.05}
