@@ -3,9 +3,10 @@
     python -m benchmarks.cost.accuracy --table measured.csv [--table more.csv ...] [--json]
 
 For every source the prior is the one fitted without that source. Then 0, 3, 5 or 10 random rows of a family (same
-source, software, device and number format) calibrate the model for the family's other rows: step times those of rows
-with a step time; memory those of rows with a peak or that ran out of memory first, then others that are known to have
-run. Where a family is too small to keep two rows for testing, fewer rows calibrate it, down to none.
+source, software, device and number format) calibrate the model for the family's other rows: step times, by the
+search's own posterior (``orchestrator/search/prediction/``), those of rows with a step time; memory those of rows with
+a peak or that ran out of memory first, then others that are known to have run. Where a family is too small to keep two
+rows for testing, fewer rows calibrate it, down to none.
 
 Figures pool the tested rows of all families and of several draws, each row and draw counting once ("all"); and are
 means of those of the sources, each source counting the same ("mean"), as one source may have most rows. Goals stand
@@ -45,19 +46,23 @@ from benchmarks.cost.believed import BelievedMemory, believed_memory
 from benchmarks.cost.families import Family, add_tables, families_of, read_tables
 from cluster.cost.calibrate import (
     OUT_OF_MEMORY_THRESHOLD,
-    calibrate_time,
     log_step_predictor,
 )
 from cluster.cost.coefficients import Prior, load_prior
 from cluster.cost.inputs import Array
 from cluster.cost.published.table import PublishedRow
+from orchestrator.search.prediction.gaussian_process import ErrorModel, condition
+from orchestrator.search.prediction.model_families import physical_places
+from orchestrator.search.prediction.predictor import COMMON_STD, LOCAL_STD, linearised, narrowed
 
 SHOTS = (0, 3, 5, 10)
-NUM_DRAWS = 10
+NUM_DRAWS = 3
 NUM_PROCESSES = min(2, os.cpu_count() or 1)
 MIN_TEST_ROWS = 2
 MIN_RANKED = 4
 """Fewest configurations of a problem among the tested rows for which a rank correlation means anything."""
+REPEATED_STD = 0.04
+"""Standard deviation of the logarithms of published step times of one configuration: other days, nodes and releases."""
 
 GOALS: Mapping[str, Mapping[str, float]] = {"0": {"mape": 0.14}, "5": {"mape": 0.09, "spearman": 0.85}}
 """What is to be reached after so many rows: errors at most, rank correlations at least."""
@@ -131,19 +136,39 @@ def _score_time(family: Family, shots: int, draw: int, scores: Scores) -> None:
     train, test = _draw(np.flatnonzero(np.isfinite(measured)), np.array([], dtype=np.int64), shots, draw)
     if not len(test):
         return
-    prior = _prior("time", family.source)
-    fitted = calibrate_time(prior, family.x.take(train), measured[train])
-    predicted = np.exp(log_step_predictor(family.x.take(test))(fitted.coefficients))
-    scores.time_errors += list(np.abs(predicted / measured[test] - 1))
+    log_s = expected_log_s(family, train, test)
+    scores.time_errors += list(np.abs(np.exp(log_s) / measured[test] - 1))
     problems: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(test):
         problems[family.rows[row]["problem"]].append(i)
     for members in problems.values():
-        configurations, index = np.unique(predicted[members], return_inverse=True)
-        if len(configurations) >= MIN_RANKED:
+        _, index, counts = np.unique(family.configurations[test][members], return_inverse=True, return_counts=True)
+        if len(counts) >= MIN_RANKED:
             # Repeated runs of one configuration are one point.
-            means = np.bincount(index, measured[test][members]) / np.bincount(index)
-            scores.correlations.append(rank_correlation(configurations, means))
+            expected, means = (np.bincount(index, values[members]) / counts for values in (log_s, measured[test]))
+            scores.correlations.append(rank_correlation(expected.round(9), means))
+
+
+def expected_log_s(family: Family, train: Rows, test: Rows) -> Array:
+    """Logarithms of the step times that the search expects of ``test`` rows, having measured the ``train`` rows."""
+    prior = _prior("time", family.source)
+    if not len(train):
+        return log_step_predictor(family.x.take(test))(prior.coefficients)
+    x = family.x.take(np.concatenate([train, test]))
+    measured_s = family.step_s[train] * x.world_size[: len(train)]
+    prior = narrowed(prior, LOCAL_STD["cuda"])
+    log_time, features, _ = linearised(prior, x, dict(enumerate(measured_s.tolist())))
+    model = ErrorModel(
+        features=features,
+        feature_std=np.ones(features.shape[1]),
+        places=physical_places(x),
+        local_std=LOCAL_STD["cuda"],
+        common_std=COMMON_STD["cuda"],
+        noise_std=REPEATED_STD,
+    )
+    seen, asked = np.arange(len(train)), np.arange(len(train), len(x))
+    residual = condition(model, seen, np.log(measured_s) - log_time[seen], 1.0)
+    return np.asarray(log_time[asked] + residual.mean(asked) - np.log(x.world_size[asked]))
 
 
 def _score_memory(family: Family, prior: BelievedMemory, shots: int, draw: int, scores: Scores) -> None:

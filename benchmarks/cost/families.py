@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cluster.cost.inputs import Array, CostInputs, from_rows
 from cluster.cost.published.table import PublishedRow, TableError, read_what_can_be
@@ -36,6 +37,12 @@ class Family:
     @property
     def out_of_memory(self) -> Array:
         return np.array([np.nan if row.out_of_memory is None else row.out_of_memory for row in self.rows], dtype=float)
+
+    @property
+    def configurations(self) -> npt.NDArray[np.intp]:
+        """Rows with the same inputs of the cost model have the same number."""
+        texts = [str(sorted((row.inputs or {}).items())) for row in self.rows]
+        return np.unique(texts, return_inverse=True)[1]
 
     @property
     def doubtful(self) -> bool:

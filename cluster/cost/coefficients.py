@@ -124,7 +124,11 @@ def load_prior(kind: str, without: str | None = None, path: Path = PRIORS_FILE) 
     entry = table["without"].get(without, table["all"]) if without else table["all"]
     group = {"time": TIME, "memory": MEMORY}[kind]
     values, spreads = np.array([entry["coefficients"].get(c.name, [c.value, c.spread]) for c in group]).T
+    places = {coefficient.name: i for i, coefficient in enumerate(group)}
+    stored = [places.get(name) for name in entry["coefficients"]]
     correlation = np.eye(len(group))
-    for i, row in enumerate(entry["correlations"]):
-        correlation[i, :i] = correlation[:i, i] = row
+    for i, row in zip(stored, entry["correlations"], strict=True):
+        for j, value in zip(stored, row, strict=False):
+            if i is not None and j is not None:
+                correlation[i, j] = correlation[j, i] = value
     return Prior(group, np.log(values), correlation * np.outer(spreads, spreads), table["noise"])

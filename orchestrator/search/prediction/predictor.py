@@ -11,16 +11,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.calibrate import Calibrated, derivatives, fit
+from cluster.cost.calibrate import Calibrated, derivatives, fit, step_derivatives
 from cluster.cost.candidates import inputs_of, inputs_of_table
 from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel, Estimates
 from cluster.cost.generic import GenericInputs, generic_inputs
-from cluster.cost.inputs import CostInputs, distinct_rows
+from cluster.cost.inputs import CostInputs, FactoredInputs, distinct_rows
 from cluster.cost.software.structures import FOREIGN, KNOWN
 from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.objective import Objective
@@ -41,15 +43,16 @@ MAX_CANDIDATES = 1_000_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
 ROWS_AT_ONCE = 20_000
 """Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
+ROWS_MOVED_AT_ONCE = 200
+"""Rows up to which moving all coefficients in one evaluation is faster than one after the other."""
 TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 """Seconds a trial takes before its first step, by kind of device."""
 STEPS_PER_TRIAL = 20
 """Steps that a trial is taken to cost."""
-COEFFICIENT_SHARE = 0.35
-"""Share of the coefficients' published spread that is kept: over wide spreads derivatives promise gains that none can
-give. Chosen on made problems; the densities of ``benchmarks/search/calibration.py`` alone ask for 0.7."""
 LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
-"""Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
+"""Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators. The
+prior's spread is fitted with these two (``benchmarks/cost/hierarchy.py``); ``benchmarks/search/calibration.py`` tells
+how likely they make measurements of sources that it has not seen."""
 OWN_STD = {"cuda": 0.02, "cpu": 0.05}
 """Standard deviation of a candidate's own error, which says nothing of any other, by kind of device."""
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
@@ -176,21 +179,29 @@ class Predictor:
     @functools.cached_property
     def probability_fits(self) -> Array:
         """Probability that each candidate fits in memory, before any measurement of this sweep."""
-        return self.memory.probability_fits()
+        x = self.inputs
+        if not isinstance(x, FactoredInputs):
+            return self.memory.probability_fits()
+        rows, places = x.distinct()
+        return self._belief(x.part(rows), places).probability_fits()[places]
 
     @functools.cached_property
     def memory(self) -> MemoryBelief:
         """What is believed of memory before any measurement of this sweep: the prior, and what earlier trials say."""
+        return self._belief(self.inputs, np.arange(len(self.inputs)))
+
+    def _belief(self, x: Inputs, places: NDArray[np.integer[Any]]) -> MemoryBelief:
+        """The belief on the rows of ``x``; ``places``: where each row of all inputs is among them."""
+        counted = (self._model.memory.coefficients, self.estimates.peak_terms_bytes) if x is self.inputs else None
         belief = prior_belief(
             load_prior("memory"),
-            self.inputs,
+            x,
             self._structures,
             limit_bytes=self.limit_bytes,
             on_cpu=self.on_cpu,
-            counted=(self._model.memory.coefficients, self.estimates.peak_terms_bytes),
+            counted=counted,
         )
-        first = len(self.candidates)
-        known = list(enumerate(self.earlier, first))
+        known = list(zip(places[len(self.candidates) :].tolist(), self.earlier, strict=True))
         peaks = {row: trial.peak_bytes / self.limit_bytes for row, trial in known if trial.peak_bytes}
         ran = [row for row, trial in known if trial.step_time_s is not None and not trial.peak_bytes]
         return belief.after(peaks, ran, [row for row, trial in known if trial.step_time_s is None])
@@ -301,8 +312,8 @@ def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[Ea
 
 
 def narrowed(prior: Prior, local_std: float) -> Prior:
-    """The prior as the search takes it: narrower, and with as much unexplained as a single candidate has."""
-    return Prior(prior.group, prior.mean, COEFFICIENT_SHARE**2 * prior.covariance, local_std)
+    """The prior as the search takes it: with as much unexplained as a single candidate has."""
+    return replace(prior, noise=local_std)
 
 
 def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[Array, Array, Array]:
@@ -315,14 +326,22 @@ def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[A
     if times_s:
         seen = sorted(times_s)
         known = x.take(np.array(seen))
-        at = fit(prior, lambda k: log_device_seconds(known, k), np.log([times_s[i] for i in seen])).coefficients
+        derive = functools.partial(_slopes, known)
+        log_s = np.log([times_s[i] for i in seen])
+        at = fit(prior, lambda k: log_device_seconds(known, k), log_s, derive=derive).coefficients
     rows, places = distinct_rows(x)
     slices = [rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE)]
-    slopes = [derivatives(functools.partial(log_device_seconds, x.take(some)), at) for some in slices]
-    jacobian = np.concatenate(slopes)[places]
+    jacobian = np.concatenate([_slopes(x.take(some), at) for some in slices])[places]
     here = np.concatenate([log_device_seconds(x.take(some), at) for some in slices])[places]
     mean = here + jacobian @ (prior.mean - at.log_values)
     return mean, jacobian @ np.linalg.cholesky(prior.covariance), np.exp(here)
+
+
+def _slopes(x: Inputs, at: Coefficients) -> Array:
+    """Derivatives of ``log_device_seconds`` by the log coefficients, shape (n, coefficients)."""
+    if isinstance(x, CostInputs) and len(x) <= ROWS_MOVED_AT_ONCE:
+        return step_derivatives(x)(at)
+    return derivatives(functools.partial(log_device_seconds, x), at)
 
 
 def trial_device_seconds(
