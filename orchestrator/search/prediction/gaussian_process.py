@@ -30,6 +30,7 @@ SCALE_SPREAD = 0.7
 """Standard deviation of the log of that factor."""
 OUTLIER = 4.0
 """Standard deviations from what all others say of it, from which on a measurement is taken to be disturbed."""
+MAX_OUTLIERS = 3
 MIN_FOR_OUTLIERS = 5
 """Measurements from which on one of them can be told to be disturbed."""
 FAR = 3.0
@@ -128,23 +129,23 @@ class Residual:
 def learn(model: ErrorModel, seen: NDArray[np.intp], errors: Array, noise_std: Array | None = None) -> Residual:
     """Condition on ``errors`` = log(measured / predicted) of candidates ``seen``, at the likeliest of ``SCALES``.
 
-    ``noise_std``: of each measurement; None: the model's. Measurements that differ from what all others say of them
-    by more than ``OUTLIER`` standard deviations count as that much noisier.
+    ``noise_std``: of each measurement; None: the model's. Up to ``MAX_OUTLIERS`` measurements, the worst first, that
+    differ from what all others say of them by more than ``OUTLIER`` standard deviations count as that much noisier.
     """
     if not seen.size:
         return Residual(model, seen, errors, 1.0, np.zeros((0, 0)), np.zeros(0), np.zeros(0))
-    noise = np.full(seen.size, model.noise_std) if noise_std is None else noise_std
+    noise = np.full(seen.size, model.noise_std) if noise_std is None else noise_std.copy()
     parts = _Parts(model, seen)
-    scale = max(SCALES, key=lambda tried: parts.log_likelihood(errors, tried, noise))
-    found = condition(model, seen, errors, scale, noise)
-    if seen.size < MIN_FOR_OUTLIERS:
-        return found
-    own = (found.inverse_factor**2).sum(axis=0)  # the diagonal of the inverse covariance
-    misses = found.weights / own
-    is_outlier = np.abs(misses) * np.sqrt(own) > OUTLIER
-    if not is_outlier.any():
-        return found
-    return condition(model, seen, errors, scale, np.where(is_outlier, np.hypot(noise, misses), noise))
+    for _ in range(MAX_OUTLIERS + 1):
+        scale = max(SCALES, key=lambda tried: parts.log_likelihood(errors, tried, noise))
+        found = condition(model, seen, errors, scale, noise)
+        own = (found.inverse_factor**2).sum(axis=0)  # the diagonal of the inverse covariance
+        misses = found.weights / own  # of each measurement from what all others say of it
+        worst = int(np.argmax(np.abs(misses) * np.sqrt(own)))
+        if seen.size < MIN_FOR_OUTLIERS or abs(misses[worst]) * np.sqrt(own[worst]) <= OUTLIER:
+            break
+        noise[worst] = np.hypot(noise[worst], misses[worst])
+    return found
 
 
 def condition(

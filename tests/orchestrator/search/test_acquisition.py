@@ -13,6 +13,7 @@ from orchestrator.search.acquisition import (
     ProposalRound,
     Seen,
     expected_improvement,
+    plain_scores,
     probability_fits,
     should_stop,
 )
@@ -219,3 +220,38 @@ def test_expected_improvement_is_what_sampling_gives(mean, std, incumbent):
 @given(st.floats(-6, 6))
 def test_normal_cdf(z):
     assert normal_cdf(np.array([z]))[0] == pytest.approx(0.5 * math.erfc(-z / math.sqrt(2)), abs=2e-7)
+
+
+def test_the_first_proposals_and_every_second_later_one_follow_the_order_before_any_trial():
+    """However misleading the measurements are."""
+    posterior, truth = grid()
+    plain = plain_scores(posterior, Seen())
+    order = [int(row) for row in np.argsort(-plain, kind="stable") if row != 0]
+    times = {0: float(truth[0])}
+    for num_tried in range(1, 14):
+        turn = ProposalRound(posterior, Seen(times_s=times), plain=plain, num_tried=num_tried, keep=SHORTLIST_SIZE)
+        found = turn.best()
+        assert found is not None
+        assert found.is_plain == (num_tried < 4 or num_tried % 2 == 0)
+        if found.is_plain:
+            assert plain[found.index] == pytest.approx(max(plain[row] for row in order if row not in times), abs=1e-4)
+        times[found.index] = 10.0 * float(truth[found.index])
+
+
+def test_a_disturbed_measurement_does_not_bend_what_the_others_teach():
+    posterior, _ = grid()
+    rows = np.arange(0, 144, 9)
+    errors = np.full(len(rows), 0.3)
+    disturbed = np.where(rows == 63, 3.0, errors)
+    found = learn(posterior.error, rows, disturbed, np.full(len(rows), 0.01))
+    assert found.mean(np.array([62, 64])) == pytest.approx([0.3, 0.3], abs=0.1)
+    assert found.noise_std[rows == 63] > 1.0 and np.all(found.noise_std[rows != 63] == 0.01)
+
+
+def test_what_a_noisy_measurement_says_counts_less():
+    posterior, _ = grid()
+    rows = np.array([5, 60])
+    errors = np.array([0.0, 0.5])
+    exact = learn(posterior.error, rows, errors, np.array([0.01, 0.01])).mean(np.array([61]))
+    noisy = learn(posterior.error, rows, errors, np.array([0.01, 0.5])).mean(np.array([61]))
+    assert abs(noisy[0]) < 0.7 * abs(exact[0])
