@@ -4,8 +4,9 @@
 
 For every source the prior is the one fitted without that source. Then 0, 3, 5 or 10 random rows of a family (same
 source, software, device and number format) calibrate the model for the family's other rows: step times, by the search's
-own posterior (``orchestrator/search/prediction/``), those of rows with a step time; memory those of rows with a peak or that ran out of memory first, then others that are known to have
-run. Where a family is too small to keep two rows for testing, fewer rows calibrate it, down to none.
+own posterior (``orchestrator/search/prediction/``), those of rows with a step time; memory those of rows with a peak or
+that ran out of memory first, then others that are known to have run. Where a family is too small to keep two rows for
+testing, fewer rows calibrate it, down to none.
 
 Figures pool the tested rows of all families and of several draws, each row and draw counting once ("all"); and are
 means of those of the sources, each source counting the same ("mean"), as one source may have most rows. Goals stand
@@ -41,13 +42,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.cost.believed import believed_memory
 from benchmarks.cost.families import Family, add_tables, families_of, read_tables
 from cluster.cost.calibrate import (
     OUT_OF_MEMORY_THRESHOLD,
-    calibrate_memory,
-    log_peak_predictor,
     log_step_predictor,
-    probability_out_of_memory,
 )
 from cluster.cost.coefficients import Prior, load_prior
 from cluster.cost.inputs import Array
@@ -177,12 +176,12 @@ def _score_memory(family: Family, shots: int, draw: int, scores: Scores) -> None
     train, test = _draw(np.flatnonzero(telling), np.flatnonzero(~telling & (outcomes == 0)), shots, draw)
     prior = _prior("memory", family.source)
     reported = [family.rows[i].reported for i in train]
-    fitted = calibrate_memory(prior, family.x.take(train), peaks[train], outcomes[train], reported)
+    belief = believed_memory(prior, family.x.take(train), peaks[train], outcomes[train], reported)
     known = test[np.isfinite(peaks[test])]
-    predict = log_peak_predictor(family.x.take(known), [family.rows[i].reported for i in known])
-    scores.memory_errors += list(np.abs(np.exp(predict(fitted.coefficients)) / peaks[known] - 1))
-    x = family.x.take(test)
-    exceeds = probability_out_of_memory(fitted, x) > OUT_OF_MEMORY_THRESHOLD
+    if len(known):
+        expected = belief.log_peak(family.x.take(known), [family.rows[i].reported for i in known])
+        scores.memory_errors += list(np.abs(np.exp(expected) / peaks[known] - 1))
+    exceeds = belief.probability_out_of_memory(family.x.take(test)) > OUT_OF_MEMORY_THRESHOLD
     for outcome, too_much in zip(outcomes[test], exceeds, strict=True):
         if np.isfinite(outcome):
             scores.outcomes[bool(outcome), bool(too_much)] += 1

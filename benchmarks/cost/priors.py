@@ -25,7 +25,7 @@ from benchmarks.cost.families import Family, FamilyKey, add_tables, family_of
 from benchmarks.cost.hierarchy import Evidence, distribution, own_evidence
 from cluster.cost.calibrate import calibrate_memory, calibrate_time, log_step_predictor
 from cluster.cost.coefficients import MEMORY, PRIORS_FILE, TIME, Prior, assumed_prior
-from cluster.cost.inputs import Array, CostInputs, from_rows
+from cluster.cost.inputs import CostInputs, from_rows
 from cluster.cost.published.table import PublishedRow, read_table
 from orchestrator.search.prediction.predictor import LOCAL_STD
 

@@ -25,6 +25,7 @@ from orchestrator.search.prediction.predictor import (
     COMMON_STD,
     LOCAL_STD,
     NOISE_STD,
+    OWN_STD,
     SWEEP_STD,
     linearised,
     narrowed,
@@ -102,6 +103,11 @@ class Posteriors:
         columns = (sweeps[:, None] == np.unique(sweeps)[None, :]).astype(np.float64)
         self._sweeps = np.vstack([np.zeros((n, columns.shape[1])), columns])
 
+    @property
+    def is_modelled(self) -> bool:
+        """Whether the cost model describes any configuration."""
+        return self._x is not None
+
     def posterior(self, times_s: Mapping[int, float]) -> Posterior:
         """Predictions before measuring, linearised where ``times_s``, measured in that order, put the coefficients."""
         if self._x is None:
@@ -143,6 +149,7 @@ class Posteriors:
                 places=np.hstack([physical_places(x), np.pad(own, ((0, len(x) - len(own)), (0, 0)))]),
                 local_std=LOCAL_STD["cuda"],
                 common_std=COMMON_STD["cuda"] if self._in_seconds else UNKNOWN_STD,
+                own_std=OWN_STD["cuda"],
                 noise_std=NOISE_STD,
             ),
             cost_s=trial_device_seconds(x, device_seconds),

@@ -10,14 +10,8 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from orchestrator.search.acquisition import (
-    MIN_PROBABILITY,
-    SHORTLIST_SIZE,
-    ProposalRound,
-    Seen,
-    expected_log_times,
-    probability_fits,
-)
+from orchestrator.search.acquisition import ProposalRound, Seen, plain_scores
+from orchestrator.search.guided import MIN_KEPT
 from orchestrator.search.prediction.posterior import Posterior
 
 
@@ -44,6 +38,10 @@ class Searched(Protocol):
 class Knowledge(Protocol):
     """What the product makes of a problem: its posterior, and what it takes from trials."""
 
+    @property
+    def is_modelled(self) -> bool:
+        """Whether the cost model describes any of it."""
+
     def posterior(self, times_s: Mapping[int, float]) -> Posterior: ...
     def seen(self, times_s: Mapping[int, float], oom: frozenset[int]) -> Seen: ...
 
@@ -63,9 +61,14 @@ def guided(problem: Searched, posteriors: Knowledge, seed: int) -> Iterator[int]
     times: dict[int, float] = {}
     oom: set[int] = set()
 
+    plain = plain_scores(posteriors.posterior({}), posteriors.seen({}, frozenset())) if posteriors.is_modelled else None
+
     def ask() -> int | None:
         seen = posteriors.seen(times, frozenset(oom))
-        found = ProposalRound(posteriors.posterior(times), seen, keep=SHORTLIST_SIZE).best()
+        turn = ProposalRound(
+            posteriors.posterior(times), seen, plain=plain, num_tried=len(times) + len(oom), keep=MIN_KEPT
+        )
+        found = turn.best()
         return found.index if found else None
 
     for row in _from_baseline(problem, ask):
@@ -91,13 +94,8 @@ def plain_order(problem: Searched, posteriors: Knowledge, seed: int) -> Iterator
 
 def by_prior(problem: Searched, posteriors: Knowledge) -> list[int]:
     """All configurations but the baseline by expected speed x probability to fit, before any trial, best first."""
-    seen = posteriors.seen({}, frozenset())
-    posterior = posteriors.posterior({})
-    rows = np.arange(len(problem))
-    expected = expected_log_times(posterior, seen)[rows]
-    fits = probability_fits(posterior, seen, rows)
-    score = np.exp(expected.min() - expected) * fits * np.where(fits >= MIN_PROBABILITY, 1.0, 1e-6)
-    return [int(row) for row in np.argsort(-score, kind="stable") if row != problem.baseline]
+    scores = plain_scores(posteriors.posterior({}), posteriors.seen({}, frozenset()))[: len(problem)]
+    return [int(row) for row in np.argsort(-scores, kind="stable") if row != problem.baseline]
 
 
 def rand(problem: Searched, posteriors: Knowledge, seed: int) -> Trials:

@@ -30,9 +30,10 @@ MAX_ITERATIONS = 30
 STEP = 1e-4
 """Step of the numeric derivatives, in log coefficients."""
 
-OUT_OF_MEMORY_THRESHOLD = 0.25
-"""Probability from which a candidate counts as not fitting: a wasted trial costs less than an optimum never tried, but
-a launch that dies costs the whole gang's time."""
+OUT_OF_MEMORY_THRESHOLD = 0.4
+"""Probability from which a candidate counts as not fitting: where, on problems in which memory binds and a few trials
+have told their peaks (``benchmarks/search/made``), as large a share of those that do not fit passes for fitting as the
+other way round, or somewhat less. A launch that dies costs the whole gang's time, an optimum never tried all of it."""
 
 Predict = Callable[[Coefficients], Array]
 """Given coefficients, the logarithm of the predicted figure of each measurement."""

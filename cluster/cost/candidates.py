@@ -21,7 +21,7 @@ from cluster.cost.inputs import (
     from_rows,
 )
 from cluster.cost.layers.operators import selective_shares
-from cluster.hardware.accelerators import Accelerator, ClusterDescription
+from cluster.hardware.accelerators import Accelerator, ClusterDescription, outruns_flash_attention_2
 from trials.flops import matmul_format
 from trials.legality.rules import holds_plain
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
@@ -184,9 +184,14 @@ def _offload(_workload: Workload, candidate: Candidate, _cluster: ClusterDescrip
     return {"offload_activations": float(offload.activations), "offload_optimizer": float(offload.optimizer)}
 
 
-def _kernels(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
-    is_compiled = float(candidate.kernels.compile != "off")
-    return {"fused": is_compiled, "compiled": is_compiled, "flash": float(candidate.kernels.attention != "math")}
+def _kernels(_workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
+    is_compiled, attention = float(candidate.kernels.compile != "off"), candidate.kernels.attention
+    return {
+        "fused": is_compiled,
+        "compiled": is_compiled,
+        "flash": float(attention != "math"),
+        "aged_attention": float(attention != "cudnn" and outruns_flash_attention_2(cluster.accelerator.name)),
+    }
 
 
 def _batch(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:

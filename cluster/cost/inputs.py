@@ -82,6 +82,8 @@ class CostInputs:
     """1: with several chunks, transfers between pipeline ranks run while other chunks are computed."""
     hides_gathering: Array
     """1: ZeRO-1 and ZeRO-2 gather new weights while the next forward pass runs."""
+    aged_attention: Array
+    """1: fused attention kernels were written for an older generation of devices."""
     loose_norms: Array
     """1: norms are made of several kernels, with results in between in memory."""
     gathers_once: Array
@@ -127,6 +129,8 @@ class CostInputs:
     """Bytes per parameter of autocast's 16-bit copy of the weights (O1)."""
     bucket_bytes: Array
     """Bytes of the buffers through which data parallelism reduces gradients."""
+    buffer_bytes: Array
+    """Bytes of other buffers that last, on every rank."""
     keeps_gradients: Array
     """1: gradient buffers stay allocated during the forward pass."""
     workspace_limit_bytes: Array
@@ -205,8 +209,10 @@ DEFAULTS: Mapping[str, float] = {
     "hides_collectives": 0.0,
     "hides_transfers": 0.0,
     "hides_gathering": 0.0,
+    "aged_attention": 0.0,
     "loose_norms": 0.0,
     "gathers_once": 0.0,
+    "buffer_bytes": 0.0,
     "expert_share": 0.0,
     "num_experts": 1.0,
     "experts_per_token": 1.0,

@@ -47,7 +47,7 @@ def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
 def log_slopes(x: CostInputs, terms: dict[str, Array], k: Coefficients) -> Array:
     """Derivatives of the log of each sum of ``terms`` by the log coefficients, shape (n, coefficients).
 
-    ``terms``: those of one rank of each candidate, all (n,), at the coefficients ``k``.
+    ``terms``: those of one rank of each candidate, all (n,), at the coefficients ``k``; what is not to count is 0.
     """
     states = terms["weights"] + terms["gradients"] + terms["optimizer"]
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)
@@ -60,8 +60,10 @@ def log_slopes(x: CostInputs, terms: dict[str, Array], k: Coefficients) -> Array
         "head_factor": terms["head"],
         "workspace_bytes": terms["workspace"] * by_results,
     }
-    slopes = {name: bytes_ * (1 + k["fragmentation"]) for name, bytes_ in slopes.items()}
-    slopes |= {"constant_bytes": np.full(len(x), k["constant_bytes"]), "fragmentation": terms["fragmentation"]}
+    reserved = np.where(terms["fragmentation"] > 0, 1 + k["fragmentation"], 1.0)
+    slopes = {name: bytes_ * reserved for name, bytes_ in slopes.items()}
+    slopes["constant_bytes"] = np.where(terms["constant"] > 0, k["constant_bytes"], 0.0)
+    slopes["fragmentation"] = terms["fragmentation"]
     total = np.sum(list(terms.values()), axis=0)
     return np.stack([slopes[coefficient.name] / total for coefficient in k.group], axis=1)
 
@@ -86,7 +88,7 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
         "activations": held,
         "recomputed": np.where(at_loss, 0.0, repeated),
         "head": np.where(at_loss, head, 0.0),
-        "gathered": _gathered_bytes(x, work)[:, None] + np.where(at_loss, 0.0, exchanged),
+        "gathered": _gathered_bytes(x, work) + np.where(at_loss, 0.0, exchanged),
         "workspace": np.zeros(head.shape),
     }
 
@@ -104,7 +106,7 @@ def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Ar
 
 def _with_overheads(terms: dict[str, Array], x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     shape = x.stage_layers.shape
-    terms["communication"] = _bucket_bytes(x, work)
+    terms["communication"] = _bucket_bytes(x, work) + x.buffer_bytes[:, None]
     allocated = np.sum(list(terms.values()), axis=0)
     terms["constant"] = np.broadcast_to((k["constant_bytes"] + _communicator_bytes(x))[:, None], shape)
     terms["fragmentation"] = allocated * k["fragmentation"]
@@ -180,11 +182,13 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
 
 
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:
-    """Bytes of weights gathered by ZeRO-3: the block in use, the one prefetched, and the block's unsharded
-    gradients."""
-    block = np.maximum((work.layer_params + work.expert_params) / x.tp, x.vocab * x.hidden / x.tp)
+    """Bytes of weights gathered by ZeRO-3, shape (n, stages): the block in use, the one prefetched, and the block's
+    unsharded gradients; or all weights of the rank, where they stay from the first micro-batch to the last."""
+    block = np.maximum((work.layer_params + work.expert_params) / x.tp, x.vocab * x.hidden / x.tp) * 3
+    stays = x.gathers_once[:, None] > 0
+    blocks = np.where(stays, np.maximum(_held_params(x, work, 4), block[:, None]), block[:, None])
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
-    return np.where(sharded, block * 3 * x.compute_bytes, 0.0)
+    return np.where(sharded[:, None], blocks * x.compute_bytes[:, None], 0.0)
 
 
 def _exchanged_bytes(x: CostInputs, work: Work) -> Array:

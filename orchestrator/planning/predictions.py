@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
+from cluster.cost.generic import GenericInputs
 from cluster.hardware.topology import Topology
 from cluster.probe.profile import Profile
 from orchestrator.config.sweep import SweepSpec
@@ -21,6 +22,7 @@ from orchestrator.search.prediction.transfer import EarlierTrial
 from trials.spec import Workload
 
 NUM_SHOWN = 10
+USUAL = "reading of data, memory format and kernels: what they usually do, not a model of this program"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class PlanPredictions:
     """Trials of the sweep: as many as the budget allows and the space has."""
     device_hours: float
     """What that many trials take together: the baseline and the candidates expected to be fastest."""
+    usual: str = ""
+    """What of the predictions is no model of this program; empty where nothing is."""
     num_probed: int = 0
     """Nodes whose rates, measured by a probe, the predictions take into account."""
 
@@ -51,6 +55,7 @@ class PlanPredictions:
             "num_trials": self.num_trials,
             "device_hours": self.device_hours,
             "num_probed": self.num_probed,
+            "usual": self.usual,
             "baseline": self.baseline.to_json(),
             "top": [prediction.to_json() for prediction in self.top],
         }
@@ -124,5 +129,6 @@ def predict_plan(
         num_candidates=num_candidates,
         num_trials=num_trials,
         device_hours=float(spent.sum()) / 3600,
+        usual=USUAL if isinstance(predictor.inputs, GenericInputs) else "",
         num_probed=len(profile.measured) if profile is not None else 0,
     )

@@ -81,7 +81,7 @@ def pool_rows(predictor: Predictor, size: int, seed: int) -> NDArray[np.intp]:
 
 
 def _turns(places: NDArray[np.int32] | slice, num: int, seed: int) -> Rows:
-    """Of each row how many before it, in an order of chance, have the same place."""
+    """How many rows before each, in an order of chance, have its place."""
     if isinstance(places, slice):
         return np.zeros(num, dtype=np.int64)
     order = np.random.default_rng(seed).permutation(num)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from benchmarks.search.made.problem import MadeProblem
 from orchestrator.search.acquisition import Seen
-from orchestrator.search.guided import num_calibrating
+from orchestrator.search.guided import RUN_STD, num_calibrating
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.space.dominance import Pruner
@@ -22,6 +22,11 @@ class MadeKnowledge:
         self._ruled_out: dict[int, frozenset[int]] = {}
         self._posteriors: dict[tuple[tuple[int, float], ...], Posterior] = {}
 
+    @property
+    def is_modelled(self) -> bool:
+        """All of it."""
+        return True
+
     def posterior(self, times_s: Mapping[int, float]) -> Posterior:
         """Linearised where the first of ``times_s``, in the order in which they were measured, put the coefficients."""
         calibrating = tuple(list(times_s.items())[: num_calibrating(len(times_s))])
@@ -36,6 +41,7 @@ class MadeKnowledge:
         ruled_out = frozenset().union(*(self._rules_out(row) for row in oom)) - times_s.keys() - oom
         return Seen(
             times_s=times_s,
+            noise_std=dict.fromkeys(times_s, max(problem.noise_std, RUN_STD)),
             peaks={row: float(peaks[row]) for row in times_s} if problem.reports_peaks else {},
             oom=oom,
             excluded=ruled_out,

@@ -176,7 +176,7 @@ def _bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array, Arr
     constant, fragmentation = terms.pop("constant"), terms.pop("fragmentation")
     allocated = np.sum(list(terms.values()), axis=0)
     factor = 1.0 + fragmentation / allocated
-    kept = terms["activations"] * factor
+    kept = (terms["activations"] + terms["recomputed"]) * factor
     return kept, allocated * factor - kept + (0.0 if on_cpu else constant)
 
 

@@ -20,7 +20,7 @@ from cluster.cost.published.texts import (
     silent_format,
     stated_format,
 )
-from cluster.hardware.accelerators import Accelerator, CatalogueError, find_accelerator
+from cluster.hardware.accelerators import Accelerator, CatalogueError, find_accelerator, outruns_flash_attention_2
 
 SHORT_GRADIENTS = ("paddle", "nemo", "bridge", "internevo", "mind")
 """Frameworks that reduce gradients in 16 bits; NeMo's and Megatron-Bridge's performance recipes do."""
@@ -36,6 +36,17 @@ FUSED_LOSS = ("composer", "bridge")
 
 JAX = ("jax", "paxml", "maxtext")
 """Frameworks whose compiler places collectives; they shard weights."""
+
+
+ATTENTION_AGAIN = (0.3, 0.08)
+"""Shares of kept activations dropped and of the forward pass repeated where core attention is recomputed."""
+EVERY_OTHER_MATMUL = (0.6, 0.5)
+"""The same where every other matmul is recomputed, and all between them (torchtitan's selective recompute by operators:
+outputs of attention and of half of the matmuls stay)."""
+OWN_ATTENTION = ("nemo", "bridge", "megatron-core", "primus", "jax", "paxml", "maxtext", "transformerengine")
+"""Frameworks whose fused attention is the vendor's (cuDNN, Composable Kernel) and not FlashAttention-2."""
+KEPT_OPERANDS = ("nemo", "bridge", "megatron", "mind")
+"""Frameworks that write 8-bit operands where they are made, in the kernels of norms and activations."""
 
 
 def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
@@ -64,6 +75,10 @@ def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
         **_hardware(f, n, accelerator),
         **overlaps(f),
         "loose_norms": float(f.get("norms", norms(f)) == "loose"),
+        "aged_attention": float(
+            outruns_flash_attention_2(accelerator.name)
+            and not any(word in f["framework"].lower() for word in OWN_ATTENTION)
+        ),
         "flash": _flash(f, accelerator, model["head_dim"]),
         "compiled": float(f["compile"] == "yes"),
         "num_copies": 1,
@@ -239,6 +254,7 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
         "bucket_bytes": DEEPSPEED_BUCKET_BYTES if "deepspeed" in framework and layout["zero_stage"] else BUCKET_BYTES,
         "keeps_gradients": float(layout["zero_stage"] < 3 or masters_apart),
         "workspace_limit_bytes": float("inf"),
+        "casts_operands": float(peak > base and not any(word in framework for word in KEPT_OPERANDS)),
         "peak_flops_per_s": max(peak, base),
         "base_flops_per_s": base,
     }
@@ -246,17 +262,26 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
 
 def _recompute(f: Mapping[str, str], layout: Mapping[str, Any]) -> dict[str, Any]:
     """Layers recomputed in full per stage. Not stated: none."""
-    layers = layout["stage_layers"]
+    layers, detail = layout["stage_layers"], f["recompute_detail"].lower()
     full = list(layers) if f["recompute"] == "full" else [0] * len(layers)
-    if f["recompute"] == "per-stage":
+    if alike := re.search(r"(\d+)[- ]layers?[- ]per[- ]stage", detail):
+        full = [min(int(alike[1]), count) for count in layers]
+    elif f["recompute"] == "per-stage":
         stated = [int(count) for count in re.findall(r"\d+(?=[/ ,]|$)", f["recompute_detail"])]
         stated = stated[-len(layers) :] if len(stated) >= len(layers) else []
         full = [min(a, b) for a, b in zip(stated, layers, strict=True)] if stated else [0] * len(layers)
-    selective = f["recompute"] == "selective"
+    dropped, repeated = 0.0, 0.0
+    if f["recompute"] == "selective":
+        dropped, repeated = ATTENTION_AGAIN
+        if re.search(r"\bper-?op\b|\bsac\b", detail):
+            dropped, repeated = EVERY_OTHER_MATMUL
+        elif re.search(r"\bper-?layer|every (?:other|second) layer", detail):
+            full = [count // 2 for count in layers]
+            dropped = repeated = 0.0
     return {
         "stage_full": full,
-        "stage_dropped": [0.3 * selective] * len(layers),
-        "stage_repeated": [0.08 * selective] * len(layers),
+        "stage_dropped": [dropped] * len(layers),
+        "stage_repeated": [repeated] * len(layers),
         "recompute_communication": 0.0,
         "keeps_gathered": 0.0,
     }
@@ -278,7 +303,6 @@ def _hardware(f: Mapping[str, str], n: Numbers, accelerator: Accelerator) -> dic
         "memory_bytes_per_s": accelerator.memory_bytes_per_s,
         "host_bytes_per_s": accelerator.host_bytes_per_s,
         "node_size": per_node,
-        "casts_operands": 0.0,
         "offload_activations": 0.0,
         "offload_optimizer": 0.0,
         "link_bytes_per_s": accelerator.link_bytes_per_s,

@@ -1,8 +1,8 @@
 """Structures of software: hypotheses on what a program keeps in device memory beyond what its layout says.
 
-What our own runner keeps is known. Other programs' gradients may be longer or shorter, their logits gathered or copied
-once more: each *choice* is a transformation of the cost model's columns, a structure is one way to make all choices,
-and outcomes decide between structures.
+What our own runner keeps is known. Other programs' gradients may be longer or shorter, their logits gathered, their
+buffers larger: each *habit* is a transformation of the cost model's columns, a structure is a set of habits, and
+outcomes decide between structures.
 """
 
 from __future__ import annotations
@@ -10,14 +10,43 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from cluster.cost.inputs import CostInputs
+from cluster.cost.software import habits
 
 Transformation = Callable[[CostInputs], CostInputs]
 """From the columns of the cost model to those under a hypothesis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """Something that software may do with memory, and how likely it does before any outcome."""
+
+    name: str
+    probability: float
+    change: Transformation
+    rules_out: tuple[str, ...] = ()
+    """Habits that cannot come together with it."""
+
+
+HABITS = (
+    Habit("long gradients", 0.1, habits.long_gradients, ("short gradients",)),
+    Habit("short gradients", 0.15, habits.short_gradients),
+    Habit("whole gradients", 0.15, habits.whole_gradients),
+    Habit("short states", 0.1, habits.short_states),
+    Habit("gathered logits", 0.1, habits.gathered_logits),
+    Habit("copied logits", 0.15, habits.copied_logits),
+    Habit("whole tables", 0.05, habits.whole_tables),
+    Habit("kept gathered inputs", 0.1, habits.kept_gathered_inputs),
+    Habit("whole batch in flight", 0.05, habits.whole_batch_in_flight),
+    Habit("large buckets", 0.1, habits.large_buckets),
+    Habit("weights stay gathered", 0.05, habits.weights_stay_gathered),
+)
+MAX_HABITS = 2
+"""Habits that a structure has at most: more of them together are too many to tell apart, and each as unlikely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,63 +55,52 @@ class Structure:
 
     name: str
     probability: float = 1.0
-    changes: tuple[Transformation, ...] = ()
+    habits: tuple[Habit, ...] = ()
 
     def of(self, x: CostInputs) -> CostInputs:
         """The columns under this hypothesis."""
-        for change in self.changes:
-            x = change(x)
+        for habit in self.habits:
+            x = habit.change(x)
         return x
 
-
-def long_gradients(x: CostInputs) -> CostInputs:
-    """Gradients are added up in fp32 in a buffer that lasts from step to step, whatever the weights' format.
-
-    Megatron-LM's ``--accumulate-allreduce-grads-in-fp32`` (its ``DistributedDataParallel`` allocates one contiguous
-    buffer per data type, at the beginning), which bf16 turns on.
-    """
-    return replace(x, gradient_bytes=np.full(len(x), 4.0), keeps_gradients=np.ones(len(x)))
-
-
-def short_gradients(x: CostInputs) -> CostInputs:
-    """Gradients have the format of the computation, 16 bits (``main_grads`` off; DeepSpeed's ``grad_accum_dtype``)."""
-    return replace(x, gradient_bytes=np.minimum(x.gradient_bytes, x.compute_bytes))
-
-
-def gathered_logits(x: CostInputs) -> CostInputs:
-    """Logits are gathered over tensor-parallel ranks before the loss, so every rank computes all of it.
-
-    Megatron-LM's ``parallel_output=False``; the loss of a model of transformers under a plain ``ColumnParallel`` head
-    (torchtitan without ``enable_loss_parallel``).
-    """
-    return replace(x, loss_chunks=x.loss_chunks / x.tp)
-
-
-def copied_logits(x: CostInputs) -> CostInputs:
-    """One more fp32 copy of the logits: ``logits.float()`` stays alive beside the loss's own copy (transformers'
-    ``ForCausalLMLoss``; the shifted logits' ``contiguous()``)."""
-    return replace(x, loss_bytes=x.loss_bytes + 4.0)
-
-
-Choice = tuple[tuple[str, float, Transformation | None], ...]
-"""Alternatives: name, probability, and what changes (None: nothing)."""
-
-CHOICES: tuple[Choice, ...] = (
-    (("", 0.5, None), ("long gradients", 0.25, long_gradients), ("short gradients", 0.25, short_gradients)),
-    (("", 0.8, None), ("gathered logits", 0.2, gathered_logits)),
-    (("", 0.7, None), ("copied logits", 0.3, copied_logits)),
-)
 
 KNOWN = (Structure("as described"),)
 """The one structure of software whose columns say all that it keeps: our own runner."""
 
 
-def _all() -> Iterator[Structure]:
-    for made in itertools.product(*CHOICES):
-        name = ", ".join(name for name, _, _ in made if name) or "as described"
-        changes = tuple(change for _, _, change in made if change)
-        yield Structure(name, math.prod(probability for _, probability, _ in made), changes)
+def structures_of(known: tuple[Habit, ...] = HABITS, most: int = MAX_HABITS) -> Iterator[Structure]:
+    """Every set of up to ``most`` habits that may come together; a set is as likely as its habits and no others are."""
+    for number in range(most + 1):
+        for chosen in itertools.combinations(known, number):
+            if {other for habit in chosen for other in habit.rules_out} & {habit.name for habit in chosen}:
+                continue
+            odds = math.prod(habit.probability / (1 - habit.probability) for habit in chosen)
+            yield Structure(", ".join(habit.name for habit in chosen) or "as described", odds, chosen)
 
 
-FOREIGN = tuple(_all())
+FOREIGN = tuple(structures_of())
 """Structures of software of which nobody says what it keeps: training programs of the user's own."""
+
+
+def apart(structures: tuple[Structure, ...], x: CostInputs) -> list[tuple[Structure, CostInputs]]:
+    """The structures that differ on these rows, with their columns; one stands for those that are alike."""
+    found: dict[tuple[str, ...], tuple[Structure, CostInputs]] = {}
+    alone = {habit.name: _is_felt(habit, x) for structure in structures for habit in structure.habits}
+    for structure in structures:
+        felt = tuple(habit.name for habit in structure.habits if alone[habit.name])
+        if len(felt) < len(structure.habits) and felt in found:
+            kept, columns = found[felt]
+            found[felt] = Structure(kept.name, kept.probability + structure.probability, kept.habits), columns
+        else:
+            found[felt] = structure, structure.of(x)
+    return list(found.values())
+
+
+def _is_felt(habit: Habit, x: CostInputs) -> bool:
+    """Whether the habit changes any column of these rows."""
+    after = habit.change(x)
+    return any(
+        not np.array_equal(getattr(after, name), getattr(x, name))
+        for name in CostInputs.__dataclass_fields__
+        if getattr(after, name) is not getattr(x, name)
+    )

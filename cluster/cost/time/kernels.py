@@ -27,6 +27,9 @@ A100 rise that way from 512 to 16,384 tokens (Dao, arXiv 2307.08691, figure 5)."
 HALF_HEAD = 32.0
 """Elements of a head at which fused attention is half as efficient as with many: those of 64 reach some 0.8 of what
 those of 128 do (the same figure; Shah et al., arXiv 2407.08608, figure 5)."""
+AGED_SHARE = 0.6
+"""What fused attention of an older generation reaches: FlashAttention-2 some 340 TFLOP/s forward and backward on an
+H100, cuDNN and FlashAttention-3 some 570 (Shah et al., arXiv 2407.08608, figures 5 and 6)."""
 REFERENCE_HEAD = 128.0
 """Elements of the heads for which ``attention_efficiency`` is stated."""
 
@@ -80,7 +83,7 @@ def attention_flops_per_s(x: CostInputs, k: Coefficients, rate: Array) -> Array:
     """
     keys = x.seq_length / np.where(x.cp_method == CP_METHODS.index("ring"), x.cp, 1.0)
     by_head = x.head_dim / (x.head_dim + HALF_HEAD) * (1 + HALF_HEAD / REFERENCE_HEAD)
-    fused = keys / (keys + HALF_SEQUENCE) * by_head
+    fused = keys / (keys + HALF_SEQUENCE) * by_head * np.where(x.aged_attention > 0, AGED_SHARE, 1.0)
     plain = 1 / np.where(x.head_dim % 8 > 0, k["misaligned_cost"], 1.0)
     return np.asarray(rate * k["attention_efficiency"] * np.where(x.flash > 0, fused, plain))
 
@@ -112,8 +115,6 @@ def expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     """Seconds of the matmuls of a layer's routed experts, forward: each multiplies the rows that were sent to it."""
     peak, base, rows = x.peak_flops_per_s, x.base_flops_per_s, rows_per_expert(x, work.tokens)
     width = np.maximum(x.expert_ffn, 1.0) / x.tp
-    # All experts of a rank are multiplied in one launch of kernels.
-    rows = rows * np.maximum(1.0, x.num_experts / x.ep)
     into = matmul_flops_per_s(k, peak=peak, base=base, rows=rows, columns=(1 + x.gated) * width, depth=x.hidden)
     out = matmul_flops_per_s(k, peak=peak, base=base, rows=rows, columns=x.hidden, depth=width)
     rate = (2 + x.gated) / ((1 + x.gated) / into + 1 / out) * k["expert_efficiency"]

@@ -17,7 +17,8 @@ was seen.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,16 +29,18 @@ from orchestrator.search.prediction.gaussian_process import Array, log_normal_cd
 
 NUGGET_STD = 0.01
 """Standard deviation of the log of a repeated peak."""
-MAX_PEAKS = 96
-"""Measured peaks that count: those closest to the limit."""
-MAX_SIDES = 96
-"""Trials without a figure that count: the least expected ones."""
+MAX_TRIALS = 96
+"""Measured peaks that count, those closest to the limit; and trials without a figure, the least expected ones."""
+NUM_FIRST = 8
+"""Trials of each kind that leave out negligible structures before all trials count."""
+MAX_IN_FULL = 12
+"""Structures that all trials are told of without leaving any out first."""
 MAX_SWEEPS = 50
 """Rounds of expectation propagation."""
 TOLERANCE = 1e-4
-"""Change of the beliefs' means, in their standard deviations, at which it ends."""
-NEGLIGIBLE = 1e-4
-"""Structures with less weight than this are left out of what is told of candidates."""
+"""Change of the means, in standard deviations before any trial, at which it ends."""
+NEGLIGIBLE = 1e-3
+"""Structures with less probability than this are left out."""
 ROWS_AT_ONCE = 8192
 
 Rows = NDArray[np.intp]
@@ -132,22 +135,37 @@ class MemoryBelief:
 
     @functools.cached_property
     def weights(self) -> Array:
-        """Probability of each of ``structures``."""
-        logs = np.array([part.prior.log_weight + part.log_likelihood for part in self._conditioned])
-        weights = np.exp(logs - logs.max())
-        return np.asarray(weights / weights.sum())
+        """Probability of each of ``structures``; 0 where a few trials have made it negligible."""
+        places = {id(structure): i for i, structure in enumerate(self.structures)}
+        weights = np.zeros(len(places))
+        for weight, part in self._parts:
+            weights[places[id(part.prior)]] = weight
+        return weights
 
     def weight_of(self, name: str) -> float:
         """Probability of the structure of that name, whatever its own error."""
         return float(sum(w for s, w in zip(self.structures, self.weights, strict=True) if s.name == name))
 
     @functools.cached_property
-    def _conditioned(self) -> tuple[_Conditioned, ...]:
-        return tuple(self._condition(structure) for structure in self.structures)
+    def _parts(self) -> tuple[tuple[float, _Conditioned], ...]:
+        """The structures that count, conditioned, with their probabilities."""
+        left, num = self.structures, len(self.peaks) + len(self.fitted) + len(self.oom)
+        if len(left) > MAX_IN_FULL and num > NUM_FIRST:
+            left = tuple(part.prior for _, part in self._weighted(left, NUM_FIRST))
+        return self._weighted(left, MAX_TRIALS)
 
-    def _condition(self, structure: Structured) -> _Conditioned:
-        peaks = _closest(self.peaks)
-        sides = _least_expected(structure, {**dict.fromkeys(self.fitted, -1), **dict.fromkeys(self.oom, 1)})
+    def _weighted(self, structures: Iterable[Structured], most: int) -> tuple[tuple[float, _Conditioned], ...]:
+        """Structures after up to ``most`` trials of each kind, those that are not negligible, with probabilities."""
+        parts = [self._condition(structure, most) for structure in structures]
+        logs = np.array([part.prior.log_weight + part.log_likelihood for part in parts])
+        weights = np.exp(logs - logs.max())
+        kept = weights > NEGLIGIBLE * weights.sum()
+        total = weights[kept].sum()
+        return tuple((float(weights[i] / total), parts[i]) for i in np.flatnonzero(kept).tolist())
+
+    def _condition(self, structure: Structured, most: int) -> _Conditioned:
+        peaks = _closest(self.peaks, most)
+        sides = _least_expected(structure, {**dict.fromkeys(self.fitted, -1), **dict.fromkeys(self.oom, 1)}, most)
         seen = np.array([*peaks, *sides], dtype=np.intp)
         if not seen.size:
             return _Conditioned(structure, self.places, seen, np.zeros((0, 0)), np.zeros(0), np.zeros(0), 0.0)
@@ -157,11 +175,9 @@ class MemoryBelief:
         """The mean over structures of a function of each one's mean and standard deviation."""
         asked = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.intp)
         found = np.zeros(len(asked))
-        kept = [(w, part) for w, part in zip(self.weights, self._conditioned, strict=True) if w > NEGLIGIBLE]
-        total = sum(weight for weight, _ in kept)
         for start in range(0, len(asked), ROWS_AT_ONCE):
             piece = slice(start, start + ROWS_AT_ONCE)
-            found[piece] = sum(weight / total * of(*part.moments(asked[piece])) for weight, part in kept)
+            found[piece] = sum(weight * of(*part.moments(asked[piece])) for weight, part in self._parts)
         return found
 
 
@@ -177,14 +193,14 @@ def covariance(prior: Structured, places: Figures | None, rows: Rows, columns: R
     return np.asarray(linear + prior.own_std**2 * alike)
 
 
-def _closest(peaks: Mapping[int, float]) -> Mapping[int, float]:
+def _closest(peaks: Mapping[int, float], most: int) -> Mapping[int, float]:
     """Logarithms of the peaks that count."""
     logs = {row: float(np.log(peak)) for row, peak in peaks.items()}
-    return dict(sorted(logs.items(), key=lambda item: (abs(item[1]), item[0]))[:MAX_PEAKS])
+    return dict(sorted(logs.items(), key=lambda item: (abs(item[1]), item[0]))[:most])
 
 
-def _least_expected(structure: Structured, sides: Mapping[int, int]) -> Mapping[int, int]:
-    return dict(sorted(sides.items(), key=lambda item: (item[1] * float(structure.mean[item[0]]), item[0]))[:MAX_SIDES])
+def _least_expected(structure: Structured, sides: Mapping[int, int], most: int) -> Mapping[int, int]:
+    return dict(sorted(sides.items(), key=lambda item: (item[1] * float(structure.mean[item[0]]), item[0]))[:most])
 
 
 def _propagate(
@@ -193,56 +209,72 @@ def _propagate(
     """One structure after log peaks of the first of ``seen``, and sides of the limit (1: above) of the others."""
     num, mean = len(log_peaks), structure.mean[seen].astype(np.float64)
     prior = covariance(structure, places, seen, seen)
-    precision = np.r_[np.full(num, NUGGET_STD**-2), np.full(len(sides), 1e-8)]
-    pull = np.r_[(np.array(log_peaks) - mean[:num]) * precision[:num], np.zeros(len(sides))]
-    side, bound = np.array(sides, dtype=np.float64), mean[num:]
-    log_sites = np.zeros(len(sides))
-    for _ in range(MAX_SWEEPS if sides else 1):
-        root, inverse, spread, centre = _gaussian(prior, precision, pull)
-        if not sides:
-            break
-        left, offset, log_sites = _cavities(spread[num:], centre[num:], precision[num:], pull[num:])
-        tilted, tilted_centre, log_mass = _one_sided(offset / left, 1 / left, side, bound)
-        log_sites = log_mass - log_sites
-        precision[num:] = 0.2 * precision[num:] + 0.8 * np.maximum(1 / tilted - left, 1e-8)
-        pull[num:] = 0.2 * pull[num:] + 0.8 * (tilted_centre / tilted - offset)
-        if np.max(np.abs(tilted_centre - centre[num:]) / np.sqrt(spread[num:])) < TOLERANCE:
-            break
-    root, inverse, spread, centre = _gaussian(prior, precision, pull)
     miss = np.array(log_peaks) - mean[:num]
+    precision = np.r_[np.full(num, NUGGET_STD**-2), np.zeros(len(sides))]
+    pull = np.r_[miss * precision[:num], np.zeros(len(sides))]
     log_figures = -0.5 * (miss / NUGGET_STD) ** 2 - np.log(NUGGET_STD * np.sqrt(2 * np.pi))
-    log_likelihood = 0.5 * pull @ centre + np.log(np.diag(inverse)).sum() + log_figures.sum() + log_sites.sum()
+    log_sites = 0.0
+    if sides:
+        _, _, after, centre = _gaussian(prior, precision, pull)
+        found = _one_by_one(after[num:, num:], centre[num:], np.array(sides, dtype=np.float64), mean[num:])
+        precision[num:], pull[num:], log_sites = found
+    root, inverse, _, centre = _gaussian(prior, precision, pull)
+    log_likelihood = 0.5 * pull @ centre + np.log(np.diag(inverse)).sum() + log_figures.sum() + log_sites
     weights = pull - precision * centre
     return _Conditioned(structure, places, seen, inverse, root, weights, float(log_likelihood))
+
+
+def _one_by_one(covariances: Array, centre: Array, side: Array, bound: Array) -> tuple[Array, Array, float]:
+    """Precisions, and precisions x figures, that stand for sides of the limit, and the log of what they leave out.
+
+    Expectation propagation over variables of that covariance and mean, one site after the other (Rasmussen and
+    Williams, algorithm 3.5).
+    """
+    after, mean, start = covariances.copy(), centre.copy(), centre.copy()
+    precision, pull, log_sites = np.zeros(len(side)), np.zeros(len(side)), np.zeros(len(side))
+    for _ in range(MAX_SWEEPS):
+        before = mean.copy()
+        for i in range(len(side)):
+            spread = max(float(after[i, i]), 1e-12)
+            left = max(1 / spread - precision[i], 1e-9)
+            offset = mean[i] / spread - pull[i]
+            tilted, tilted_mean, log_mass = _one_sided(offset / left, 1 / left, side[i], bound[i])
+            new = max(1 / tilted - left, 1e-10)
+            change, precision[i], pull[i] = new - precision[i], new, tilted_mean * (left + new) - offset
+            column = after[:, i].copy()
+            after -= np.outer(column, column) * (change / (1 + change * spread))
+            mean = start + after @ (pull - precision * start)
+            log_sites[i] = log_mass - _log_between(left, offset, new, pull[i])
+        if np.max(np.abs(mean - before) / np.sqrt(np.diag(covariances))) < TOLERANCE:
+            break
+    return precision, pull, float(log_sites.sum())
+
+
+def _log_between(left: float, offset: float, precision: float, pull: float) -> float:
+    """Log of the mass of a Gaussian, given by precision and precision x mean, times exp(pull v - precision v^2 / 2)."""
+    total = left + precision
+    return 0.5 * float((offset + pull) ** 2 / total - np.log(total) - offset**2 / left + np.log(left))
 
 
 def _gaussian(prior: Array, precision: Array, pull: Array) -> tuple[Array, Array, Array, Array]:
     """The Gaussian with covariance ``prior``, each variable seen as ``pull / precision`` with that precision.
 
-    Returns the roots of the precisions, the inverse Cholesky factor of 1 + root prior root, and the variances and
-    means afterwards.
+    Returns the roots of the precisions, the inverse Cholesky factor of 1 + root prior root, and the covariance and
+    mean afterwards.
     """
     root = np.sqrt(precision)
     inverse = np.linalg.inv(np.linalg.cholesky(np.eye(len(root)) + root[:, None] * prior * root))
     explained = inverse @ (root[:, None] * prior)
     after = prior - explained.T @ explained
-    return root, inverse, np.maximum(np.diag(after), 1e-12), after @ pull
+    return root, inverse, after, after @ pull
 
 
-def _cavities(spread: Array, centre: Array, precision: Array, pull: Array) -> tuple[Array, Array, Array]:
-    """Precision and precision x mean of each variable without its own figure, and log(mass) between the two."""
-    left = np.maximum(1 / spread - precision, 1e-9)
-    offset = centre / spread - pull
-    log_mass = 0.5 * (centre**2 / spread + np.log(spread) - offset**2 / left + np.log(left))
-    return left, offset, log_mass
-
-
-def _one_sided(centre: Array, variance: Array, side: Array, bound: Array) -> tuple[Array, Array, Array]:
-    """Variance, mean and log mass of Gaussians cut to the side of the limit on which bound + value + nugget lies."""
-    scale = np.sqrt(variance + NUGGET_STD**2)
+def _one_sided(centre: float, variance: float, side: float, bound: float) -> tuple[float, float, float]:
+    """Variance, mean and log mass of a Gaussian cut to the side of the limit on which bound + value + nugget lies."""
+    scale = math.sqrt(variance + NUGGET_STD**2)
     z = side * (centre + bound) / scale
-    log_mass = log_normal_cdf(z)
-    ratio = np.exp(-0.5 * z**2 - log_mass) / np.sqrt(2 * np.pi)
+    log_mass = float(log_normal_cdf(np.array([z]))[0])
+    ratio = math.exp(-0.5 * z**2 - log_mass) / math.sqrt(2 * math.pi)
     mean = centre + side * variance / scale * ratio
     cut = variance - (variance / scale) ** 2 * ratio * (z + ratio)
-    return np.maximum(cut, 1e-9), mean, log_mass
+    return max(cut, 1e-3 * variance), mean, log_mass

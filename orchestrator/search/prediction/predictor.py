@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.calibrate import Calibrated, derivatives, fit, step_derivatives
+from cluster.cost.calibrate import Calibrated, derivatives, fit
 from cluster.cost.candidates import inputs_of, inputs_of_table
 from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel, Estimates
@@ -26,9 +26,10 @@ from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.objective import Objective
 from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
+from orchestrator.search.prediction.knob_effects import Believed, OwnEffects, usual_errors
 from orchestrator.search.prediction.memory_belief import MemoryBelief
 from orchestrator.search.prediction.memory_prior import prior_belief
-from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
+from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, log_time_slopes, physical_places
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
 from orchestrator.space.knobs.own import INHERITED
@@ -40,8 +41,6 @@ MAX_CANDIDATES = 1_000_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
 ROWS_AT_ONCE = 20_000
 """Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
-ROWS_MOVED_AT_ONCE = 200
-"""Rows up to which moving all coefficients in one evaluation is faster than one after the other."""
 TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 """Seconds a trial takes before its first step, by kind of device."""
 STEPS_PER_TRIAL = 20
@@ -50,15 +49,20 @@ LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
 """Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators. The
 prior's spread is fitted with these two (``benchmarks/cost/hierarchy.py``); ``benchmarks/search/calibration.py`` tells
 how likely they make measurements of sources that it has not seen."""
+OWN_STD = {"cuda": 0.02, "cpu": 0.05}
+"""Standard deviation of a candidate's own error, which says nothing of any other, by kind of device."""
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
 """Standard deviation of the error that all candidates have in common, by kind of device."""
-OWN_KNOB_STD = {"decoder": 0.1, "generic": 0.3}
-"""Standard deviation of the effect of each value of a knob that the cost model knows nothing of: memory formats and
-data reading, which decoders do not have or hardly feel, move others much."""
+OWN_KNOB_STD = 0.1
+"""Standard deviation of the effect of each value of a knob that the cost model of decoders knows nothing of."""
+GENERIC_LOCAL_STD = 0.1
+"""Standard deviation of what only combinations do in models that are no decoders, of which effects are told apart."""
+GENERIC_STDS = {"precision": 0.3}
+"""The same of knobs of other models, beyond what they usually do: number formats, of which only the peaks are known."""
 SWEEP_STD = 0.05
 """Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
 NOISE_STD = 0.01
-"""Standard deviation of the log of a repeated measurement."""
+"""Standard deviation of the log of a measured time that says nothing of its own noise."""
 
 
 class UnpredictableError(ValueError):
@@ -106,6 +110,9 @@ class Predictor:
         UnpredictableError: the device lacks a figure, or there are too many candidates.
     """
 
+    is_absolute = True
+    """Whether times are known before the first trial."""
+
     def __init__(
         self,
         workload: Workload,
@@ -142,13 +149,28 @@ class Predictor:
         return UnmodelledKnobs(self.candidates, [trial.candidate for trial in self.earlier], self._features)
 
     @functools.cached_property
+    def _usual(self) -> Believed | None:
+        """How data loading and kernels may differ from the usual; None for decoders, which hardly feel them."""
+        return usual_errors(self.inputs, self._prior.coefficients) if isinstance(self.inputs, GenericInputs) else None
+
+    @functools.cached_property
+    def _own_effects(self) -> Array:
+        """Features of all of that, and of every knob's own effect."""
+        others = [trial.candidate for trial in self.earlier]
+        own = OwnEffects(self.candidates, others, self._features, known=MODELLED, stds=GENERIC_STDS).features
+        return own if self._usual is None else np.hstack([self._usual.features, own])
+
+    @functools.cached_property
     def _model(self) -> CostModel:
         return CostModel(Calibrated.of_prior(self._prior), self._calibrated_memory())
 
     @functools.cached_property
     def estimates(self) -> Estimates:
         """Time and memory expected before any measurement of this sweep; without a device context on CPUs."""
-        return model_families.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+        found = model_families.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+        if self._usual is not None:
+            found = found.slower_by(np.exp(self._usual.mean))
+        return found
 
     @functools.cached_property
     def probability_fits(self) -> Array:
@@ -193,7 +215,8 @@ class Predictor:
         """Standard deviation of log(measured / predicted step time) to expect."""
         x = self.inputs.take(slice(row, row + 1))
         jacobian = derivatives(functools.partial(log_device_seconds, x), self._model.time.coefficients)
-        return float(self._model.time.log_spread(jacobian)[0])
+        usual = 0.0 if self._usual is None else float(np.linalg.norm(self._own_effects[row]))
+        return float(np.hypot(self._model.time.log_spread(jacobian)[0], usual))
 
     @property
     def device_kind(self) -> str:
@@ -218,16 +241,18 @@ class Predictor:
         shares = self.inputs.world_size / self.weights
         known = {row: time_s * float(shares[row]) for row, time_s in times_s.items()}
         log_time, features, seconds = linearised(self._prior, self.inputs, known)
-        own, sweeps = self._own.one_hot, self._sweeps()
-        own_std = OWN_KNOB_STD["decoder" if isinstance(self.inputs, CostInputs) else "generic"]
+        own, own_std, sweeps = self._own.one_hot, OWN_KNOB_STD, self._sweeps()
+        if self._usual is not None:
+            log_time, own, own_std = log_time + self._usual.mean, self._own_effects, 1.0
         return Posterior(
             log_time=log_time - np.log(shares),
             error=ErrorModel(
                 features=np.hstack([features, own, sweeps]),
                 feature_std=np.repeat([1.0, own_std, SWEEP_STD], [features.shape[1], own.shape[1], sweeps.shape[1]]),
                 places=np.hstack([physical_places(self.inputs), self._own.places]),
-                local_std=LOCAL_STD[self.device_kind],
+                local_std=LOCAL_STD[self.device_kind] if self._usual is None else GENERIC_LOCAL_STD,
                 common_std=COMMON_STD[self.device_kind],
+                own_std=OWN_STD[self.device_kind],
                 noise_std=NOISE_STD,
             ),
             cost_s=self.trial_device_seconds(seconds),
@@ -284,22 +309,15 @@ def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[A
     if times_s:
         seen = sorted(times_s)
         known = x.take(np.array(seen))
-        derive = functools.partial(_slopes, known)
+        derive = functools.partial(log_time_slopes, known)
         log_s = np.log([times_s[i] for i in seen])
         at = fit(prior, lambda k: log_device_seconds(known, k), log_s, derive=derive).coefficients
     rows, places = distinct_rows(x)
     slices = [rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE)]
-    jacobian = np.concatenate([_slopes(x.take(some), at) for some in slices])[places]
+    jacobian = np.concatenate([log_time_slopes(x.take(some), at) for some in slices])[places]
     here = np.concatenate([log_device_seconds(x.take(some), at) for some in slices])[places]
     mean = here + jacobian @ (prior.mean - at.log_values)
     return mean, jacobian @ np.linalg.cholesky(prior.covariance), np.exp(here)
-
-
-def _slopes(x: Inputs, at: Coefficients) -> Array:
-    """Derivatives of ``log_device_seconds`` by the log coefficients, shape (n, coefficients)."""
-    if isinstance(x, CostInputs) and len(x) <= ROWS_MOVED_AT_ONCE:
-        return step_derivatives(x)(at)
-    return derivatives(functools.partial(log_device_seconds, x), at)
 
 
 def trial_device_seconds(

@@ -175,6 +175,29 @@ def test_flags_say_what_overlaps_and_how_norms_are_made(tmp_path: Path) -> None:
     assert found == [[0, 0, 1], [1, 0, 0], [0, 1, 1], [0, 0, 1], [1, 1, 0], [0, 0, 0]]
 
 
+@pytest.mark.parametrize(
+    ("kind", "detail", "full", "repeated"),
+    [
+        ("selective", "", 0, 0.08),
+        ("selective", "per-op SAC", 0, 0.5),
+        ("selective", "per-layer", 6, 0),
+        ("per-stage", "block:4-layers-per-stage", 4, 0),
+    ],
+)
+def test_details_of_recompute(tmp_path: Path, kind: str, detail: str, full: int, repeated: float) -> None:
+    changes = {"recompute": kind, "recompute_detail": detail, "layers": "24", "pp": "2", "dp": "", "tp": "1"}
+    (row,) = table_of(tmp_path, changes)
+    assert row.inputs is not None
+    assert row.inputs["stage_full"] == [full, full]
+    assert row.inputs["stage_repeated"] == [repeated] * 2
+
+
+def test_attention_of_an_older_generation(tmp_path: Path) -> None:
+    torch = {"framework": "torchtitan", "gpu": "H100-80GB"}
+    rows = table_of(tmp_path, torch, {**torch, "gpu": "A100-80GB"}, {**torch, "framework": "NeMo"})
+    assert [(row.inputs or {})["aged_attention"] for row in rows] == [1, 0, 0]
+
+
 def test_evaluation_of_the_small_table() -> None:
     result = evaluate(read_table(TABLE), num_draws=1)
     vtrain = next(entry for entry in result["sources"] if entry["source"] == "vtrain-single")

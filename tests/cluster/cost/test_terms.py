@@ -103,6 +103,7 @@ def heads(number: int, size: int, **changes: float) -> dict[str, object]:
         ("forward", heads(33, 128, flash=0), heads(32, 132, flash=0)),
         ("forward", heads(48, 96), heads(64, 72)),
         ("forward", {}, {"loose_norms": 1}),
+        ("forward", {}, {"aged_attention": 1}),
         ("tensor_parallel", {"tp": 4, "hides_collectives": 1}, {"tp": 4}),
         (
             "stage_transfers",

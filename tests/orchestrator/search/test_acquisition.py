@@ -42,9 +42,13 @@ def with_memory(posterior, log_peak, own_std=0.05):
     return replace(posterior, memory=MemoryBelief(structures=(structure,)))
 
 
+def num_tried(seen):
+    return len({*seen.times_s, *seen.oom, *seen.running})
+
+
 def propose(posterior, seen, num=1):
     """Up to ``num`` candidates to measure at the same time, best first."""
-    turn, chosen = ProposalRound(posterior, seen, keep=SHORTLIST_SIZE), []
+    turn, chosen = ProposalRound(posterior, seen, plain=None, num_tried=num_tried(seen), keep=SHORTLIST_SIZE), []
     while len(chosen) < num and (proposal := turn.best()) is not None:
         chosen.append(proposal)
         turn.assume(proposal.index)
