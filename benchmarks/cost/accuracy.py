@@ -3,10 +3,10 @@
     python -m benchmarks.cost.accuracy --table measured.csv [--table more.csv ...] [--json]
 
 For every source the prior is the one fitted without that source. Then 0, 3, 5 or 10 random rows of a family (same
-source, software, device and number format) calibrate the model for the family's other rows: step times, by the search's
-own posterior (``orchestrator/search/prediction/``), those of rows with a step time; memory those of rows with a peak or
-that ran out of memory first, then others that are known to have run. Where a family is too small to keep two rows for
-testing, fewer rows calibrate it, down to none.
+source, software, device and number format) calibrate the model for the family's other rows: step times, by the
+search's own posterior (``orchestrator/search/prediction/``), those of rows with a step time; memory those of rows with
+a peak or that ran out of memory first, then others that are known to have run. Where a family is too small to keep two
+rows for testing, fewer rows calibrate it, down to none.
 
 Figures pool the tested rows of all families and of several draws, each row and draw counting once ("all"); and are
 means of those of the sources, each source counting the same ("mean"), as one source may have most rows. Goals stand
@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.cost.believed import believed_memory
+from benchmarks.cost.believed import BelievedMemory, believed_memory
 from benchmarks.cost.families import Family, add_tables, families_of, read_tables
 from cluster.cost.calibrate import (
     OUT_OF_MEMORY_THRESHOLD,
@@ -106,10 +106,11 @@ class Scores:
 def score_family(family: Family, num_draws: int) -> dict[int, Scores]:
     """Calibrate on 0, 3, 5 and 10 random rows, judge on the others; all draws together."""
     found = {shots: Scores() for shots in SHOTS}
+    memory = believed_memory(_prior("memory", family.source), family.x, [row.reported for row in family.rows])
     for shots, scores in found.items():
         for draw in range(num_draws if shots else 1):
             _score_time(family, shots, draw, scores)
-            _score_memory(family, shots, draw, scores)
+            _score_memory(family, memory, shots, draw, scores)
     return found
 
 
@@ -170,18 +171,14 @@ def expected_log_s(family: Family, train: Rows, test: Rows) -> Array:
     return np.asarray(log_time[asked] + residual.mean(asked) - np.log(x.world_size[asked]))
 
 
-def _score_memory(family: Family, shots: int, draw: int, scores: Scores) -> None:
+def _score_memory(family: Family, prior: BelievedMemory, shots: int, draw: int, scores: Scores) -> None:
     peaks, outcomes = family.peak_bytes, family.out_of_memory
     telling = np.isfinite(peaks) | (outcomes == 1)
     train, test = _draw(np.flatnonzero(telling), np.flatnonzero(~telling & (outcomes == 0)), shots, draw)
-    prior = _prior("memory", family.source)
-    reported = [family.rows[i].reported for i in train]
-    belief = believed_memory(prior, family.x.take(train), peaks[train], outcomes[train], reported)
+    belief = prior.after(train, peaks[train], outcomes[train])
     known = test[np.isfinite(peaks[test])]
-    if len(known):
-        expected = belief.log_peak(family.x.take(known), [family.rows[i].reported for i in known])
-        scores.memory_errors += list(np.abs(np.exp(expected) / peaks[known] - 1))
-    exceeds = belief.probability_out_of_memory(family.x.take(test)) > OUT_OF_MEMORY_THRESHOLD
+    scores.memory_errors += list(np.abs(np.exp(belief.log_peak(known)) / peaks[known] - 1))
+    exceeds = belief.probability_out_of_memory(test) > OUT_OF_MEMORY_THRESHOLD
     for outcome, too_much in zip(outcomes[test], exceeds, strict=True):
         if np.isfinite(outcome):
             scores.outcomes[bool(outcome), bool(too_much)] += 1

@@ -7,12 +7,13 @@ peaks count what their sources mean by them (``cluster.cost.reported``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.cost.coefficients import Prior
-from cluster.cost.inputs import Array, CostInputs, concatenate
+from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.memory import log_slopes, stage_bytes
 from cluster.cost.reported import Reported, reported_terms
 from cluster.cost.software.structures import FOREIGN, Structure, apart
@@ -22,46 +23,53 @@ from orchestrator.search.prediction.memory_prior import mixture
 from orchestrator.search.prediction.model_families import physical_places
 
 WHOLE = Reported()
+Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class BelievedMemory:
-    """The belief of one family of runs, conditioned on those that were seen."""
+    """The belief on a family of runs, after some of them were seen."""
 
-    prior: Prior
-    x: CostInputs
-    peaks: Array
-    """Measured peaks of the rows of ``x`` in bytes, NaN where unknown."""
-    outcomes: Array
-    """1 where memory ran out, 0 where the run fitted, NaN where neither is known."""
+    belief: MemoryBelief
+    """Its first rows are the runs' fullest ranks as a whole, the others what their sources would report."""
+    memory_bytes: Array
+    """The devices' usable memory."""
     reported: Sequence[Reported]
-    structures: tuple[Structure, ...] = FOREIGN
 
-    def log_peak(self, x: CostInputs, reported: Sequence[Reported] | None = None) -> Array:
-        """Expected log of the bytes that would be reported of each row of ``x``."""
-        asked = reported or [WHOLE] * len(x)
-        found = self.belief(x, asked).expected_log(np.arange(len(x)))
-        return np.asarray(found + np.log(x.memory_bytes))
+    def after(self, rows: Rows, peaks: Array, outcomes: Array) -> BelievedMemory:
+        """The belief after these runs, with their measured peaks (NaN: not known) and outcomes (1 ran out of memory, 0
+        fitted, NaN). Outcomes are of the whole of the fullest rank, and say more than the peak of another rank."""
+        n, shares, oom, fitted = len(self.memory_bytes), {}, [], []
+        for row, peak, outcome in zip(rows.tolist(), peaks.tolist(), outcomes.tolist(), strict=True):
+            if np.isfinite(peak):
+                place = row if self.reported[row] == WHOLE else n + row
+                shares[place] = peak / float(self.memory_bytes[row])
+            if outcome == 1:
+                oom.append(row)
+            elif outcome == 0:
+                fitted.append(row)
+        return replace(self, belief=self.belief.after(shares, fitted, oom))
 
-    def probability_out_of_memory(self, x: CostInputs) -> Array:
-        """Probability that the fullest rank of each row of ``x`` needs more memory than the device has."""
-        return np.asarray(1 - self.belief(x, [WHOLE] * len(x)).probability_fits(np.arange(len(x))))
+    def log_peak(self, rows: Rows) -> Array:
+        """Expected log of the bytes that would be reported of these runs."""
+        places = [row if self.reported[row] == WHOLE else len(self.memory_bytes) + row for row in rows.tolist()]
+        return np.asarray(self.belief.expected_log(np.array(places)) + np.log(self.memory_bytes[rows]))
 
-    def belief(self, x: CostInputs, reported: Sequence[Reported]) -> MemoryBelief:
-        """The belief on rows of ``x``, the first, and on what was seen, after them."""
-        with_peak = np.flatnonzero(np.isfinite(self.peaks))
-        is_whole = np.array([one == WHOLE for one in self.reported], dtype=bool)
-        is_told = np.isfinite(self.peaks) & is_whole
-        with_side = np.flatnonzero(np.isfinite(self.outcomes) & ~is_told)
-        parts = [x, self.x.take(with_peak), self.x.take(with_side)]
-        rows = concatenate([part for part in parts if len(part)])
-        asked = [*reported, *(self.reported[int(i)] for i in with_peak), *[WHOLE] * len(with_side)]
-        prior = prior_of(self.prior, rows, asked, self.structures)
-        limits = rows.memory_bytes
-        peaks = {len(x) + i: float(self.peaks[row] / limits[len(x) + i]) for i, row in enumerate(with_peak.tolist())}
-        sides = {len(x) + len(with_peak) + i: self.outcomes[row] for i, row in enumerate(with_side.tolist())}
-        fitted = [row for row, outcome in sides.items() if outcome == 0]
-        return prior.after(peaks, fitted, [row for row, outcome in sides.items() if outcome == 1])
+    def probability_out_of_memory(self, rows: Rows) -> Array:
+        """Probability that the fullest rank of each of these runs needs more memory than the device has."""
+        return np.asarray(1 - self.belief.probability_fits(rows))
+
+
+def believed_memory(
+    prior: Prior,
+    x: CostInputs,
+    reported: Sequence[Reported],
+    structures: tuple[Structure, ...] = FOREIGN,
+) -> BelievedMemory:
+    """The belief on runs ``x`` before any was seen. ``reported``: what each one's peak is measured of."""
+    both = x.take(np.tile(np.arange(len(x)), 2))
+    belief = prior_of(prior, both, [*[WHOLE] * len(x), *reported], structures)
+    return BelievedMemory(belief, x.memory_bytes, reported)
 
 
 def prior_of(
@@ -77,13 +85,3 @@ def prior_of(
         linearised.append((structure, mean, log_slopes(columns, terms, prior.coefficients) @ root))
     parts: tuple[Structured, ...] = mixture(linearised)
     return MemoryBelief(structures=parts, places=physical_places(x))
-
-
-def believed_memory(
-    prior: Prior, x: CostInputs, peaks: Array, outcomes: Array, reported: Sequence[Reported] | None = None
-) -> BelievedMemory:
-    """The belief after measured peaks (NaN: not known) and outcomes (1 ran out of memory, 0 fitted, NaN) of ``x``.
-
-    ``reported``: what each peak was measured of; None: the whole device of the fullest rank.
-    """
-    return BelievedMemory(prior, x, peaks, outcomes, reported or [WHOLE] * len(x))

@@ -76,7 +76,7 @@ def against_real_run(name: str) -> list[Accuracy]:
     """One row per pipeline stage. Of equal ranks the lowest real peak counts, as unseen releases only add to it."""
     spec = FAMILIES[name]
     layout = spec.candidate.layout
-    estimate = _estimate(spec.workload, spec.candidate, mode="cpu", exact=True)
+    estimate = estimated(spec.workload, spec.candidate, mode="cpu", exact=True)
     peaks = measured_peaks(spec)
     per_stage = layout.world_size // layout.pp
     rows = [
@@ -96,8 +96,8 @@ def against_real_run(name: str) -> list[Accuracy]:
 def against_full_run(name: str) -> list[Accuracy]:
     """Rows that compare an extrapolated run with the one in full, one per pipeline stage."""
     spec = LARGE[name]
-    small = _estimate(spec.workload, spec.candidate, mode="accelerator", exact=False)
-    full = _estimate(spec.workload, spec.candidate, mode="accelerator", exact=True)
+    small = estimated(spec.workload, spec.candidate, mode="accelerator", exact=False)
+    full = estimated(spec.workload, spec.candidate, mode="accelerator", exact=True)
     rows = [
         Accuracy(
             case=name,
@@ -114,7 +114,7 @@ def against_full_run(name: str) -> list[Accuracy]:
     return rows
 
 
-def _estimate(workload: Workload, candidate: Candidate, *, mode: Mode, exact: bool) -> DryRunEstimate:
+def estimated(workload: Workload, candidate: Candidate, *, mode: Mode, exact: bool) -> DryRunEstimate:
     (made,) = estimate_all(workload, [candidate], mode=mode, exact=exact)
     if isinstance(made, RunFailure):
         raise RuntimeError(f"{made.reason}: {made.message}")
@@ -127,7 +127,7 @@ def _tell(rows: list[Accuracy]) -> None:
 
 
 def families_table(rows: list[Accuracy]) -> str:
-    out = _Table("case", "stage", "dry run MiB", "real run MiB", "difference")
+    out = MarkdownTable("case", "stage", "dry run MiB", "real run MiB", "difference")
     for row in rows:
         predicted, reference = f"{row.predicted_bytes / MIB:.2f}", f"{row.reference_bytes / MIB:.2f}"
         out.row(row.case, row.stage, predicted, reference, f"{row.difference:+.2%}")
@@ -135,7 +135,7 @@ def families_table(rows: list[Accuracy]) -> str:
 
 
 def large_table(rows: list[Accuracy]) -> str:
-    out = _Table("case", "stage", "peak GiB", "exact GiB", "difference", "counts", "CPU s", "exact CPU s")
+    out = MarkdownTable("case", "stage", "peak GiB", "exact GiB", "difference", "counts", "CPU s", "exact CPU s")
     for row in rows:
         sizes = f"{row.predicted_bytes / GIB:.3f}", f"{row.reference_bytes / GIB:.3f}"
         times = f"{row.predicted_cpu_s:.1f}", f"{row.reference_cpu_s:.1f}"
@@ -144,7 +144,7 @@ def large_table(rows: list[Accuracy]) -> str:
     return out.text()
 
 
-class _Table:
+class MarkdownTable:
     def __init__(self, *titles: str) -> None:
         self._out = io.StringIO()
         self.row(*titles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from trials.spec import (
@@ -115,3 +116,15 @@ LARGE: dict[str, TrialSpec] = {
     ),
 }
 """Trials that are only simulated."""
+
+LLAMA3_70B = LlamaModel(
+    hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_hidden_size=28672, vocab_size=128256
+)
+
+
+def deep_pipeline(pp: int, num_microbatches: int) -> TrialSpec:
+    """Five layers of Llama3-70B on each of ``pp`` stages; the whole model on 1,024 ranks where they are 16."""
+    layout = {"pp": pp, "stage_layers": ((5,) * pp,), "dp_shard": 8, "zero_stage": 1, "tp_engine": "local", **_TP8}
+    model = dataclasses.replace(LLAMA3_70B, num_layers=5 * pp)
+    workload = Workload(model=model, data=TextData(), seq_length=4096, global_batch_size=8 * num_microbatches)
+    return _trial(workload, 1, {**layout, "precision": O2})

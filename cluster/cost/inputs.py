@@ -272,10 +272,16 @@ class FactoredInputs(CostInputs):
     def column(self, name: str, rows: Any = slice(None)) -> Array:
         """The field ``name`` of ``rows``."""
         block = self._block_of[name]
-        return np.asarray(block.columns[name][block.places[rows]])
+        return np.asarray(block.columns[name].take(block.places[rows], axis=0))
 
     def take(self, rows: Any) -> CostInputs:
-        return CostInputs(**{f.name: self.column(f.name, rows) for f in fields(CostInputs)})
+        columns = {f.name: self.column(f.name, rows) for f in fields(CostInputs)}
+        width = int(columns["pp"].max(initial=1))
+        return CostInputs(**columns | {name: columns[name][:, :width] for name in STAGE_FIELDS})
+
+    def part(self, rows: Any) -> FactoredInputs:
+        """As :meth:`take`, without putting the columns together."""
+        return FactoredInputs([InputBlock(block.columns, block.places[rows]) for block in self.blocks])
 
     def distinct(self) -> tuple[NDArray[np.intp], Codes]:
         """A row of each set of inputs that occurs, and every row's place among them."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
@@ -18,7 +19,7 @@ from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, check_plan, make_plan, plan_document
 from orchestrator.planning.predictions import search_predictor
-from orchestrator.planning.usual import relative_predictor
+from orchestrator.planning.usual import relative_search_predictor
 from orchestrator.scripts.source import PROGRAM, program_source
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor, UnknownDimensionsError, UnpredictableError
@@ -148,18 +149,11 @@ def _predictor(
         UnpredictableError: there are too many candidates for either.
     """
     workload, objective = spec.to_workload(), spec.to_objective(topology)
+    given: dict[str, Any] = {"earlier": known.earlier, "objective": objective, "seed": spec.search.seed}
     try:
-        return search_predictor(
-            plan,
-            workload,
-            topology,
-            known.profile,
-            earlier=known.earlier,
-            objective=objective,
-            seed=spec.search.seed,
-        )
+        return search_predictor(plan, workload, topology, known.profile, **given)
     except UnpredictableError as error:
-        found = relative_predictor(plan, workload, topology, earlier=known.earlier, objective=objective)
+        found = relative_search_predictor(plan, workload, topology, **given)
         level = logging.INFO if isinstance(error, UnknownDimensionsError) else logging.WARNING
         logger.log(level, "candidates are ranked by what knobs usually do: %s", error)
         return found

@@ -71,7 +71,8 @@ def status_line(sweep: Snapshot) -> str:
     parts = [f"{sweep.phase}, {plain(sweep.reason)}" if sweep.reason else sweep.phase]
     if state.created is not None:
         limit = state.created.budget.max_trials
-        parts.append(f"{sweep.num_done} of {limit} trials done" if limit else f"{sweep.num_done} trials done")
+        number = f"{sweep.num_done} of {units.count(limit, 'trial')}" if limit else units.count(sweep.num_done, "trial")
+        parts.append(f"{number} done")
     if state.best is not None:
         parts.append(f"best so far {units.trial_id(state.best.number)}")
     return "; ".join(parts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
 from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
@@ -16,6 +17,7 @@ from cluster.hardware.accelerators import CatalogueError, describe_topology
 from cluster.hardware.topology import Topology
 from orchestrator.objective import Objective
 from orchestrator.planning.plan import Plan
+from orchestrator.planning.sampling import POOL_SIZE
 from orchestrator.search.prediction.predictor import MAX_CANDIDATES, UnpredictableError
 from orchestrator.search.prediction.relative import RelativePredictor
 from orchestrator.search.prediction.transfer import EarlierTrial
@@ -117,6 +119,36 @@ def relative_predictor(
     )
 
 
+def relative_search_predictor(
+    plan: Plan,
+    workload: Workload,
+    topology: Topology | None,
+    *,
+    earlier: Sequence[EarlierTrial] = (),
+    objective: Objective | None = None,
+    seed: int = 0,
+) -> RelativePredictor:
+    """As :func:`relative_predictor`; of very many candidates the most promising half, and others at random.
+
+    Raises:
+        UnpredictableError: there are too many candidates.
+    """
+    whole = relative_predictor(plan, workload, topology, earlier=earlier, objective=objective)
+    num = len(whole.candidates)
+    if num <= POOL_SIZE:
+        return whole
+    best = np.argsort(_promise(whole, num), kind="stable")[: POOL_SIZE // 2]
+    drawn = np.random.default_rng(seed).choice(num, POOL_SIZE // 2, replace=False)
+    pool = whole.candidates.take(np.union1d(best, drawn))
+    return relative_predictor(plan, workload, topology, earlier=earlier, objective=objective, candidates=pool)
+
+
+def _promise(predictor: RelativePredictor, num: int) -> NDArray[np.float64]:
+    """Expected time by the objective over the probability to fit, of the first so many rows: lower is better."""
+    weighted = predictor.estimates.step_s * predictor.weights
+    return np.asarray((weighted / np.maximum(predictor.probability_fits, 1e-9))[:num])
+
+
 def rank_usual(plan: Plan, workload: Workload, topology: Topology | None, objective: Objective) -> UsualRanking:
     """The plan's candidates by what knobs usually do.
 
@@ -125,9 +157,8 @@ def rank_usual(plan: Plan, workload: Workload, topology: Topology | None, object
     """
     predictor = relative_predictor(plan, workload, topology, objective=objective)
     num = len(plan.candidates)
-    weighted = (predictor.estimates.step_s * predictor.weights)[:num]
     fits = predictor.probability_fits[:num]
-    ranked = np.argsort(weighted / np.maximum(fits, 1e-9), kind="stable").tolist()
+    ranked = np.argsort(_promise(predictor, num), kind="stable").tolist()
     return UsualRanking(
         top=tuple(usual_gain(predictor, row, number=row + 1) for row in ranked[:NUM_SHOWN]),
         num_fitting=int((fits >= 1 - OUT_OF_MEMORY_THRESHOLD).sum()),

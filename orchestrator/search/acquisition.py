@@ -25,7 +25,7 @@ MIN_PROBABILITY = 0.15
 NUM_PLAIN = 4
 """Trials, the baseline among them, before measurements choose: until then the order before any trial does."""
 PLAIN_EVERY = 2
-"""Of so many later proposals one follows that order still: what was learned may be wrong."""
+"""One of so many later proposals follows that order still: what was learned may be wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

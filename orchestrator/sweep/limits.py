@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from orchestrator import units
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.sweep.values import End, FinishCause, ProfileRun
 from trials.outcome import Crashed, Infeasible, Outcome, TimedOut
@@ -62,7 +63,7 @@ def end_of_search(state: SweepState) -> End | None:
         return End(cause=state.proof.cause, reason=state.proof.reason)
     limit = state.sweep.budget.max_trials
     if limit is not None and state.num_searched >= limit:
-        return End(cause=FinishCause.BUDGET_TRIALS, reason=f"the budget of {limit} trials is spent")
+        return End(cause=FinishCause.BUDGET_TRIALS, reason=f"the budget of {units.count(limit, 'trial')} is spent")
     exhausted = End(cause=FinishCause.EXHAUSTED, reason=state.exhausted) if state.exhausted else None
     return _spent_by_search(state) or exhausted or _spent_patience(state)
 

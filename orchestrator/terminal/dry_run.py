@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,23 +23,47 @@ NEGLIGIBLE = 0.005
 """Shares of the peak below this are not shown."""
 
 
+SAID_EVERY_S = 10.0
+"""How often progress is said where it cannot be shown in place: in a pipe, in a log."""
+
+
+class _SimulationProgress:
+    """How far the simulations are, in words; empty before they begin."""
+
+    def __init__(self) -> None:
+        self.done = self.total = 0
+        self._started_s = time.monotonic()
+
+    def __rich__(self) -> str:
+        waited_s = time.monotonic() - self._started_s
+        return f"dry run: {self.done} of {units.count(self.total, 'simulation')}, {waited_s:.0f} s"
+
+    def say(self, console: Console, over: threading.Event) -> None:
+        """Print a line now and then until it is over, also while a long simulation runs."""
+        while not over.wait(SAID_EVERY_S):
+            console.print(self)
+
+
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A line on stderr about how far the simulations are, which take seconds."""
-    console = Console(stderr=True)
-    started_s = time.monotonic()
-    with console.status("") as status:
+    """A line on stderr about how far the simulations are, which take seconds, and minutes where they are exact."""
+    console, state, over = Console(stderr=True), _SimulationProgress(), threading.Event()
+    sayer = threading.Thread(target=state.say, args=(console, over), daemon=True)
+    with console.status(state) as status:
         status.stop()
 
         def show(done: int, total: int) -> None:
-            waited_s = time.monotonic() - started_s
-            status.update(f"dry run: {done} of {total} simulations, {waited_s:.0f} s")
+            state.done, state.total = done, total
             if console.is_terminal:
                 status.start()
-            elif done == 0:
-                console.print(f"dry run: {total} simulations")
+            elif not sayer.is_alive() and not over.is_set():
+                console.print(f"dry run: {units.count(total, 'simulation')}")
+                sayer.start()
 
-        yield show
+        try:
+            yield show
+        finally:
+            over.set()
 
 
 def render_dry_runs(verdicts: Sequence[DryRunVerdict], *, as_table: bool = False) -> RenderableType:

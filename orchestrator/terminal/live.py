@@ -214,8 +214,8 @@ def _header(state: SweepState, now_s: float) -> RenderableType:
 
 def _footer(state: SweepState, now_s: float) -> RenderableType:
     budget = state.sweep.budget
-    done = f"{len(state.end_order)}"
-    parts = [f"{done} of {budget.max_trials} trials" if budget.max_trials else f"{done} trials"]
+    done, limit = len(state.end_order), budget.max_trials
+    parts = [f"{done} of {units.count(limit, 'trial')}" if limit else units.count(done, "trial")]
     used = units.device_time(state.device_seconds)
     parts.append(f"{used} of {budget.device_hours:g} h" if budget.device_hours else used)
     left = eta_s(state, now_s)

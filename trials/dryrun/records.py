@@ -8,7 +8,7 @@ from typing import Literal
 
 from trials.spec import TrialSpec
 
-VERSION = 4
+VERSION = 5
 """Version of the simulation; results of other versions are not comparable."""
 
 Category = Literal["param", "grad", "optimizer", "activation", "temporary", "communication", "input"]
@@ -58,12 +58,23 @@ class Traffic:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """What more micro-batches in the steady state add to a step."""
+PassKind = Literal["forward", "backward", "input", "weights"]
+"""A backward pass may go through in one, or gradients of its input first and those of weights later."""
 
-    collectives: Mapping[str, Traffic] = field(default_factory=dict)
-    """Collectives of as many micro-batches as the schedule's period; see :func:`trials.dryrun.microbatches.period`."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRun:
+    """One micro-batch going one way through a chunk of layers, and what follows until the next pass begins."""
+
+    kind: PassKind
+    chunk: int
+    live: Mapping[str, int]
+    """Bytes on the device as it begins, by category."""
+    host_bytes: int
+    """Bytes of the host's memory as it begins."""
+    peak_host_bytes: int
+    flops: Mapping[str, int]
+    collectives: Mapping[str, Traffic]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +85,13 @@ class RankRun:
     num_parameters: int
     """Elements stored on this rank."""
     peaks: Mapping[str, Peak]
-    """Peaks by place of the step, ``phase/where``: ``backward/3/0.1 first+0`` is the third micro-batch's backward pass
-    in chunk 0, in its second run of equal layers, in the first of those."""
+    """Peaks by place of the step, ``phase/pass/where``: ``backward/3/0.1 first+0`` is the step's third pass, in chunk
+    0, in its second run of equal layers, in the first of those. Before the first pass it is pass 0."""
     flops: Mapping[str, int]
     """FLOPs by ``forward``, ``backward`` and ``recompute``."""
     collectives: Mapping[str, Traffic] = field(default_factory=dict)
-    growth: Growth = Growth()
+    passes: tuple[PassRun, ...] = ()
+    """Those of the step, in their order."""
     host_bytes: int = 0
     """Peak of what waits in the host's memory."""
     cpu_s: float = 0.0

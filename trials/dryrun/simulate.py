@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trials.dryrun import fake
-from trials.dryrun.layer_runs import runs_of_chunk
-from trials.dryrun.microbatches import period
+from trials.dryrun.passes import PassLog
 from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
-from trials.dryrun.records import DryRunRequest, Growth, RankRun, Traffic
-from trials.dryrun.tracker import MemoryTracker, TrafficCounter
+from trials.dryrun.records import DryRunRequest, RankRun
+from trials.dryrun.small.layer_runs import runs_of_chunk
+from trials.dryrun.tracker import MemoryTracker
 from trials.kernels.settings import expected_attention
 from trials.legality.rules import check
 from trials.operators import in_backward
@@ -31,7 +29,7 @@ from trials.parallel.shards import stored_part
 from trials.spec import LinearModel, LlamaModel, Recompute, ResNetModel, TrialSpec
 from trials.stages import coordinates
 from trials.training.build import ModelPart
-from trials.training.pipeline import Pipeline, Stage
+from trials.training.pipeline import Pipeline
 from trials.training.step import Trainer
 
 CUDA_GRANULE_BYTES = 512
@@ -98,6 +96,7 @@ class _Simulation:
         place = coordinates(spec.candidate.layout, request.rank)
         with tracker:
             self.trainer = DryTrainer(spec, mesh, CPU, place=place)
+        self._is_pipeline = isinstance(self.trainer.engine, Pipeline)
 
     def run(self, started_s: float) -> RankRun:
         tracker, trainer = self.tracker, self.trainer
@@ -107,16 +106,18 @@ class _Simulation:
             self._make_optimizer_states()
             tracker.assign([inputs, targets], "input")
             tracker.restart()
+            if not self._is_pipeline:
+                self.log.begin("forward", 0)
             trainer.step(inputs, targets, self)
-        num_microbatches = self.spec.candidate.num_microbatches(self.spec.workload.global_batch_size)
+        passes = self.log.runs()
         return RankRun(
             rank=self.request.rank,
             num_parameters=sum(stored_part(parameter).numel() for parameter in trainer.parameters),
             peaks=tracker.peaks(),
-            host_bytes=tracker.peak_host_bytes,
+            host_bytes=max(one.peak_host_bytes for one in passes),
             flops=dict(tracker.flops),
             collectives=tracker.collectives(),
-            growth=self.log.growth(num_microbatches, period(self.spec.candidate.layout, num_microbatches)),
+            passes=passes,
             cpu_s=time.process_time() - started_s,
         )
 
@@ -127,7 +128,8 @@ class _Simulation:
             tracker.assign(part.model.buffers(), "param")
             track_layers(part, self.spec.candidate.recompute, tracker)
         tracker.settle(("activation", "temporary"), "optimizer")
-        if isinstance(trainer.engine, Pipeline):
+        if self._is_pipeline:
+            assert isinstance(trainer.engine, Pipeline)
             self.log.watch(trainer.engine.stages)
             tell_shapes(trainer.engine.stages, trainer.parts, self.spec)
         if trainer.optimizer is not None:
@@ -139,10 +141,20 @@ class _Simulation:
 
     def mark(self, phase: str) -> None:
         """Serve as the trainer's marker, which is told what phase has ended."""
-        self.log.mark(phase, is_pipeline=isinstance(self.trainer.engine, Pipeline))
         if phase == "backward":
             self._enter("other")
             self.tracker.assign((parameter.grad for parameter in self.trainer.parameters), "grad")
+        if not self._is_pipeline:
+            self._begin_next(phase)
+
+    def _begin_next(self, ended: str) -> None:
+        """Without a pipeline the end of a pass is the beginning of the next."""
+        if ended == "forward":
+            self.log.begin("backward", 0)
+        elif ended == "backward":
+            num_microbatches = self.spec.candidate.num_microbatches(self.spec.workload.global_batch_size)
+            if self.log.count("forward") < num_microbatches:
+                self.log.begin("forward", 0)
 
     def _make_optimizer_states(self) -> None:
         """Update once by made-up gradients; all else that a first step leaves, the next one frees or replaces."""
@@ -178,83 +190,17 @@ def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
     return images, torch.zeros(rows, dtype=torch.long)
 
 
-_FORWARD, _BACKWARD, _WEIGHTS = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
-"""Methods of a pipeline stage that run a pass of one micro-batch."""
-_SENDS = ("send", "recv")
-
-
-class PassLog:
-    """Collectives of every forward and backward pass of a step."""
-
-    def __init__(self, tracker: MemoryTracker) -> None:
-        self.tracker = tracker
-        self._passes: dict[tuple[str, int, int], TrafficCounter] = {}
-        """Collectives of every pass, by its method, chunk and micro-batch."""
-        self._losses: TrafficCounter = Counter()
-        """Collectives of the loss, where a pipeline's schedule calls it."""
-        self._marked: TrafficCounter = Counter()
-        self._num_marks: Counter[str] = Counter()
-        self._in_pass = False
-
-    def watch(self, stages: list[Stage]) -> None:
-        """Log the passes of a pipeline's stages."""
-        for chunk, stage in enumerate(stages):
-            for name in (_FORWARD, _BACKWARD, _WEIGHTS):
-                setattr(stage, name, self._logged(name, chunk, getattr(stage, name)))
-
-    def mark(self, phase: str, *, is_pipeline: bool) -> None:
-        """Take note of the phase that has ended; without a pipeline that tells passes apart."""
-        now = self.tracker.tally()
-        if is_pipeline and phase == "forward" and not self._in_pass:
-            self._losses += now - self._marked
-        elif not is_pipeline and phase in ("forward", "backward"):
-            name = _FORWARD if phase == "forward" else _BACKWARD
-            self._passes[name, 0, self._num_marks[phase]] = now - self._marked
-            self._num_marks[phase] += 1
-        self._marked = now
-
-    def growth(self, num_microbatches: int, period: int) -> Growth:
-        """What ``period`` more micro-batches in the steady state add."""
-        added: TrafficCounter = Counter()
-        for (kind, _, number), tally in self._passes.items():
-            # A pipeline's last forward passes come between backward passes, and so do all but its first and last ones.
-            start = num_microbatches - period if kind == _FORWARD else period
-            if start <= number < start + period:
-                added += tally
-        total = self.tracker.tally()
-        sent: TrafficCounter = Counter({key: number for key, number in total.items() if key[0] in _SENDS})
-        for key, number in (sent + self._losses).items():
-            added[key] += number * period // num_microbatches
-        traffic = {
-            name: Traffic(num_calls=added[name, "calls"], num_bytes=added[name, "bytes"])
-            for name in sorted({name for name, _ in added})
-        }
-        return Growth(collectives=traffic)
-
-    def _logged(self, name: str, chunk: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(number: int, *args: Any, **options: Any) -> Any:
-            before, self._in_pass = self.tracker.tally(), True
-            result = function(number, *args, **options)
-            self._passes[name, chunk, number], self._in_pass = self.tracker.tally() - before, False
-            return result
-
-        return run
-
-
 def track_layers(part: ModelPart, recompute: Recompute, tracker: MemoryTracker) -> None:
     """Tell the tracker which layer the part's forward or backward pass has reached, and when gradients appear."""
     chunk = part.chunk.chunk
-    num_passes = 0
 
     def begin(_module: nn.Module, _args: Any) -> None:
-        nonlocal num_passes
         if not in_backward():
-            num_passes += 1
-            tracker.phase, tracker.place = "forward", f"{num_passes}/{chunk} before"
+            tracker.phase, tracker.place = "forward", f"{chunk} before"
 
     def end(_module: nn.Module, _args: Any, output: Any) -> None:
         if not in_backward():
-            tracker.place = f"{num_passes}/{chunk} after"
+            tracker.place = f"{chunk} after"
             _track_backward(output, tracker.place, tracker)
 
     for layer, name in zip(part.model.layers.values(), _layer_names(part, recompute), strict=True):
@@ -269,17 +215,13 @@ def _layer_names(part: ModelPart, recompute: Recompute) -> list[str]:
 
 
 def _track_layer(layer: nn.Module, name: str, tracker: MemoryTracker) -> None:
-    place = name
-
     def enter(*_: Any) -> None:
-        nonlocal place
         if not in_backward():
-            place = f"{tracker.place.partition('/')[0]}/{name}"
-            tracker.place = place
+            tracker.place = name
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if not in_backward():
-            _track_backward(output, place, tracker)
+            _track_backward(output, name, tracker)
 
     layer.register_forward_pre_hook(enter)
     layer.register_forward_hook(leave)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -20,6 +21,7 @@ from trials.dryrun.records import CATEGORIES, Category, Peak, Traffic
 from trials.operators import in_backward
 from trials.parallel.shards import stored_part
 
+_DEVICE = torch.ops.prim.device.default
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _COLLECTIVES = (
     ("reduce_scatter", "reduce_scatter"),
@@ -60,6 +62,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = "forward"
         """Phase of the step that counts outside of backward passes, which are known by themselves."""
         self.place = ""
+        self.num_passes = 0
+        """Passes of the step that have begun."""
         self.flops: Counter[str] = Counter()
         self._peaks: dict[str, tuple[int, dict[Category, int]]] = {}
         self._calls: Counter[str] = Counter()
@@ -70,9 +74,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.host_bytes = 0
         """Live bytes in the host's memory, which count for nothing else."""
         self.peak_host_bytes = 0
+        """Largest since the last pass began."""
 
     def peaks(self) -> dict[str, Peak]:
-        """Peaks by ``phase/place``, since the last :meth:`restart`."""
+        """Peaks by ``phase/pass/place``, since the last :meth:`restart`."""
         return {
             key: Peak(total_bytes=total, by_category={name: size for name, size in sizes.items() if size})
             for key, (total, sizes) in self._peaks.items()
@@ -91,12 +96,19 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
         """Forget peaks and counts; what is live stays known."""
+        self.num_passes = 0
         self._peaks.clear()
         self.flops.clear()
         self._calls.clear()
         self._sent.clear()
         self.peak_host_bytes = self.host_bytes
         self._note_peak()
+
+    def begin_pass(self) -> None:
+        """Another pass begins: peaks are its own from now on."""
+        self.num_passes += 1
+        self.place = ""
+        self.peak_host_bytes = self.host_bytes
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -147,6 +159,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._change(block, self._size(storage))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than all else together
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # they call again with what they wrap
         kwargs = kwargs or {}
@@ -157,7 +171,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         is_collective = func.namespace in _COLLECTIVE_NAMESPACES
         category = "communication" if is_collective else self._default_category()
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._see(leaf, category)
         if is_collective:
@@ -234,7 +248,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_peak(self) -> None:
         phase = "backward" if in_backward() else self.phase
-        key = f"{phase}/{self.place}"
+        key = f"{phase}/{self.num_passes}/{self.place}"
         known = self._peaks.get(key)
         if known is None or self.total_bytes > known[0]:
             self._peaks[key] = (self.total_bytes, dict(self.live_bytes))

@@ -15,6 +15,7 @@ import numpy as np
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.memory import stage_bytes
+from cluster.cost.pipeline import in_flight
 from cluster.cost.work import is_last, layers_params, tables_params, work_of
 
 Terms = dict[str, Array]
@@ -153,6 +154,25 @@ def _gathered_sequence(x: CostInputs, terms: Terms, rng: np.random.Generator) ->
     return terms
 
 
+def _fp32_residual(x: CostInputs, terms: Terms, rng: np.random.Generator) -> Terms:
+    """What layers hand to each other is kept in fp32 (Megatron-LM's ``--fp32-residual-connection``)."""
+    del rng
+    shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
+    each = (x.micro_batch_size * x.seq_length / x.cp * x.hidden / shared * (4.0 - x.compute_bytes))[:, None]
+    terms["residual"] = each * (2 * (x.stage_layers - x.stage_full) + x.stage_full) * in_flight(x)
+    return terms
+
+
+def _update_copies(x: CostInputs, terms: Terms, rng: np.random.Generator) -> Terms:
+    """The optimiser updates all at once and holds its results in fp32 between its kernels (``foreach=True``)."""
+    del rng
+    params = layers_params(x, work_of(x)) + tables_params(x)
+    copies = params / np.maximum(x.num_shards, 1.0)[:, None] * 12.0
+    passing = terms["activations"] + terms["head"] + terms["gathered"] + terms["workspace"]
+    terms["update"] = np.maximum(0.0, copies - passing)
+    return terms
+
+
 STRUCTURES: Mapping[str, Structure] = {
     "gathered-logits": _gathered_logits,
     "buffers": _buffers,
@@ -161,5 +181,9 @@ STRUCTURES: Mapping[str, Structure] = {
     "kept-blocks": _kept_blocks,
     "peer-buffers": _peer_buffers,
     "gathered-sequence": _gathered_sequence,
+    "fp32-residual": _fp32_residual,
+    "update-copies": _update_copies,
 }
 """Structures that hold something besides."""
+SEALED = ("fp32-residual", "update-copies")
+"""Structures of the reported half alone: what the search assumes was not chosen with them at hand."""

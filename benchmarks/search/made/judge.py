@@ -12,9 +12,10 @@ from itertools import islice
 
 import numpy as np
 
+from benchmarks.search.figures import Run, follow
 from benchmarks.search.made.knowledge import MadeKnowledge
-from benchmarks.search.made.problem import TOLERANCE, MadeProblem, make_problem
-from benchmarks.search.samplers import DETERMINISTIC, SAMPLERS, Trials
+from benchmarks.search.made.problem import MadeProblem, make_problem
+from benchmarks.search.samplers import DETERMINISTIC, SAMPLERS
 from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
 from orchestrator.search.acquisition import probability_fits
 
@@ -22,23 +23,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TRIALS = 60
 """Trials after which a search is given up, and counts as having needed one more."""
-REGRETS = (5, 10, 20)
-"""Trials after which the regret is told."""
-NUM_FIRST = 10
-"""Trials of which those out of memory are counted."""
 BELIEFS = (0, 3, 5)
 """Trials after which the belief about memory is judged."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One search of a problem. The baseline is its first trial."""
-
-    trials_to_2pct: int
-    regret: tuple[float, ...]
-    """(best so far / best) - 1 after ``REGRETS`` trials."""
-    first_oom: int
-    """Out of memory among the first ``NUM_FIRST`` trials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +60,11 @@ def judge(problem: MadeProblem, samplers: Sequence[str], num_seeds: int) -> Judg
     """Every sampler on the problem, and the belief in the course of the guided one."""
     knowledge = MadeKnowledge(problem)
     tried = list(islice(SAMPLERS["guided"](problem, knowledge, 0), max(BELIEFS)))
+    truth = [float(time_s) if fits else None for time_s, fits in zip(problem.true_s, problem.fits, strict=True)]
     runs = {}
     for name in samplers:
         seeds = range(1 if name in DETERMINISTIC else num_seeds)
-        runs[name] = tuple(follow(problem, SAMPLERS[name](problem, knowledge, seed)) for seed in seeds)
+        runs[name] = tuple(follow(SAMPLERS[name](problem, knowledge, seed), truth, MAX_TRIALS) for seed in seeds)
     return Judged(
         name=problem.name,
         size=len(problem),
@@ -86,25 +73,6 @@ def judge(problem: MadeProblem, samplers: Sequence[str], num_seeds: int) -> Judg
         runs=runs,
         beliefs={count: belief(problem, knowledge, tried[:count]) for count in BELIEFS},
     )
-
-
-def follow(problem: MadeProblem, trials: Trials) -> Run:
-    """Judge the trials by the truth, not by what they measured."""
-    best, reached, first_oom = np.inf, MAX_TRIALS + 1, 0
-    so_far: list[float] = []
-    for number, row in enumerate(islice(trials, MAX_TRIALS), start=1):
-        runs = row is not None and bool(problem.fits[row])
-        if runs:
-            best = min(best, float(problem.true_s[row]))
-        else:
-            first_oom += number <= NUM_FIRST
-        so_far.append(best / problem.best_s - 1)
-        if reached > number and so_far[-1] <= TOLERANCE:
-            reached = number
-        if number >= max(REGRETS) and reached <= number:
-            break
-    regret = tuple(so_far[min(count, len(so_far)) - 1] for count in REGRETS)
-    return Run(trials_to_2pct=reached, regret=regret, first_oom=first_oom)
 
 
 def belief(problem: MadeProblem, knowledge: MadeKnowledge, tried: Sequence[int | None]) -> Belief:

@@ -10,8 +10,8 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from cluster.processes import python_module
 from orchestrator.errors import ConfigError
@@ -19,8 +19,9 @@ from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
 from trials.accelerator.kinds import without_devices
 from trials.codec import from_json, to_json
 from trials.dryrun.estimate import DryRunEstimate, StageEstimate
-from trials.dryrun.extrapolate import Extrapolation, extrapolate, plan_small_runs
 from trials.dryrun.records import DryRunRequest, Mode, RankRun, Reply, RunFailure
+from trials.dryrun.small.plan import StagePlan, plan_small_runs
+from trials.dryrun.small.replay import UnknownOrderError
 from trials.spec import Candidate, TrialSpec, Workload
 
 TIMEOUT_S = 600.0
@@ -30,13 +31,41 @@ Progress = Callable[[int, int], None]
 """Called with the number of simulations done and their total."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
     """The simulations one pipeline stage needs, by their number in the batch."""
 
     stage: int
-    plan: Extrapolation | None
-    numbers: list[int] = field(default_factory=list)
+    rank: int
+    plan: StagePlan | None
+    numbers: tuple[int, ...]
+
+
+class _Batch:
+    """Requests, each of them once: stages and candidates have small trials in common."""
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode: Mode = mode
+        self._numbers: dict[tuple[TrialSpec, int], int] = {}
+
+    @property
+    def requests(self) -> list[DryRunRequest]:
+        return [DryRunRequest(spec=spec, rank=rank, mode=self._mode) for spec, rank in self._numbers]
+
+    def plan(self, spec: TrialSpec, *, exact: bool) -> list[_Stage]:
+        """Add the simulations that the trial needs."""
+        plans = None if exact else plan_small_runs(spec)
+        stages = []
+        for stage in range(spec.candidate.layout.pp):
+            plan = None if plans is None else plans[stage]
+            small, at = ((spec,), stage) if plan is None else (plan.specs, plan.small.stage)
+            numbers = tuple(self._number(one, representative_rank(one.candidate, at)) for one in small)
+            rank = representative_rank(spec.candidate, stage)
+            stages.append(_Stage(stage=stage, rank=rank, plan=plan, numbers=numbers))
+        return stages
+
+    def _number(self, spec: TrialSpec, rank: int) -> int:
+        return self._numbers.setdefault((spec, rank), len(self._numbers))
 
 
 def estimate_all(
@@ -51,26 +80,41 @@ def estimate_all(
     """Simulate every candidate, one rank per pipeline stage; a failure stands for itself and spoils no other. What
     is found goes to ``cache`` at once, so that an interruption loses little.
 
-    ``exact`` simulates all layers instead of extrapolating from few.
+    ``exact`` simulates all layers, micro-batches and stages instead of extrapolating from few.
 
     Raises:
         ConfigError: when nothing can be simulated on this machine.
     """
     keys = [cache_key(workload, candidate, mode=mode, exact=exact) for candidate in candidates]
     known = {key: found for key in keys if cache is not None and (found := cache.get(key)) is not None}
-    requests: list[DryRunRequest] = []
-    missing: dict[str, list[_Stage]] = {}
-    for key, candidate in zip(keys, candidates, strict=True):
-        if key not in known and key not in missing:
-            missing[key] = _plan(TrialSpec(workload=workload, candidate=candidate), mode, exact, requests)
-    results: dict[str, DryRunEstimate | RunFailure] = dict(known)
     by_key = dict(zip(keys, candidates, strict=True))
-    for replies in _simulate(requests, progress):
-        for key in [key for key, stages in missing.items() if _is_complete(stages, replies)]:
-            results[key] = made = _combine(missing.pop(key), replies)
-            if cache is not None and isinstance(made, DryRunEstimate):
-                cache.put(key, by_key[key], made)
+    results: dict[str, DryRunEstimate | RunFailure] = dict(known)
+    missing = {key: candidate for key, candidate in by_key.items() if key not in known}
+    strange: dict[str, Candidate] = {}
+    for key, made in _estimates(workload, missing, mode=mode, exact=exact, progress=progress):
+        if made is None:
+            strange[key] = by_key[key]
+            continue
+        results[key] = made
+        if cache is not None and isinstance(made, DryRunEstimate):
+            cache.put(key, by_key[key], made)
+    if strange:  # this torch runs the schedule in an order of its own
+        results |= zip(strange, estimate_all(workload, [*strange.values()], mode=mode, exact=True), strict=True)
     return [results[key] for key in keys]
+
+
+def _estimates(
+    workload: Workload, candidates: Mapping[str, Candidate], *, mode: Mode, exact: bool, progress: Progress | None
+) -> Iterator[tuple[str, DryRunEstimate | RunFailure | None]]:
+    """Each candidate's estimate as soon as it is there; None where extrapolating it turns out to be impossible."""
+    batch = _Batch(mode)
+    missing = {
+        key: batch.plan(TrialSpec(workload=workload, candidate=candidate), exact=exact)
+        for key, candidate in candidates.items()
+    }
+    for replies in _simulate(batch.requests, progress):
+        for key in [key for key, stages in missing.items() if _is_complete(stages, replies)]:
+            yield key, _combine(missing.pop(key), replies)
 
 
 def representative_rank(candidate: Candidate, stage: int) -> int:
@@ -78,38 +122,28 @@ def representative_rank(candidate: Candidate, stage: int) -> int:
     return stage * (candidate.layout.world_size // candidate.layout.pp)
 
 
-def _plan(spec: TrialSpec, mode: Mode, exact: bool, requests: list[DryRunRequest]) -> list[_Stage]:
-    """Add the simulations that the trial needs to ``requests``."""
-    stages = []
-    for number in range(spec.candidate.layout.pp):
-        plan = None if exact else plan_small_runs(spec, number)
-        stage = _Stage(stage=number, plan=plan)
-        for small in (spec,) if plan is None else plan.specs:
-            stage.numbers.append(len(requests))
-            requests.append(DryRunRequest(spec=small, rank=representative_rank(small.candidate, number), mode=mode))
-        stages.append(stage)
-    return stages
-
-
 def _is_complete(stages: list[_Stage], replies: dict[int, Reply]) -> bool:
     return all(number in replies for stage in stages for number in stage.numbers)
 
 
-def _combine(stages: list[_Stage], replies: dict[int, Reply]) -> DryRunEstimate | RunFailure:
-    made, cpu_s = [], 0.0
-    for stage in stages:
-        runs: list[RankRun] = []
-        for number in stage.numbers:
-            reply = replies[number]
-            if reply.run is None:
-                assert reply.failure is not None
-                return reply.failure
-            runs.append(reply.run)
-        run = runs[0] if stage.plan is None else extrapolate(stage.plan, runs)
-        cpu_s += run.cpu_s
-        made.append(StageEstimate.of_run(stage.stage, run))
+def _combine(stages: list[_Stage], replies: dict[int, Reply]) -> DryRunEstimate | RunFailure | None:
+    runs: dict[int, RankRun] = {}
+    for number in sorted({number for stage in stages for number in stage.numbers}):
+        reply = replies[number]
+        if reply.run is None:
+            return reply.failure
+        runs[number] = reply.run
+    try:
+        made = [_of_stage(stage, [runs[number] for number in stage.numbers]) for stage in stages]
+    except UnknownOrderError:
+        return None
     extrapolated = any(stage.plan is not None for stage in stages)
-    return DryRunEstimate(stages=tuple(made), extrapolated=extrapolated, cpu_s=cpu_s)
+    return DryRunEstimate(stages=tuple(made), extrapolated=extrapolated, cpu_s=sum(run.cpu_s for run in runs.values()))
+
+
+def _of_stage(stage: _Stage, runs: Sequence[RankRun]) -> StageEstimate:
+    run = runs[0] if stage.plan is None else stage.plan.extrapolate(runs)
+    return StageEstimate.of_run(stage.stage, replace(run, rank=stage.rank))
 
 
 def _simulate(requests: list[DryRunRequest], progress: Progress | None) -> Iterator[dict[int, Reply]]:

@@ -52,7 +52,7 @@ class ErrorModel:
     common_std: float = 1.0
     own_std: float = 0.0
     noise_std: float = 0.02
-    """Of measurements of which nothing else is known."""
+    """What measurements have of which nothing else is known."""
 
     def covariance(self, rows: NDArray[np.intp], columns: NDArray[np.intp], scale: float = 1.0) -> Array:
         """Covariance of the errors of candidates ``rows`` and ``columns``, without noise."""
@@ -104,7 +104,7 @@ class Residual:
     weights: Array
     """Covariance^-1 errors."""
     noise_std: Array
-    """Of each measurement, as it was taken to be."""
+    """That of each measurement, as it was taken to be."""
 
     def mean(self, rows: NDArray[np.intp]) -> Array:
         """Expected error of the predictions of ``rows``; zero before anything was seen."""

@@ -82,10 +82,13 @@ def linearised_peak(x: Inputs, coefficients: Coefficients, *, on_cpu: bool) -> t
         predict = functools.partial(log_peak, x, on_cpu=on_cpu)
         return predict(coefficients), derivatives(predict, coefficients)
     terms = stage_bytes(x, work_of(x), coefficients)
-    total = np.sum(list(terms.values()), axis=0)
-    fullest, rows = np.argmax(total, axis=1), np.arange(len(x))
-    slopes = log_slopes(x, {name: values[rows, fullest] for name, values in terms.items()}, coefficients)
-    return np.log(total[rows, fullest]), slopes
+    fullest, rows = np.argmax(np.sum(list(terms.values()), axis=0), axis=1), np.arange(len(x))
+    return linearised_terms(x, {name: values[rows, fullest] for name, values in terms.items()}, coefficients)
+
+
+def linearised_terms(x: CostInputs, terms: dict[str, Array], coefficients: Coefficients) -> tuple[Array, Array]:
+    """As ``linearised_peak``, from the terms of each candidate's fullest rank at these coefficients."""
+    return np.log(np.sum(list(terms.values()), axis=0)), log_slopes(x, terms, coefficients)
 
 
 def estimate(model: CostModel, x: Inputs, *, on_cpu: bool) -> Estimates:

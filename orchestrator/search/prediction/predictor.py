@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
 from cluster.cost.calibrate import Calibrated, derivatives, fit
@@ -20,7 +22,7 @@ from cluster.cost.candidates import inputs_of, inputs_of_table
 from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel, Estimates
 from cluster.cost.generic import GenericInputs, generic_inputs
-from cluster.cost.inputs import CostInputs, distinct_rows
+from cluster.cost.inputs import CostInputs, FactoredInputs, distinct_rows
 from cluster.cost.software.structures import FOREIGN, KNOWN
 from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.objective import Objective
@@ -175,16 +177,29 @@ class Predictor:
     @functools.cached_property
     def probability_fits(self) -> Array:
         """Probability that each candidate fits in memory, before any measurement of this sweep."""
-        return self.memory.probability_fits()
+        x = self.inputs
+        if not isinstance(x, FactoredInputs):
+            return self.memory.probability_fits()
+        rows, places = x.distinct()
+        return self._belief(x.part(rows), places).probability_fits()[places]
 
     @functools.cached_property
     def memory(self) -> MemoryBelief:
         """What is believed of memory before any measurement of this sweep: the prior, and what earlier trials say."""
+        return self._belief(self.inputs, np.arange(len(self.inputs)))
+
+    def _belief(self, x: Inputs, places: NDArray[np.integer[Any]]) -> MemoryBelief:
+        """The belief on the rows of ``x``; ``places``: where each row of all inputs is among them."""
+        counted = (self._model.memory.coefficients, self.estimates.peak_terms_bytes) if x is self.inputs else None
         belief = prior_belief(
-            load_prior("memory"), self.inputs, self._structures, limit_bytes=self.limit_bytes, on_cpu=self.on_cpu
+            load_prior("memory"),
+            x,
+            self._structures,
+            limit_bytes=self.limit_bytes,
+            on_cpu=self.on_cpu,
+            counted=counted,
         )
-        first = len(self.candidates)
-        known = list(enumerate(self.earlier, first))
+        known = list(zip(places[len(self.candidates) :].tolist(), self.earlier, strict=True))
         peaks = {row: trial.peak_bytes / self.limit_bytes for row, trial in known if trial.peak_bytes}
         ran = [row for row, trial in known if trial.step_time_s is not None and not trial.peak_bytes]
         return belief.after(peaks, ran, [row for row, trial in known if trial.step_time_s is None])

@@ -61,7 +61,7 @@ def test_a_lost_gang_is_launched_again_until_its_own_budget_is_spent():
     assert decide(fold(events)) == (Launch(trial=0, attempt=1, avoid=("host",)),)
     events += [launched(0, 1), ended(0, lost, 1)]
     assert decide(fold(events)) == (
-        Finish(status="finished", reason="the budget of 1 trials is spent", cause=FinishCause.BUDGET_TRIALS),
+        Finish(status="finished", reason="the budget of 1 trial is spent", cause=FinishCause.BUDGET_TRIALS),
     )
 
 

@@ -8,6 +8,8 @@ import itertools
 import os
 import signal
 import time
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +17,23 @@ import pytest
 from benchmarks.dryrun.allocator import peak_bytes
 from benchmarks.dryrun.cases import FAMILIES, LARGE
 from benchmarks.dryrun.gang import measured_peaks
+from benchmarks.dryrun.pipelines import PIPELINES, pipeline
+from orchestrator.planning.dryrun.simulation import representative_rank
 from trials.dryrun.__main__ import run_children
-from trials.dryrun.extrapolate import Extrapolation, extrapolate, plan_small_runs
-from trials.dryrun.microbatches import enough_microbatches, with_microbatches
 from trials.dryrun.records import Category, DryRunRequest, RankRun, Reply
 from trials.dryrun.simulate import simulate
+from trials.dryrun.small.orders import Pass, order_of_passes
+from trials.dryrun.small.plan import plan_small_runs, with_microbatches
+from trials.dryrun.small.replay import UnknownOrderError
+from trials.dryrun.small.shorter import shorter_ranks
 from trials.flops import num_parameters
 from trials.legality.rules import violations
 from trials.spec import Kernels, Layout, LlamaModel, Precision, Recompute, TrialSpec
+from trials.stages import virtual_stage
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.pipelining import schedules
 
 TOLERANCE = 0.02
 
@@ -77,65 +88,119 @@ def test_attention_is_that_of_the_device_that_is_meant() -> None:
     assert on_cuda - here >= model.num_layers * 2 * repeated * 4 / 2
 
 
-def _assert_extrapolation_is_exact(spec: TrialSpec, plan: Extrapolation) -> None:
-    """Compare what is extrapolated for stage 0 with its simulation in full."""
-    *small, full = _runs([DryRunRequest(spec=one, rank=0) for one in (*plan.specs, spec)])
-    made = extrapolate(plan, small)
-    assert made.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3)
-    assert made.flops == full.flops
-    assert made.collectives == full.collectives
-    assert made.num_parameters == full.num_parameters
+def _assert_extrapolation_is_exact(spec: TrialSpec) -> None:
+    """Compare what is extrapolated for every stage with its simulation in full."""
+    plans = plan_small_runs(spec)
+    assert plans is not None
+    small = {(one, representative_rank(one.candidate, plan.small.stage)): None for plan in plans for one in plan.specs}
+    stages = range(spec.candidate.layout.pp)
+    full = [(spec, representative_rank(spec.candidate, stage)) for stage in stages]
+    runs = _runs([DryRunRequest(spec=one, rank=rank) for one, rank in (*small, *full)])
+    known = dict(zip(small, runs, strict=False))
+    for plan, exact in zip(plans, runs[len(small) :], strict=True):
+        made = plan.extrapolate(
+            [known[one, representative_rank(one.candidate, plan.small.stage)] for one in plan.specs]
+        )
+        assert made.peak_bytes == pytest.approx(exact.peak_bytes, rel=5e-3)
+        assert made.host_bytes == pytest.approx(exact.host_bytes, rel=5e-3)
+        assert made.flops == exact.flops
+        assert made.num_parameters == exact.num_parameters
+        assert made.collectives == exact.collectives
 
 
 def test_layers_are_extrapolated() -> None:
     """Layers are of two kinds, so there are three small models."""
     base = FAMILIES["ZeRO-3 x2"]
     assert isinstance(base.workload.model, LlamaModel)
-    model = dataclasses.replace(base.workload.model, num_layers=23)
+    model = dataclasses.replace(base.workload.model, num_layers=40)
     candidate = dataclasses.replace(base.candidate, recompute=Recompute(full=((5,),)))
     spec = dataclasses.replace(base, workload=dataclasses.replace(base.workload, model=model), candidate=candidate)
-    plan = plan_small_runs(spec, 0)
-    assert plan is not None and plan.wanted == (18, 5) and plan.lengths == ((3, 3), (4, 3), (3, 4))
-    _assert_extrapolation_is_exact(spec, plan)
+    spec = with_microbatches(spec, 3)
+    plans = plan_small_runs(spec)
+    assert plans is not None and plans[0].wanted == (35, 5) and plans[0].lengths == ((3, 3), (4, 3), (3, 4))
+    _assert_extrapolation_is_exact(spec)
 
 
-@pytest.mark.representative("PP2 1F1B-changes1-3")
+@pytest.mark.representative("1f1b, ZeRO-1", "zbv")
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_are_extrapolated(name: str) -> None:
+    _assert_extrapolation_is_exact(PIPELINES[name])
+
+
+def test_middle_stages_have_their_small_trial_in_common() -> None:
+    """Whatever is in flight on them, so that a pipeline of 16 ranks takes as many simulations as one of 4."""
+    spec = pipeline(((2,) * 16,), 40, dp_shard=2, zero_stage=1)
+    plans = plan_small_runs(spec)
+    assert plans is not None and len(plans) == 16
+    ranks = {plan.small for plan in plans}
+    assert len(ranks) == 3 and all(rank.num_microbatches <= 5 for rank in ranks)
+
+
+def _torch_order(layout: Layout, stage: int, number: int) -> list[Pass]:
+    """What torch's own schedule has pipeline rank ``stage`` compute."""
+    chunks = layout.num_virtual_stages
+    numbers = [virtual_stage(layout, chunk, stage) for chunk in range(chunks)]
+    rank: Any = SimpleNamespace(
+        n_local_stages=chunks,
+        pp_group_size=layout.pp,
+        num_stages=layout.pp * chunks,
+        _num_stages=layout.pp * chunks,
+        _n_microbatches=number,
+        _stages=numbers,
+        microbatches_per_round=number // max(1, number // layout.pp),
+    )
+    if layout.schedule in ("interleaved", "zbv") or chunks > 1:
+        looped: Any = {
+            "interleaved": schedules.ScheduleInterleaved1F1B,
+            "zbv": schedules.ScheduleZBVZeroBubble,
+            "gpipe": schedules.ScheduleLoopedBFS,
+        }[layout.schedule]
+        actions = looped._calculate_single_rank_operations(rank, stage)
+    else:
+        single: Any = {"1f1b": schedules.Schedule1F1B, "gpipe": schedules.ScheduleGPipe}[layout.schedule]
+        actions = single._get_pipeline_order(rank)[stage]
+    kinds: dict[str, Any] = {
+        "FORWARD": "forward",
+        "FULL_BACKWARD": "backward",
+        "BACKWARD_INPUT": "input",
+        "BACKWARD_WEIGHT": "weights",
+    }
+    return [
+        Pass(kinds[one.computation_type.name], numbers.index(one.stage_index))
+        for one in actions
+        if one is not None and one.computation_type.name in kinds
+    ]
+
+
 @pytest.mark.parametrize(
-    ("name", "changes", "simulated"),
-    [
-        ("ZeRO-3 x2", {}, 3),
-        ("PP2 1F1B", {"dp_replicate": 2}, 3),
-        ("PP2 interleaved", {"dp_shard": 2, "zero_stage": 3}, 6),
-    ],
+    ("schedule", "chunks"),
+    [("1f1b", 1), ("gpipe", 1), ("gpipe", 2), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)],
 )
-def test_micro_batches_are_extrapolated(name: str, changes: dict[str, int], simulated: int) -> None:
-    base = FAMILIES[name]
-    layout = dataclasses.replace(base.candidate.layout, **changes)  # type: ignore[arg-type]
-    spec = with_microbatches(dataclasses.replace(base, candidate=dataclasses.replace(base.candidate, layout=layout)), 8)
-    plan = plan_small_runs(spec, 0)
-    assert plan is not None and plan.num_microbatches == simulated and len(plan.specs) == 1
-    _assert_extrapolation_is_exact(spec, plan)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zbv"])
-def test_the_schedule_takes_so_few_micro_batches(schedule: Any) -> None:
-    chunks = 2 if schedule in ("interleaved", "zbv") else 1
-    base = FAMILIES["PP2 1F1B"]
-    assert isinstance(base.workload.model, LlamaModel)
-    model = dataclasses.replace(base.workload.model, num_layers=4 * chunks)
-    layout = Layout(pp=4, stage_layers=((1,) * 4,) * chunks, num_virtual_stages=chunks, schedule=schedule)
-    candidate = dataclasses.replace(base.candidate, layout=layout)
-    workload = dataclasses.replace(base.workload, model=model)
-    trials = [with_microbatches(TrialSpec(workload=workload, candidate=candidate), wanted) for wanted in range(4, 40)]
-    legal = [spec for spec in trials if _is_legal(spec)]
-    assert len(legal) > 10
-    for spec, stage in itertools.product(legal, range(4)):
-        number = enough_microbatches(layout, stage, candidate.num_microbatches(spec.workload.global_batch_size))
-        assert _is_legal(with_microbatches(spec, number))
+def test_passes_are_in_the_order_of_torch(schedule: Any, chunks: int) -> None:
+    """Every rank's; and those of the small pipelines that stand for them are orders that the schedule takes."""
+    for pp, number in itertools.product((2, 3, 5), range(1, 14)):
+        layout = Layout(pp=pp, stage_layers=((1,) * pp,) * chunks, num_virtual_stages=chunks, schedule=schedule)
+        if not _is_legal(pipeline(layout.stage_layers, number, schedule=schedule)):
+            continue
+        for stage in range(pp):
+            assert list(order_of_passes(layout, stage, number)) == _torch_order(layout, stage, number)
+        for small in shorter_ranks(layout, number):
+            short = pipeline(small.layout.stage_layers, small.num_microbatches, schedule=schedule)
+            assert _is_legal(short)
 
 
 def _is_legal(spec: TrialSpec) -> bool:
     return not list(violations(spec.workload, spec.candidate))
+
+
+def test_a_schedule_in_another_order_is_not_extrapolated() -> None:
+    spec = PIPELINES["1f1b"]
+    plans = plan_small_runs(spec)
+    assert plans is not None
+    (small,) = plans[0].specs
+    (run,) = _runs([DryRunRequest(spec=small, rank=0)])
+    with pytest.raises(UnknownOrderError):
+        plans[0].extrapolate([dataclasses.replace(run, passes=run.passes[::-1])])
 
 
 @pytest.mark.exhaustive
@@ -143,9 +208,10 @@ def test_a_world_of_1024_ranks() -> None:
     """A stage of Llama2-13B; its shards are a 1024th of nothing but the four stages' share."""
     spec = LARGE["13B, 1024 ranks: ZeRO-3 x32, TP8, PP4, full recompute"]
     assert spec.candidate.layout.world_size == 1024
-    plan = plan_small_runs(spec, 3)
-    assert plan is not None
-    run = extrapolate(plan, _runs([DryRunRequest(spec=one, rank=1000) for one in plan.specs]))
+    plans = plan_small_runs(spec)
+    assert plans is not None
+    rank = representative_rank(plans[3].specs[0].candidate, plans[3].small.stage)
+    run = plans[3].extrapolate(_runs([DryRunRequest(spec=one, rank=rank) for one in plans[3].specs]))
     model_parameters = 13_015_864_320
     assert run.num_parameters * 1024 == pytest.approx(model_parameters, rel=0.05)
     assert 1e9 < run.peak_bytes < 4e9

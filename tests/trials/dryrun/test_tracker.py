@@ -48,7 +48,7 @@ def test_storages_count_once_and_until_their_end(tracker: MemoryTracker) -> None
     third = torch.empty(512, dtype=torch.uint8)
     assert tracker.total_bytes == second.nbytes + third.nbytes
     peaks = {key: peak.total_bytes for key, peak in tracker.peaks().items()}
-    assert peaks == {"forward/a": 3 * KIB, "forward/b": 2 * KIB + 512}
+    assert peaks == {"forward/0/a": 3 * KIB, "forward/0/b": 2 * KIB + 512}
 
 
 def test_sizes_are_rounded_up_as_the_allocator_does() -> None:
