@@ -29,8 +29,8 @@ def prior_belief(
     prior: Prior,
     x: Inputs,
     structures: Sequence[Structure],
-    *,
     limit_bytes: float | None = None,
+    *,
     on_cpu: bool = False,
     counted: tuple[Coefficients, dict[str, Array]] | None = None,
 ) -> MemoryBelief:
