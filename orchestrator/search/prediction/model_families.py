@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from cluster.cost.calibrate import derivatives
+from cluster.cost.calibrate import derivatives, step_derivatives
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.estimate import CostModel, Estimates
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
@@ -22,6 +22,9 @@ KEPT_SHARE = 0.8
 32 MiB out of a heap with gaps. Both measured of models of some million parameters; trials correct them."""
 _PASSING = ("activations", "recomputed", "head", "gathered")
 """Terms of tensors that come and go in a step."""
+
+ROWS_MOVED_AT_ONCE = 200
+"""Rows up to which moving all coefficients in one evaluation is faster than one after the other."""
 
 Inputs = CostInputs | GenericInputs
 
@@ -53,6 +56,13 @@ def log_device_seconds(x: Inputs, coefficients: Coefficients) -> Array:
     """Logarithm of step time x devices."""
     step_s = np.sum(list(_step_terms(x, coefficients).values()), axis=0)
     return np.asarray(np.log(step_s * x.world_size))
+
+
+def log_time_slopes(x: Inputs, at: Coefficients) -> Array:
+    """Derivatives of ``log_device_seconds`` by the log coefficients, shape (n, coefficients)."""
+    if isinstance(x, CostInputs) and len(x) <= ROWS_MOVED_AT_ONCE:
+        return step_derivatives(x)(at)
+    return derivatives(functools.partial(log_device_seconds, x), at)
 
 
 def log_peak(x: Inputs, coefficients: Coefficients, *, on_cpu: bool) -> Array:

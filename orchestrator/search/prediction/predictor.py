@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.calibrate import Calibrated, derivatives, fit, step_derivatives
+from cluster.cost.calibrate import Calibrated, derivatives, fit
 from cluster.cost.candidates import inputs_of, inputs_of_table
 from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel, Estimates
@@ -31,7 +31,7 @@ from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
 from orchestrator.search.prediction.knob_effects import MODELLED, Believed, OwnEffects, UnmodelledKnobs, usual_errors
 from orchestrator.search.prediction.memory_belief import MemoryBelief
 from orchestrator.search.prediction.memory_prior import prior_belief
-from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
+from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, log_time_slopes, physical_places
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
 from orchestrator.space.naming import Features
@@ -42,8 +42,6 @@ MAX_CANDIDATES = 1_000_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
 ROWS_AT_ONCE = 20_000
 """Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
-ROWS_MOVED_AT_ONCE = 200
-"""Rows up to which moving all coefficients in one evaluation is faster than one after the other."""
 TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 """Seconds a trial takes before its first step, by kind of device."""
 STEPS_PER_TRIAL = 20
@@ -325,22 +323,15 @@ def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[A
     if times_s:
         seen = sorted(times_s)
         known = x.take(np.array(seen))
-        derive = functools.partial(_slopes, known)
+        derive = functools.partial(log_time_slopes, known)
         log_s = np.log([times_s[i] for i in seen])
         at = fit(prior, lambda k: log_device_seconds(known, k), log_s, derive=derive).coefficients
     rows, places = distinct_rows(x)
     slices = [rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE)]
-    jacobian = np.concatenate([_slopes(x.take(some), at) for some in slices])[places]
+    jacobian = np.concatenate([log_time_slopes(x.take(some), at) for some in slices])[places]
     here = np.concatenate([log_device_seconds(x.take(some), at) for some in slices])[places]
     mean = here + jacobian @ (prior.mean - at.log_values)
     return mean, jacobian @ np.linalg.cholesky(prior.covariance), np.exp(here)
-
-
-def _slopes(x: Inputs, at: Coefficients) -> Array:
-    """Derivatives of ``log_device_seconds`` by the log coefficients, shape (n, coefficients)."""
-    if isinstance(x, CostInputs) and len(x) <= ROWS_MOVED_AT_ONCE:
-        return step_derivatives(x)(at)
-    return derivatives(functools.partial(log_device_seconds, x), at)
 
 
 def trial_device_seconds(
