@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -119,6 +120,8 @@ def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "deviation": runs[0]["deviation"],
         "num_seeds": len(runs),
         **{f"{what}_{name}": figure for what in ("goal", "expert") for name, figure in _trials_to(runs, what).items()},
+        "ratio_to_baseline_min": min(run["ratio_to_baseline"] or math.nan for run in runs),
+        "ratio_to_baseline_median": statistics.median(run["ratio_to_baseline"] or math.nan for run in runs),
         "ratio_min": min(run["ratio"] for run in runs),
         "ratio_median": statistics.median(run["ratio"] for run in runs),
         "ratio_to_expert_min": min(run["ratio_to_expert"] for run in runs),

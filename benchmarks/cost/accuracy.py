@@ -1,13 +1,16 @@
 """How well the cost model predicts published measurements of sources it has not seen.
 
-    python -m benchmarks.cost.accuracy --table measured.csv [--json]
+    python -m benchmarks.cost.accuracy --table measured.csv [--table more.csv ...] [--json]
 
 For every source the prior is the one fitted without that source. Then 0, 3, 5 or 10 random rows of a family (same
-source, software, device and number format) calibrate the model for the family's other rows: step times those of rows
-with a step time; memory those of rows with a peak or that ran out of memory first, then others that are known to have
-run. Where a family is too small to keep two rows for testing, fewer rows calibrate it, down to none.
+source, software, device and number format) calibrate the model for the family's other rows: step times, by the
+search's own posterior (``orchestrator/search/prediction/``), those of rows with a step time; memory those of rows with
+a peak or that ran out of memory first, then others that are known to have run. Where a family is too small to keep two
+rows for testing, fewer rows calibrate it, down to none.
 
-Figures pool the tested rows of all families and of several draws; each row and draw counts once.
+Figures pool the tested rows of all families and of several draws, each row and draw counting once ("all"); and are
+means of those of the sources, each source counting the same ("mean"), as one source may have most rows. Goals stand
+beside them.
 
 mape           mean of abs(predicted - measured) / measured step time
 spearman       mean over problems of the rank correlation of predicted and measured step times
@@ -26,36 +29,45 @@ the figures of a source that has no others.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.cost.priors import family_of
+from benchmarks.cost.believed import BelievedMemory, believed_memory
+from benchmarks.cost.families import Family, add_tables, families_of, read_tables
 from cluster.cost.calibrate import (
     OUT_OF_MEMORY_THRESHOLD,
-    calibrate_memory,
-    calibrate_time,
-    log_peak_predictor,
     log_step_predictor,
-    probability_out_of_memory,
 )
-from cluster.cost.coefficients import load_prior
-from cluster.cost.inputs import Array, CostInputs, from_rows
-from cluster.cost.published.table import PublishedRow, TableError, read_what_can_be
+from cluster.cost.coefficients import Prior, load_prior
+from cluster.cost.inputs import Array
+from cluster.cost.published.table import PublishedRow
+from orchestrator.search.prediction.gaussian_process import ErrorModel, condition
+from orchestrator.search.prediction.model_families import physical_places
+from orchestrator.search.prediction.predictor import COMMON_STD, LOCAL_STD, linearised, narrowed
 
 SHOTS = (0, 3, 5, 10)
 NUM_DRAWS = 3
+NUM_PROCESSES = min(2, os.cpu_count() or 1)
 MIN_TEST_ROWS = 2
 MIN_RANKED = 4
 """Fewest configurations of a problem among the tested rows for which a rank correlation means anything."""
+REPEATED_STD = 0.04
+"""Standard deviation of the logarithms of published step times of one configuration: other days, nodes and releases."""
 
+GOALS: Mapping[str, Mapping[str, float]] = {"0": {"mape": 0.14}, "5": {"mape": 0.09, "spearman": 0.85}}
+"""What is to be reached after so many rows: errors at most, rank correlations at least."""
+
+FIGURES = ("mape", "spearman", "memory_error", "oom_precision", "oom_recall", "false_fit", "false_alarm")
 
 Rows = npt.NDArray[np.int64]
 
@@ -83,53 +95,28 @@ class Scores:
         return {
             "mape": _mean(self.time_errors),
             "spearman": _mean(self.correlations),
+            "memory_error": _mean(self.memory_errors),
             "oom_precision": hit / (hit + wrong) if hit + wrong else None,
             "oom_recall": hit / (hit + missed) if hit + missed else None,
             "false_fit": missed / (hit + missed) if hit + missed else None,
             "false_alarm": wrong / (wrong + right) if wrong + right else None,
-            "memory_error": _mean(self.memory_errors),
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Rows of one source, software and hardware, which one calibration serves."""
-
-    source: str
-    rows: tuple[PublishedRow, ...]
-    x: CostInputs
-
-    @property
-    def step_s(self) -> Array:
-        return np.array([row.step_time_s or np.nan for row in self.rows], dtype=float)
-
-    @property
-    def peak_bytes(self) -> Array:
-        return np.array([row.peak_bytes or np.nan for row in self.rows], dtype=float)
-
-    @property
-    def out_of_memory(self) -> Array:
-        return np.array([np.nan if row.out_of_memory is None else row.out_of_memory for row in self.rows], dtype=float)
+def score_family(family: Family, num_draws: int) -> dict[int, Scores]:
+    """Calibrate on 0, 3, 5 and 10 random rows, judge on the others; all draws together."""
+    found = {shots: Scores() for shots in SHOTS}
+    memory = believed_memory(_prior("memory", family.source), family.x, [row.reported for row in family.rows])
+    for shots, scores in found.items():
+        for draw in range(num_draws if shots else 1):
+            _score_time(family, shots, draw, scores)
+            _score_memory(family, memory, shots, draw, scores)
+    return found
 
 
-def families_of(rows: Iterable[PublishedRow]) -> list[Family]:
-    """Modelled rows by family; the doubtful ones (quality C) as families of their own."""
-    groups: dict[tuple[Any, ...], list[PublishedRow]] = defaultdict(list)
-    for row in rows:
-        if row.inputs is not None:
-            groups[(*family_of(row), row["quality"] == "C")].append(row)
-    return [
-        Family(key[0], tuple(members), from_rows([row.inputs for row in members if row.inputs is not None]))
-        for key, members in groups.items()
-    ]
-
-
-def score_family(family: Family, shots: int, draw: int) -> Scores:
-    """Calibrate on ``shots`` random rows, judge on the others."""
-    scores = Scores()
-    _score_time(family, shots, draw, scores)
-    _score_memory(family, shots, draw, scores)
-    return scores
+@functools.cache
+def _prior(kind: str, without: str) -> Prior:
+    return load_prior(kind, without)
 
 
 def _draw(figures: Rows, others: Rows, shots: int, draw: int) -> tuple[Rows, Rows]:
@@ -149,33 +136,49 @@ def _score_time(family: Family, shots: int, draw: int, scores: Scores) -> None:
     train, test = _draw(np.flatnonzero(np.isfinite(measured)), np.array([], dtype=np.int64), shots, draw)
     if not len(test):
         return
-    prior = load_prior("time", without=family.source)
-    fitted = calibrate_time(prior, family.x.take(train), measured[train])
-    predicted = np.exp(log_step_predictor(family.x.take(test))(fitted.coefficients))
-    scores.time_errors += list(np.abs(predicted / measured[test] - 1))
+    log_s = expected_log_s(family, train, test)
+    scores.time_errors += list(np.abs(np.exp(log_s) / measured[test] - 1))
     problems: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(test):
         problems[family.rows[row]["problem"]].append(i)
     for members in problems.values():
-        configurations, index = np.unique(predicted[members], return_inverse=True)
-        if len(configurations) >= MIN_RANKED:
+        _, index, counts = np.unique(family.configurations[test][members], return_inverse=True, return_counts=True)
+        if len(counts) >= MIN_RANKED:
             # Repeated runs of one configuration are one point.
-            means = np.bincount(index, measured[test][members]) / np.bincount(index)
-            scores.correlations.append(rank_correlation(configurations, means))
+            expected, means = (np.bincount(index, values[members]) / counts for values in (log_s, measured[test]))
+            scores.correlations.append(rank_correlation(expected.round(9), means))
 
 
-def _score_memory(family: Family, shots: int, draw: int, scores: Scores) -> None:
+def expected_log_s(family: Family, train: Rows, test: Rows) -> Array:
+    """Logarithms of the step times that the search expects of ``test`` rows, having measured the ``train`` rows."""
+    prior = _prior("time", family.source)
+    if not len(train):
+        return log_step_predictor(family.x.take(test))(prior.coefficients)
+    x = family.x.take(np.concatenate([train, test]))
+    measured_s = family.step_s[train] * x.world_size[: len(train)]
+    prior = narrowed(prior, LOCAL_STD["cuda"])
+    log_time, features, _ = linearised(prior, x, dict(enumerate(measured_s.tolist())))
+    model = ErrorModel(
+        features=features,
+        feature_std=np.ones(features.shape[1]),
+        places=physical_places(x),
+        local_std=LOCAL_STD["cuda"],
+        common_std=COMMON_STD["cuda"],
+        noise_std=REPEATED_STD,
+    )
+    seen, asked = np.arange(len(train)), np.arange(len(train), len(x))
+    residual = condition(model, seen, np.log(measured_s) - log_time[seen], 1.0)
+    return np.asarray(log_time[asked] + residual.mean(asked) - np.log(x.world_size[asked]))
+
+
+def _score_memory(family: Family, prior: BelievedMemory, shots: int, draw: int, scores: Scores) -> None:
     peaks, outcomes = family.peak_bytes, family.out_of_memory
     telling = np.isfinite(peaks) | (outcomes == 1)
     train, test = _draw(np.flatnonzero(telling), np.flatnonzero(~telling & (outcomes == 0)), shots, draw)
-    prior = load_prior("memory", without=family.source)
-    reported = [family.rows[i].reported for i in train]
-    fitted = calibrate_memory(prior, family.x.take(train), peaks[train], outcomes[train], reported)
+    belief = prior.after(train, peaks[train], outcomes[train])
     known = test[np.isfinite(peaks[test])]
-    predict = log_peak_predictor(family.x.take(known), [family.rows[i].reported for i in known])
-    scores.memory_errors += list(np.abs(np.exp(predict(fitted.coefficients)) / peaks[known] - 1))
-    x = family.x.take(test)
-    exceeds = probability_out_of_memory(fitted, x) > OUT_OF_MEMORY_THRESHOLD
+    scores.memory_errors += list(np.abs(np.exp(belief.log_peak(known)) / peaks[known] - 1))
+    exceeds = belief.probability_out_of_memory(test) > OUT_OF_MEMORY_THRESHOLD
     for outcome, too_much in zip(outcomes[test], exceeds, strict=True):
         if np.isfinite(outcome):
             scores.outcomes[bool(outcome), bool(too_much)] += 1
@@ -199,24 +202,43 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def evaluate(rows: Sequence[PublishedRow], num_draws: int) -> dict[str, Any]:
-    """Scores after 0, 3, 5 and 10 measured rows: over all sources, and of each."""
-    families = families_of(rows)
+def evaluate(rows: Sequence[PublishedRow], num_draws: int, num_processes: int = 1) -> dict[str, Any]:
+    """Scores after 0, 3, 5 and 10 measured rows: of all rows, of each source, and the means over sources."""
+    families = sorted(families_of(rows), key=lambda family: -len(family.rows))
     totals = {shots: Scores() for shots in SHOTS}
     per_source: dict[str, dict[int, Scores]] = {row["source"]: {s: Scores() for s in SHOTS} for row in rows}
-    for family in families:
-        doubtful = family.rows[0]["quality"] == "C"
-        only_doubtful = all(row["quality"] == "C" for row in rows if row["source"] == family.source)
-        for shots in SHOTS:
-            for draw in range(num_draws if shots else 1):
-                scores = score_family(family, shots, draw)
-                if not doubtful:
-                    totals[shots].add(scores)
-                if not doubtful or only_doubtful:
-                    per_source[family.source][shots].add(scores)
+    sound = {row["source"] for row in rows if row["quality"] != "C"}
+    for family, found in zip(families, _scored(families, num_draws, num_processes), strict=True):
+        for shots, scores in found.items():
+            if not family.doubtful:
+                totals[shots].add(scores)
+            if not family.doubtful or family.source not in sound:
+                per_source[family.source][shots].add(scores)
+    sources = _sources(rows, per_source)
     return {
-        "summary": {"after": {str(shots): totals[shots].summary() for shots in SHOTS}},
-        "sources": _sources(rows, per_source),
+        "summary": {
+            "after": {str(shots): scores.summary() for shots, scores in totals.items()},
+            "mean_over_sources": _means([entry["after"] for entry in sources if entry["source"] in sound]),
+            "goals": GOALS,
+        },
+        "sources": sources,
+    }
+
+
+def _scored(families: Sequence[Family], num_draws: int, num_processes: int) -> Iterator[dict[int, Scores]]:
+    score = functools.partial(score_family, num_draws=num_draws)
+    if num_processes == 1:
+        yield from map(score, families)
+        return
+    with ProcessPoolExecutor(num_processes) as pool:
+        yield from pool.map(score, families)
+
+
+def _means(sources: Sequence[Mapping[str, Mapping[str, float | None]]]) -> dict[str, dict[str, float | None]]:
+    """Of each figure the mean over the sources that have it."""
+    return {
+        shots: {name: _mean([f for source in sources if (f := source[shots][name]) is not None]) for name in FIGURES}
+        for shots in map(str, SHOTS)
     }
 
 
@@ -244,37 +266,51 @@ def _sources(rows: Sequence[PublishedRow], per_source: dict[str, dict[int, Score
 
 def print_table(result: dict[str, Any]) -> None:
     """Print the figures for people."""
-    names = ("mape", "spearman", "oom_precision", "oom_recall", "false_fit", "false_alarm", "memory_error")
-    print(f"{'source':24s} {'rows':>5s} {'out':>4s} {'C':>4s}  k " + " ".join(f"{name:>13s}" for name in names))
-    blocks = [
-        {"source": "all", "rows": "", "not_modelled": "", "doubtful": "", **result["summary"]},
-        *result["sources"],
-    ]
-    for block in blocks:
-        for shots in map(str, SHOTS):
-            figures = [block["after"][shots][name] for name in names]
-            cells = " ".join("            -" if value is None else f"{value:13.3f}" for value in figures)
-            counts = f"{block['rows']:>5} {block['not_modelled']:>4} {block['doubtful']:>4}"
-            print(f"{block['source']:24s} {counts} {shots:>2s} {cells}")
+    print(
+        f"{'source':21s} {'rows':>5s} {'out':>4s} {'C':>4s}  k " + " ".join(f"{_short(name):>6s}" for name in FIGURES)
+    )
+    summary = result["summary"]
+    for title, figures in (("all", "after"), ("mean", "mean_over_sources"), ("goal", "goals")):
+        _print_block({"source": title, "after": summary[figures]})
+    for entry in result["sources"]:
+        _print_block(entry)
     for entry in result["sources"]:
         for reason in entry["reasons"]:
             print(f"{entry['source']}: left out: {reason}")
     for note in result["notes"]:
-        print(f"table: {note}")
+        print(note)
+
+
+def _print_block(block: Mapping[str, Any]) -> None:
+    for shots, figures in block["after"].items():
+        values = [figures.get(name) for name in FIGURES]
+        cells = " ".join("     -" if value is None else f"{value:6.3f}" for value in values)
+        counts = " ".join(f"{block.get(n, ''):>{w}}" for n, w in (("rows", 5), ("not_modelled", 4), ("doubtful", 4)))
+        print(f"{block['source'][:21]:21s} {counts} {shots:>2s} {cells}")
+
+
+def _short(name: str) -> str:
+    """The figure's name in six letters."""
+    return {
+        "spearman": "rank",
+        "memory_error": "memory",
+        "oom_precision": "oom_pr",
+        "oom_recall": "oom_re",
+        "false_fit": "f_fit",
+        "false_alarm": "f_alrm",
+    }.get(name, name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluate a table."""
+    """Evaluate tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, required=True)
+    add_tables(parser)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--draws", type=int, default=NUM_DRAWS)
+    parser.add_argument("--processes", type=int, default=NUM_PROCESSES)
     options = parser.parse_args(argv)
-    try:
-        rows, notes = read_what_can_be(options.table)
-    except (OSError, TableError) as error:
-        parser.exit(2, f"{error}\n")
-    result = {**evaluate(rows, options.draws), "notes": notes}
+    rows, notes = read_tables(options.tables, parser)
+    result = {**evaluate(rows, options.draws, options.processes), "notes": notes}
     if options.json:
         json.dump(result, sys.stdout, indent=1)
         print()

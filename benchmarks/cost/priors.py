@@ -1,10 +1,11 @@
 """Fits the cost model's priors to a table of published measurements and writes them with their provenance.
 
-    python -m benchmarks.cost.priors --table measured.csv
+    python -m benchmarks.cost.priors --table measured.csv [--table more.csv ...]
 
 Rows of one source, software, device and number format form a family with coefficients of its own; the prior is the
-distribution of these over families (normal in logarithms, fitted by expectation-maximisation on the families' Laplace
-approximations). It is also fitted without each source in turn, so that the model can be judged on unseen sources.
+distribution of these over families, normal in logarithms. That of time is fitted as ``benchmarks/cost/hierarchy.py``
+says; that of memory by expectation-maximisation on the families' Laplace approximations. Both are also fitted without
+each source in turn, so that the model can be judged on unseen sources. On one core it takes a minute.
 """
 
 from __future__ import annotations
@@ -13,32 +14,33 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cluster.cost.calibrate import Calibrated, calibrate_memory, calibrate_time, log_peak_predictor, log_step_predictor
+from benchmarks.cost import hierarchy
+from benchmarks.cost.families import Family, FamilyKey, add_tables, family_of
+from benchmarks.cost.hierarchy import Evidence, distribution, own_evidence
+from cluster.cost.calibrate import calibrate_memory, calibrate_time, log_step_predictor
 from cluster.cost.coefficients import MEMORY, PRIORS_FILE, TIME, Prior, assumed_prior
-from cluster.cost.inputs import Array, from_rows
+from cluster.cost.inputs import CostInputs, from_rows
 from cluster.cost.published.table import PublishedRow, read_table
+from orchestrator.search.prediction.predictor import LOCAL_STD
 
-NUM_ROUNDS = 100
-MAX_ROWS_PER_FAMILY = 150
+MAX_ROWS_PER_FAMILY = 60
+MIN_FOR_NOISE = 8
 PSEUDO_FAMILIES = {"time": 3.0, "memory": 20.0}
 """How many families the assumed values and spreads count for: more for memory, of which few sources publish peaks."""
-NOISE = {"time": 0.05, "memory": 0.08}
+NOISE = {"time": 0.15, "memory": 0.08}
+"""Standard deviations of rows' errors where families are fitted alone. Step times of a family err alike, so that each
+says less than an independent one would: twice the deviation that is left inside a family. Sources that the prior has
+not seen are predicted best with it."""
 
 GROUPS = {"time": TIME, "memory": MEMORY}
 
-FamilyKey = tuple[str, ...]
 Families = Mapping[FamilyKey, Sequence[PublishedRow]]
-
-
-def family_of(row: PublishedRow) -> FamilyKey:
-    """The family of a row: source, software, device and number format."""
-    return row["source"], row["framework"], row["gpu"], row["precision"]
 
 
 def usable(rows: Sequence[PublishedRow], kind: str) -> Families:
@@ -55,81 +57,80 @@ def usable(rows: Sequence[PublishedRow], kind: str) -> Families:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """The evidence of one family: its log likelihood near the best fit, -theta' H theta / 2 + theta' b."""
+def fit_time(families: Families, sources: Sequence[str]) -> tuple[Prior, dict[str, Prior]]:
+    """The prior of the time coefficients, and what it is without each source."""
+    members = [_family(key[0], rows) for key, rows in families.items()]
+    assumption = assumed_prior(TIME, NOISE["time"])
+    own = [own_evidence(assumption, calibrate_time(assumption, family.x, family.step_s)) for family in members]
+    start = distribution(own, assumption, PSEUDO_FAMILIES["time"])
+    start = replace(start, covariance=assumption.covariance)
+    alike = [hierarchy.alike_evidence(start, family) for family in members]
+    counts = hierarchy.weights(members)
 
-    information: Array
-    vector: Array
+    def fitted(without: str | None) -> Prior:
+        used = [i for i, family in enumerate(members) if family.source != without]
+        mean = distribution([own[i] for i in used], assumption, PSEUDO_FAMILIES["time"]).mean
+        covariance = hierarchy.spread([alike[i] for i in used], counts[used], mean, assumption)
+        return Prior(TIME, mean, covariance, assumption.noise)
 
-
-def evidence_of(families: Families, kind: str) -> dict[FamilyKey, Evidence]:
-    """Fit each family alone, with only the assumed values as a prior, and take that prior out again."""
-    assumption = assumed_prior(GROUPS[kind], NOISE[kind])
-    precision = np.linalg.inv(assumption.covariance)
-    evidence = {}
-    for key, members in families.items():
-        fitted = fit_family(assumption, members, kind)
-        theta = fitted.coefficients.log_values
-        information = np.linalg.inv(fitted.covariance) - precision
-        evidence[key] = Evidence(information, information @ theta + precision @ (theta - assumption.mean))
-    return evidence
-
-
-def fit_prior(evidence: Sequence[Evidence], kind: str) -> Prior:
-    """Distribution of the coefficients over families; the assumed values count as some more families."""
-    assumption = assumed_prior(GROUPS[kind], NOISE[kind])
-    mean, covariance = assumption.mean, assumption.covariance
-    pseudo = PSEUDO_FAMILIES[kind]
-    total = len(evidence) + pseudo
-    for _ in range(NUM_ROUNDS):
-        precision = np.linalg.inv(covariance)
-        covariances = [np.linalg.inv(part.information + precision) for part in evidence]
-        values = np.array([c @ (part.vector + precision @ mean) for c, part in zip(covariances, evidence, strict=True)])
-        mean = (values.sum(axis=0) + pseudo * assumption.mean) / total
-        moved = values - mean
-        covariance = (moved.T @ moved + sum(covariances) + pseudo * assumption.covariance) / total
-    return Prior(GROUPS[kind], mean, covariance, assumption.noise)
+    everything = fitted(None)
+    noise = residual_noise(replace(everything, noise=LOCAL_STD["cuda"]), families)
+    return replace(everything, noise=noise), {source: fitted(source) for source in sources}
 
 
-def fit_family(prior: Prior, members: Sequence[PublishedRow], kind: str) -> Calibrated:
-    """Coefficients of one family, with what is known of the others as prior."""
-    x = from_rows([row.inputs for row in members if row.inputs is not None])
-    if kind == "time":
-        return calibrate_time(prior, x, np.array([row.step_time_s for row in members], dtype=float))
+def _family(source: str, rows: Sequence[PublishedRow]) -> Family:
+    """The rows in random order, so that the first stand for all."""
+    mixed = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    return Family(source, tuple(mixed), from_rows([row.inputs for row in mixed if row.inputs is not None]))
+
+
+def fit_memory(families: Families, sources: Sequence[str]) -> tuple[Prior, dict[str, Prior]]:
+    """The prior of the memory coefficients, and what it is without each source."""
+    parts = {key: _memory_evidence(rows) for key, rows in families.items()}
+    without = {source: _memory_prior([part for key, part in parts.items() if key[0] != source]) for source in sources}
+    return _memory_prior(list(parts.values())), without
+
+
+def _memory_evidence(members: Sequence[PublishedRow]) -> Evidence:
+    assumption = assumed_prior(MEMORY, NOISE["memory"])
     peaks = np.array([row.peak_bytes or np.nan for row in members], dtype=float)
     outcomes = np.array([np.nan if row.out_of_memory is None else row.out_of_memory for row in members], dtype=float)
-    return calibrate_memory(prior, x, peaks, outcomes, [row.reported for row in members])
+    reported = [row.reported for row in members]
+    return own_evidence(assumption, calibrate_memory(assumption, _inputs(members), peaks, outcomes, reported))
 
 
-def residual_noise(prior: Prior, families: Families, kind: str) -> float:
-    """Typical standard deviation of log(measured / fitted) inside a family."""
+def _memory_prior(evidence: Sequence[Evidence]) -> Prior:
+    return distribution(evidence, assumed_prior(MEMORY, NOISE["memory"]), PSEUDO_FAMILIES["memory"])
+
+
+def residual_noise(prior: Prior, families: Families) -> float:
+    """Typical standard deviation of log(measured / fitted step time) inside a family."""
     deviations = []
     for members in families.values():
-        known = [row for row in members if (row.step_time_s if kind == "time" else row.peak_bytes)]
-        if len(known) < 8:
+        if len(members) < MIN_FOR_NOISE:
             continue
-        fitted = fit_family(prior, members, kind).coefficients
-        x = from_rows([row.inputs for row in known if row.inputs is not None])
-        figures = [row.step_time_s if kind == "time" else row.peak_bytes for row in known]
-        predict = log_step_predictor(x) if kind == "time" else log_peak_predictor(x, [row.reported for row in known])
-        deviations.append(float(np.std(np.log(np.array(figures, dtype=float)) - predict(fitted))))
-    return float(np.median(deviations)) if deviations else NOISE[kind]
+        x, measured_s = _inputs(members), np.array([row.step_time_s for row in members], dtype=float)
+        fitted = calibrate_time(prior, x, measured_s).coefficients
+        deviations.append(float(np.std(np.log(measured_s) - log_step_predictor(x)(fitted))))
+    return float(np.median(deviations)) if deviations else NOISE["time"]
+
+
+def _inputs(rows: Sequence[PublishedRow]) -> CostInputs:
+    return from_rows([row.inputs for row in rows if row.inputs is not None])
 
 
 def table_of(rows: Sequence[PublishedRow], kind: str) -> dict[str, Any]:
     """The entry of one kind in the priors' file."""
     families = usable(rows, kind)
-    evidence = evidence_of(families, kind)
     sources = sorted({key[0] for key in families})
-    everything = fit_prior(list(evidence.values()), kind)
-    without = {
-        source: _entry(fit_prior([part for key, part in evidence.items() if key[0] != source], kind))
-        for source in sources
-    }
-    print(f"{kind}: noise inside families {residual_noise(everything, families, kind):.3f}")
+    everything, without = (fit_time if kind == "time" else fit_memory)(families, sources)
     num_rows = {source: sum(len(m) for key, m in families.items() if key[0] == source) for source in sources}
-    return {"noise": NOISE[kind], "rows_by_source": num_rows, "all": _entry(everything), "without": without}
+    return {
+        "noise": round(everything.noise, 3),
+        "rows_by_source": num_rows,
+        "all": _entry(everything),
+        "without": {source: _entry(prior) for source, prior in without.items()},
+    }
 
 
 def _entry(prior: Prior) -> dict[str, Any]:
@@ -145,13 +146,12 @@ def _entry(prior: Prior) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit and write the priors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, required=True)
+    add_tables(parser)
     parser.add_argument("--output", type=Path, default=PRIORS_FILE)
     parser.add_argument("--only", choices=tuple(GROUPS), help="fit this half; the file keeps its other half")
     options = parser.parse_args(argv)
-    rows = read_table(options.table)
+    rows = [row for path in options.tables for row in read_table(path)]
     fitted = {kind: table_of(rows, kind) for kind in GROUPS if options.only in (None, kind)}
-    # Read after fitting, which takes minutes.
     kept = json.loads(options.output.read_text(encoding="utf-8")) if options.only else {}
     table = {
         "fitted_by": "python -m benchmarks.cost.priors",

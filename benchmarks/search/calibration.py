@@ -28,7 +28,7 @@ from cluster.cost.inputs import Array, CostInputs, from_rows
 from cluster.cost.published.table import PublishedRow, read_table
 from orchestrator.search.prediction.gaussian_process import ErrorModel, condition
 from orchestrator.search.prediction.model_families import physical_places
-from orchestrator.search.prediction.predictor import COEFFICIENT_SHARE, COMMON_STD, LOCAL_STD, NOISE_STD, linearised
+from orchestrator.search.prediction.predictor import COMMON_STD, LOCAL_STD, NOISE_STD, linearised
 
 NUM_SEEN = (1, 3)
 MIN_ROWS, MAX_ROWS = 5, 45
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, required=True)
     options = parser.parse_args(argv)
     found = families(options.table)
-    used = COEFFICIENT_SHARE, LOCAL_STD["cuda"], COMMON_STD["cuda"]
+    used = 1.0, LOCAL_STD["cuda"], COMMON_STD["cuda"]
     for num_seen in NUM_SEEN:
         print(f"after {num_seen} measured, {len(found)} families; * is what the search assumes")
         print(f"  {'share':>6} {'local':>6} {'common':>6} {'log density':>12} {'error':>8} {'(error/expected)^2':>19}")

@@ -11,19 +11,21 @@ import numpy as np
 
 from benchmarks.search.tables import FIGURES, Configuration, Problem
 from cluster.cost.calibrate import fit
-from cluster.cost.coefficients import MEMORY, TIME, Coefficients, Prior, assumed_prior, load_prior
+from cluster.cost.coefficients import MEMORY, TIME, Prior, assumed_prior, load_prior
 from cluster.cost.inputs import Array, CostInputs, concatenate, from_rows
-from cluster.cost.memory import stage_bytes
-from cluster.cost.work import work_of
+from cluster.cost.software.structures import KNOWN
 from orchestrator.search.acquisition import Seen
 from orchestrator.search.guided import num_calibrating
 from orchestrator.search.prediction.gaussian_process import ErrorModel
+from orchestrator.search.prediction.memory_belief import MemoryBelief
+from orchestrator.search.prediction.memory_prior import prior_belief
 from orchestrator.search.prediction.model_families import log_device_seconds, physical_places
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import (
     COMMON_STD,
     LOCAL_STD,
     NOISE_STD,
+    OWN_STD,
     SWEEP_STD,
     linearised,
     narrowed,
@@ -101,6 +103,11 @@ class Posteriors:
         columns = (sweeps[:, None] == np.unique(sweeps)[None, :]).astype(np.float64)
         self._sweeps = np.vstack([np.zeros((n, columns.shape[1])), columns])
 
+    @property
+    def is_modelled(self) -> bool:
+        """Whether the cost model describes any configuration."""
+        return self._x is not None
+
     def posterior(self, times_s: Mapping[int, float]) -> Posterior:
         """Predictions before measuring, linearised where ``times_s``, measured in that order, put the coefficients."""
         if self._x is None:
@@ -142,18 +149,17 @@ class Posteriors:
                 places=np.hstack([physical_places(x), np.pad(own, ((0, len(x) - len(own)), (0, 0)))]),
                 local_std=LOCAL_STD["cuda"],
                 common_std=COMMON_STD["cuda"] if self._in_seconds else UNKNOWN_STD,
+                own_std=OWN_STD["cuda"],
                 noise_std=NOISE_STD,
             ),
             cost_s=trial_device_seconds(x, device_seconds),
-            log_memory=self._log_memory,
+            memory=self._memory,
         )
 
     @functools.cached_property
-    def _log_memory(self) -> Array:
-        x = self._x
-        assert x is not None
-        terms = stage_bytes(x, work_of(x), Coefficients(MEMORY, self._priors.memory.mean))
-        return np.asarray(np.log(np.sum(list(terms.values()), axis=0).max(axis=1) / x.memory_bytes))
+    def _memory(self) -> MemoryBelief:
+        assert self._x is not None
+        return prior_belief(self._priors.memory, self._x, KNOWN)
 
 
 def _inputs(problem: Problem) -> list[Mapping[str, Any]]:

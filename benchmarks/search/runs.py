@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 
+from benchmarks.search.figures import Run, follow
 from benchmarks.search.priors import Posteriors, Priors
 from benchmarks.search.samplers import DETERMINISTIC, SAMPLERS, Trials
 from benchmarks.search.tables import Problem
@@ -20,20 +19,15 @@ logger = logging.getLogger(__name__)
 
 MAX_TRIALS = 3
 """Tables' sizes after which a search that may repeat itself is given up."""
-TOLERANCE = 0.02
-GOOD_SHARE = 0.97
-TRIALS_SHARE = 0.15
 ALONE = "_without_transfer"
 """Ends the names of samplers that know nothing of earlier sweeps, where others do."""
 TRANSFERS = ("guided", "tpe")
 """Samplers that make use of earlier sweeps."""
 
-Result = tuple[int, bool]
-"""Trials to 2 %, and whether 97 % came within 15 % of the trials."""
-Found = tuple[str, str, list[Result]]
-"""Problem, sampler, and what it found, one per seed."""
-Results = dict[str, dict[str, list[Result]]]
-"""Results by problem and sampler."""
+Found = tuple[str, str, list[Run]]
+"""Problem, sampler, and its searches, one per seed."""
+Runs = dict[str, dict[str, list[Run]]]
+"""Searches by problem and sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +62,9 @@ class Comparison:
         ]
 
 
-def compare(comparison: Comparison, num_jobs: int) -> Results:
+def compare(comparison: Comparison, num_jobs: int) -> Runs:
     """Every problem from nothing, and with ``transfer`` also after sweeps over the others of its cluster."""
-    results: Results = defaultdict(lambda: defaultdict(list))
+    results: Runs = defaultdict(lambda: defaultdict(list))
     for part in _parts(comparison, num_jobs):
         for problem, sampler, found in part:
             results[problem][sampler] += found
@@ -92,16 +86,7 @@ def _parts(comparison: Comparison, num_jobs: int) -> Iterator[list[Found]]:
             logger.info("%d of %d parts", number, num_orders + num_problems)
 
 
-def measure(problem: Problem, trials: Trials) -> Result:
-    """Trials are one more than allowed where 2 % is never reached."""
-    limit = MAX_TRIALS * len(problem)
-    good_until = max(2, math.ceil(TRIALS_SHARE * len(problem)))
-    is_good = False
-    for number, row in enumerate(islice(trials, limit), start=1):
-        time_s = None if row is None else problem.configurations[row].time_s
-        if time_s is None:
-            continue
-        is_good = is_good or (number <= good_until and time_s <= problem.best_s / GOOD_SHARE)
-        if time_s <= problem.best_s * (1 + TOLERANCE):
-            return number, is_good
-    return limit + 1, is_good
+def measure(problem: Problem, trials: Trials) -> Run:
+    """What the search came to on the problem's table."""
+    times_s = [configuration.time_s for configuration in problem.configurations]
+    return follow(trials, times_s, MAX_TRIALS * len(problem))

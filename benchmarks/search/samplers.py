@@ -3,34 +3,72 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from benchmarks.search.priors import Posteriors
-from benchmarks.search.tables import Problem
-from orchestrator.search.acquisition import SHORTLIST_SIZE, ProposalRound, expected_log_times
+from orchestrator.search.acquisition import ProposalRound, Seen, plain_scores
+from orchestrator.search.guided import MIN_KEPT
+from orchestrator.search.prediction.posterior import Posterior
+
+
+class Configured(Protocol):
+    """A configuration as samplers see it."""
+
+    @property
+    def knobs(self) -> Mapping[str, str]: ...
+    @property
+    def time_s(self) -> float | None:
+        """What a trial of it measures; None: out of memory."""
+
+
+class Searched(Protocol):
+    """A problem as samplers see it: distinct configurations, of which one is where the search starts."""
+
+    @property
+    def configurations(self) -> Sequence[Configured]: ...
+    @property
+    def baseline(self) -> int: ...
+    def __len__(self) -> int: ...
+
+
+class Knowledge(Protocol):
+    """What the product makes of a problem: its posterior, and what it takes from trials."""
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether the cost model describes any of it."""
+
+    def posterior(self, times_s: Mapping[int, float]) -> Posterior: ...
+    def seen(self, times_s: Mapping[int, float], oom: frozenset[int]) -> Seen: ...
+
 
 Trials = Iterator[int | None]
 """Configurations in the order tried, the baseline first; None: a trial spent on a configuration that does not exist."""
-Sampler = Callable[[Problem, Posteriors, int], Trials]
+Sampler = Callable[[Searched, Knowledge, int], Trials]
 
 NUM_WARM_STARTS = 3
-"""TPE's first trials after the baseline: the best by the cost model."""
+"""TPE's first trials after the baseline: the best by the cost model's order and the probability that they fit."""
 MAX_DRAWS = 16
 
 
-def guided(problem: Problem, posteriors: Posteriors, seed: int) -> Iterator[int]:
+def guided(problem: Searched, posteriors: Knowledge, seed: int) -> Iterator[int]:
     """Cost model x learned residual. Deterministic: ``seed`` changes nothing."""
     del seed
     times: dict[int, float] = {}
     oom: set[int] = set()
 
+    plain = plain_scores(posteriors.posterior({}), posteriors.seen({}, frozenset())) if posteriors.is_modelled else None
+
     def ask() -> int | None:
         seen = posteriors.seen(times, frozenset(oom))
-        found = ProposalRound(posteriors.posterior(times), seen, keep=SHORTLIST_SIZE).best()
+        turn = ProposalRound(
+            posteriors.posterior(times), seen, plain=plain, num_tried=len(times) + len(oom), keep=MIN_KEPT
+        )
+        found = turn.best()
         return found.index if found else None
 
     for row in _from_baseline(problem, ask):
@@ -38,35 +76,68 @@ def guided(problem: Problem, posteriors: Posteriors, seed: int) -> Iterator[int]
         yield row
 
 
-def rand(problem: Problem, posteriors: Posteriors, seed: int) -> Trials:
-    """Every configuration once, in random order."""
-    del posteriors
+def plain_order(problem: Searched, posteriors: Knowledge, seed: int) -> Iterator[int]:
+    """The cost model's order x the probability to fit, both before any trial: nothing is learned."""
+    del seed
+    order = by_prior(problem, posteriors)
+    times: dict[int, float] = {}
+    oom: set[int] = set()
+
+    def ask() -> int | None:
+        left = set(_open_rows(problem, posteriors, times, oom))
+        return next((row for row in order if row in left), None)
+
+    for row in _from_baseline(problem, ask):
+        _note(problem, row, times, oom)
+        yield row
+
+
+def by_prior(problem: Searched, posteriors: Knowledge) -> list[int]:
+    """All configurations but the baseline by expected speed x probability to fit, before any trial, best first."""
+    scores = plain_scores(posteriors.posterior({}), posteriors.seen({}, frozenset()))[: len(problem)]
+    return [int(row) for row in np.argsort(-scores, kind="stable") if row != problem.baseline]
+
+
+def rand(problem: Searched, posteriors: Knowledge, seed: int) -> Trials:
+    """Every configuration once, in random order, but for those that an outcome has ruled out."""
     order = [row for row in range(len(problem)) if row != problem.baseline]
     random.Random(seed).shuffle(order)
-    yield problem.baseline
-    yield from order
+    times: dict[int, float] = {}
+    oom: set[int] = set()
+
+    def ask() -> int | None:
+        left = set(_open_rows(problem, posteriors, times, oom))
+        while order:
+            if (row := order.pop(0)) in left:
+                return row
+        return None
+
+    for row in _from_baseline(problem, ask):
+        _note(problem, row, times, oom)
+        yield row
 
 
-def tpe(problem: Problem, posteriors: Posteriors, seed: int) -> Trials:
-    """Optuna's TPE restricted to configurations that exist, each once, warm-started with the cost model's best."""
+def tpe(problem: Searched, posteriors: Knowledge, seed: int) -> Trials:
+    """Optuna's TPE restricted to configurations that exist, each once, started with the best of ``plain_order``."""
     space = _Space(problem)
     study = _study(seed, num_startup=NUM_WARM_STARTS + 1)
-    expected = expected_log_times(posteriors.posterior({}), posteriors.seen({}, frozenset()))[: len(problem)]
-    warm = [int(row) for row in np.argsort(expected, kind="stable") if row != problem.baseline]
-    warm = warm[:NUM_WARM_STARTS]
+    warm = by_prior(problem, posteriors)[:NUM_WARM_STARTS]
     rng = random.Random(seed)
     times: dict[int, float] = {}
     oom: set[int] = set()
 
     def ask() -> int | None:
-        left = [row for row in range(len(problem)) if row not in times and row not in oom]
-        if warm or not left:
-            return warm.pop(0) if warm else None
+        left = _open_rows(problem, posteriors, times, oom)
+        while warm:
+            if (row := warm.pop(0)) in left:
+                return row
+        if not left:
+            return None
         point: Mapping[str, int] = {}
         for _ in range(MAX_DRAWS):
             point = study.ask(space.distributions).params
-            if (row := space.row(point)) in left:
-                return row
+            if (drawn := space.row(point)) in left:
+                return drawn
         return min(left, key=lambda row: (space.distance(row, point), rng.random()))
 
     for row in _from_baseline(problem, ask):
@@ -78,7 +149,7 @@ def tpe(problem: Problem, posteriors: Posteriors, seed: int) -> Trials:
         yield row
 
 
-def optuna_default(problem: Problem, posteriors: Posteriors, seed: int) -> Trials:
+def optuna_default(problem: Searched, posteriors: Knowledge, seed: int) -> Trials:
     """Optuna as it comes: TPE over one category per knob; a proposal that does not exist is a failed trial."""
     del posteriors
     space = _Space(problem, categorical=True)
@@ -95,19 +166,31 @@ def optuna_default(problem: Problem, posteriors: Posteriors, seed: int) -> Trial
         yield row
 
 
-SAMPLERS: dict[str, Sampler] = {"guided": guided, "tpe": tpe, "optuna_default": optuna_default, "random": rand}
+SAMPLERS: dict[str, Sampler] = {
+    "guided": guided,
+    "tpe": tpe,
+    "plain_order": plain_order,
+    "optuna_default": optuna_default,
+    "random": rand,
+}
 """Samplers by the name they are reported under."""
-DETERMINISTIC = frozenset({"guided"})
+DETERMINISTIC = frozenset({"guided", "plain_order"})
 """Samplers that every seed makes propose the same."""
 
 
-def _from_baseline(problem: Problem, ask: Callable[[], int | None]) -> Iterator[int]:
+def _from_baseline(problem: Searched, ask: Callable[[], int | None]) -> Iterator[int]:
     yield problem.baseline
     while (row := ask()) is not None:
         yield row
 
 
-def _note(problem: Problem, row: int, times: dict[int, float], oom: set[int]) -> None:
+def _open_rows(problem: Searched, posteriors: Knowledge, times: Mapping[int, float], oom: set[int]) -> list[int]:
+    """Configurations that were not tried, and that no outcome has ruled out."""
+    closed = set(posteriors.seen(times, frozenset(oom)).closed)
+    return [row for row in range(len(problem)) if row not in closed]
+
+
+def _note(problem: Searched, row: int, times: dict[int, float], oom: set[int]) -> None:
     time_s = problem.configurations[row].time_s
     if time_s is None:
         oom.add(row)
@@ -124,7 +207,7 @@ def _study(seed: int, num_startup: int = 10) -> optuna.Study:
 class _Space:
     """Knobs as indices of their sorted values; ordered where they are numbers, unless ``categorical``."""
 
-    def __init__(self, problem: Problem, *, categorical: bool = False) -> None:
+    def __init__(self, problem: Searched, *, categorical: bool = False) -> None:
         knobs = [configuration.knobs for configuration in problem.configurations]
         self._values = {name: sorted({row[name] for row in knobs}, key=_sort_key) for name in knobs[0]}
         self._ordered = {name: not categorical and all(map(_is_number, v)) for name, v in self._values.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.search.figures import TOLERANCE
 from cluster.cost.published.table import PublishedRow, read_table
 
 KNOBS = (
@@ -60,6 +62,12 @@ class Problem:
         return min(c.time_s for c in self.configurations if c.time_s is not None)
 
     @property
+    def is_trivial(self) -> bool:
+        """Whether the baseline is within 2 % of the best already: there is nothing to find."""
+        start_s = self.configurations[self.baseline].time_s
+        return start_s is not None and start_s <= self.best_s * (1 + TOLERANCE)
+
+    @property
     def baseline(self) -> int:
         """Where a careful user starts: runs; plain data parallelism as far as the table has it; the most recompute;
         the smallest micro-batch; no ZeRO, no interleave, no special flags."""
@@ -84,12 +92,13 @@ def _number(text: str, default: float) -> float:
     return float(text) if text else default
 
 
-def load_problems(table: Path, min_configurations: int = MIN_CONFIGURATIONS) -> list[Problem]:
-    """Problems of the table with enough distinct configurations, in order of first appearance."""
-    by_problem: dict[str, list[PublishedRow]] = defaultdict(list)
-    for row in read_table(table):
-        by_problem[row["problem"]].append(row)
-    problems = (_problem(name, rows) for name, rows in by_problem.items())
+def load_problems(*tables: Path, min_configurations: int = MIN_CONFIGURATIONS) -> list[Problem]:
+    """Problems of the tables with enough distinct configurations, in order of first appearance; rows that several
+    tables have count once."""
+    by_problem: dict[str, dict[str, PublishedRow]] = defaultdict(dict)
+    for row in itertools.chain.from_iterable(map(read_table, tables)):
+        by_problem[row["problem"]].setdefault(row["id"], row)
+    problems = (_problem(name, list(rows.values())) for name, rows in by_problem.items())
     return [p for p in problems if len(p) >= min_configurations and any(c.time_s for c in p.configurations)]
 
 

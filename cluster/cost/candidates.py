@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, WORKSPACE_BYTES, CostInputs, from_rows
-from cluster.cost.operators import selective_shares
-from cluster.hardware.accelerators import Accelerator, ClusterDescription
+import numpy as np
+
+from cluster.candidate_table import CandidateTable
+from cluster.cost.inputs import (
+    BUCKET_BYTES,
+    CP_METHODS,
+    DEFAULTS,
+    SCHEDULES,
+    WORKSPACE_BYTES,
+    CostInputs,
+    FactoredInputs,
+    InputBlock,
+    from_rows,
+)
+from cluster.cost.layers.operators import selective_shares
+from cluster.hardware.accelerators import Accelerator, ClusterDescription, outruns_flash_attention_2
 from trials.flops import matmul_format
 from trials.legality.rules import holds_plain
-from trials.spec import Candidate, Counts, Layout, LlamaModel, Precision, Recompute, Workload
+from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some fields of the inputs, and all that they depend on besides workload and cluster."""
+
+    reads: tuple[str, ...]
+    """Fields of the candidate, or attributes of theirs like ``layout.tp``."""
+    fields_of: Callable[[Workload, Candidate, ClusterDescription], dict[str, Any]]
 
 
 def inputs_of(pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription) -> CostInputs:
@@ -22,24 +45,39 @@ def inputs_of(pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescr
     return from_rows([_row(workload, candidate, cluster) for workload, candidate in pairs])
 
 
+def inputs_of_table(workload: Workload, table: CandidateTable, cluster: ClusterDescription) -> FactoredInputs:
+    """As :func:`inputs_of` for many candidates of one workload: each part of a row is made once for every combination
+    of what it depends on.
+
+    Raises:
+        NotImplementedError: the workload is no decoder.
+    """
+    _check(workload)
+    blocks = []
+    for part in _PARTS:
+        firsts, places = table.combinations(part.reads)
+        rows = [part.fields_of(workload, candidate, cluster) for candidate in table.take(firsts)]
+        blocks.append(InputBlock.of_rows(rows, places))
+    known = {name for block in blocks for name in block.columns}
+    rest = {name: value for name, value in DEFAULTS.items() if name not in known}
+    return FactoredInputs([*blocks, InputBlock.of_rows([rest], np.zeros(len(table), dtype=np.int32))])
+
+
 def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, Any]:
-    model, layout = workload.model, candidate.layout
-    if not isinstance(model, LlamaModel):
-        raise NotImplementedError(f"{model.kind} is no decoder")
+    _check(workload)
+    found: dict[str, Any] = {}
+    for part in _PARTS:
+        found |= part.fields_of(workload, candidate, cluster)
+    return found
+
+
+def _check(workload: Workload) -> None:
+    if not isinstance(workload.model, LlamaModel):
+        raise NotImplementedError(f"{workload.model.kind} is no decoder")
+
+
+def _hardware(_workload: Workload, _candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
     return {
-        **_model(model, workload.seq_length),
-        **_layout(layout, model.num_layers),
-        **_recompute(candidate.recompute, layout, model, workload.seq_length),
-        **_precision(candidate, cluster),
-        **_loss(candidate),
-        "hides_sums": float(layout.tp > 1 and layout.tp_engine == "local" and layout.schedule != "zbv"),
-        "offload_activations": float(candidate.offload.activations),
-        "offload_optimizer": float(candidate.offload.optimizer),
-        "micro_batch_size": candidate.micro_batch_size,
-        "num_microbatches": max(1, candidate.num_microbatches(workload.global_batch_size)),
-        "fused": float(candidate.kernels.compile != "off"),
-        "flash": float(candidate.kernels.attention != "math"),
-        "compiled": float(candidate.kernels.compile != "off"),
         "memory_bytes": cluster.accelerator.usable_memory_bytes,
         "memory_bytes_per_s": cluster.accelerator.memory_bytes_per_s,
         "host_bytes_per_s": cluster.accelerator.host_bytes_per_s,
@@ -47,11 +85,11 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
         "link_bytes_per_s": cluster.accelerator.link_bytes_per_s,
         "network_bytes_per_s": cluster.network_bytes_per_s,
         "domain_size": cluster.domain_size,
-        **_reading(workload, candidate),
     }
 
 
-def _model(model: LlamaModel, seq_length: int) -> dict[str, float]:
+def _model(workload: Workload, _candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    model = _decoder(workload)
     return {
         "num_layers": model.num_layers,
         "hidden": model.hidden_size,
@@ -60,7 +98,7 @@ def _model(model: LlamaModel, seq_length: int) -> dict[str, float]:
         "num_kv_heads": model.num_kv_heads,
         "head_dim": model.hidden_size // model.num_heads,
         "vocab": model.vocab_size,
-        "seq_length": seq_length,
+        "seq_length": workload.seq_length,
         "gated": 1.0,
         "dropout": 0.0,
         "tied": 0.0,
@@ -68,7 +106,13 @@ def _model(model: LlamaModel, seq_length: int) -> dict[str, float]:
     }
 
 
-def _layout(layout: Layout, num_layers: int) -> dict[str, Any]:
+def _decoder(workload: Workload) -> LlamaModel:
+    assert isinstance(workload.model, LlamaModel)
+    return workload.model
+
+
+def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, Any]:
+    layout = candidate.layout
     return {
         "pp": layout.pp,
         "dp_replicate": layout.dp_replicate,
@@ -83,7 +127,8 @@ def _layout(layout: Layout, num_layers: int) -> dict[str, Any]:
         "shard_embedding": float(layout.shard_embedding),
         "schedule": SCHEDULES.index(layout.schedule),
         "num_virtual_stages": layout.num_virtual_stages,
-        "stage_layers": _per_stage(layout.stage_layers, layout) if layout.stage_layers else [num_layers],
+        "stage_layers": _per_stage(layout.stage_layers, layout) if layout.stage_layers else [workload.num_layers],
+        "hides_sums": float(layout.tp > 1 and layout.tp_engine == "local" and layout.schedule != "zbv"),
     }
 
 
@@ -94,32 +139,33 @@ def _per_stage(counts: Counts, layout: Layout) -> list[int]:
     return [sum(chunk[stage] for chunk in counts) for stage in range(layout.pp)]
 
 
-def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
+def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     """Bytes per element or parameter: O0 keeps all in fp32, O1 adds a 16-bit copy of the weights, O2 keeps 16-bit
     weights with fp32 masters. O1-fp8 casts weights in every matmul instead, and keeps no copy of them."""
-    precision: Precision = candidate.precision
-    peak = matmul_peak(candidate, cluster.accelerator)
-    is_float8 = precision.level == "O1-fp8"
-    base = cluster.accelerator.peak(precision.dtype) if is_float8 else None
-    low = precision.level == "O2"
+    level, layout = candidate.precision.level, candidate.layout
+    low = level == "O2"
     # FSDP2 reduces in fp32, what holds plain 16-bit parameters in their own format.
-    is_short = low and (holds_plain(candidate.layout) or candidate.layout.dp * candidate.layout.cp == 1)
+    is_short = low and (holds_plain(layout) or layout.dp * layout.cp == 1)
     return {
-        "compute_bytes": 4.0 if precision.level == "O0" else 2.0,
+        "compute_bytes": 4.0 if level == "O0" else 2.0,
         "weight_bytes": 2.0 if low else 4.0,
         "gradient_bytes": 2.0 if is_short else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,
-        "cast_bytes": 2.0 if precision.level == "O1" else 0.0,
-        "casts_operands": float(is_float8),
+        "cast_bytes": 2.0 if level == "O1" else 0.0,
+        "casts_operands": float(level == "O1-fp8"),
         "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,
         "workspace_limit_bytes": WORKSPACE_BYTES if is_short else 0.0,
-        "peak_flops_per_s": peak,
-        "base_flops_per_s": base or peak,
     }
 
 
-def _loss(candidate: Candidate) -> dict[str, float]:
+def _peaks(_workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
+    precision, peak = candidate.precision, matmul_peak(candidate, cluster.accelerator)
+    base = cluster.accelerator.peak(precision.dtype) if precision.level == "O1-fp8" else None
+    return {"peak_flops_per_s": peak, "base_flops_per_s": base or peak}
+
+
+def _loss(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     """Where one rank computes the loss of all logits, two fp32 copies exist, read or written in turn with the logits.
 
     In parts, by tp or in chunks, gradients are written in the place of the logits; by count of the operators of
@@ -131,6 +177,28 @@ def _loss(candidate: Candidate) -> dict[str, float]:
     if candidate.layout.tp == 1 and chunks == 1:
         return {"loss_bytes": 8.0, "loss_traffic": 3 * (size + 8), "loss_chunks": 1.0}
     return {"loss_bytes": 0.0, "loss_traffic": 7 * size + 10 * 4, "loss_chunks": chunks}
+
+
+def _offload(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    offload = candidate.offload
+    return {"offload_activations": float(offload.activations), "offload_optimizer": float(offload.optimizer)}
+
+
+def _kernels(_workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
+    is_compiled, attention = float(candidate.kernels.compile != "off"), candidate.kernels.attention
+    return {
+        "fused": is_compiled,
+        "compiled": is_compiled,
+        "flash": float(attention != "math"),
+        "aged_attention": float(attention != "cudnn" and outruns_flash_attention_2(cluster.accelerator.name)),
+    }
+
+
+def _batch(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    return {
+        "micro_batch_size": candidate.micro_batch_size,
+        "num_microbatches": max(1, candidate.num_microbatches(workload.global_batch_size)),
+    }
 
 
 def matmul_peak(candidate: Candidate, accelerator: Accelerator) -> float:
@@ -146,11 +214,12 @@ def matmul_peak(candidate: Candidate, accelerator: Accelerator) -> float:
     return peak
 
 
-def _recompute(recompute: Recompute, layout: Layout, model: LlamaModel, seq_length: int) -> dict[str, Any]:
+def _recompute(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, Any]:
+    model, layout, recompute = _decoder(workload), candidate.layout, candidate.recompute
     layers = layout.stage_layers or ((model.num_layers,),)
     full = recompute.full or tuple((0,) * len(row) for row in layers)
     plain = tuple(tuple(n - done for n, done in zip(*rows, strict=True)) for rows in zip(layers, full, strict=True))
-    dropped, repeated = selective_shares(recompute, model, seq_length, plain)
+    dropped, repeated = selective_shares(recompute, model, workload.seq_length, plain)
     again = sum(map(sum, recompute.communication)) / model.num_layers
     return {
         "stage_full": _per_stage(recompute.full, layout),
@@ -161,12 +230,29 @@ def _recompute(recompute: Recompute, layout: Layout, model: LlamaModel, seq_leng
     }
 
 
-def _reading(workload: Workload, candidate: Candidate) -> dict[str, float]:
+def _reading(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     """Reading of records: every rank reads its data-parallel share of the batch, or all of it."""
-    loader, layout = candidate.loader, candidate.layout
-    records = workload.global_batch_size / (1 if loader.full_batch else layout.dp)
-    return {
-        "num_reads": records * layout.world_size,
-        "reads_ahead": float(loader.num_workers > 0 or loader.tuning is not None),
-        "data_wait_s": 0.0,
-    }
+    layout = candidate.layout
+    records = workload.global_batch_size / (1 if candidate.loader.full_batch else layout.dp)
+    return {"num_reads": records * layout.world_size, "data_wait_s": 0.0}
+
+
+def _reading_ahead(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    return {"reads_ahead": float(candidate.loader.num_workers > 0 or candidate.loader.tuning is not None)}
+
+
+_PARTS = (
+    _Part((), _model),
+    _Part((), _hardware),
+    _Part(("layout",), _layout),
+    _Part(("layout", "recompute"), _recompute),
+    _Part(("layout", "precision.level"), _precision),
+    _Part(("precision", "kernels.matmul_precision"), _peaks),
+    _Part(("layout.tp", "precision.level", "kernels.loss_chunks"), _loss),
+    _Part(("layout.dp", "micro_batch_size"), _batch),
+    _Part(("kernels.compile", "kernels.attention"), _kernels),
+    _Part(("offload",), _offload),
+    _Part(("layout.dp", "layout.world_size", "loader.full_batch"), _reading),
+    _Part(("loader.num_workers", "loader.tuning"), _reading_ahead),
+)
+"""All fields, each once. What a function reads of the candidate and does not declare here would be another one's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,17 @@ TIME = (
     Coefficient("matmul_efficiency", 0.8, 0.25, "share of the peak that large matmuls reach on a 312 TFLOP/s device"),
     Coefficient("peak_exponent", 0.15, 0.5, "how that share falls as the device's peak rises: (peak / 312e12) ** -x"),
     Coefficient("low_precision_gain", 0.75, 0.3, "share of the extra peak below 16 bits that matmuls gain"),
-    Coefficient("half_tokens", 150.0, 0.7, "tokens per micro-batch and rank at which a matmul is half as efficient"),
-    Coefficient("half_width", 150.0, 0.7, "width of a rank's share of a matmul at which it is half as efficient"),
+    Coefficient("half_waves", 0.15, 0.7, "tiles of a matmul's result per unit at which it is half as efficient"),
+    Coefficient("half_depth", 150.0, 0.7, "length of a matmul's products at which it is half as efficient"),
     Coefficient("misaligned_cost", 2.0, 0.4, "how much longer a matmul takes whose width is no multiple of 8"),
     Coefficient("attention_efficiency", 0.6, 0.4, "efficiency of fused attention's matmuls relative to others"),
+    Coefficient("loose_norm_bytes", 80.0, 0.6, "traffic of norms of several kernels, per element of a layer's input"),
     Coefficient("memory_efficiency", 0.7, 0.3, "share of memory bandwidth that element-wise work reaches"),
     Coefficient("host_layer_s", 0.8e-3, 0.8, "host time to launch one layer's forward, backward or repeated pass"),
     Coefficient("link_efficiency", 0.6, 0.4, "share of the fast links' bandwidth that collectives reach"),
     Coefficient("network_efficiency", 0.6, 0.5, "share of the network's bandwidth that collectives reach"),
     Coefficient("collective_latency_s", 30e-6, 0.6, "fixed time of one collective"),
+    Coefficient("hop_latency_s", 4e-6, 0.6, "time that each further rank of a ring adds to a collective"),
     Coefficient("transfer_latency_s", 100e-6, 0.8, "fixed time of one transfer between pipeline stages"),
     Coefficient("gradient_overlap", 0.5, 0.6, "share of the last backward pass that hides gradient reduction"),
     Coefficient("gather_overlap", 0.8, 0.4, "share of computation that hides ZeRO-3 gathering and copies' collectives"),
@@ -47,6 +49,9 @@ TIME = (
     Coefficient("step_overhead_s", 10e-3, 0.8, "fixed host time of an optimiser step"),
     Coefficient("scale_overhead", 0.01, 0.8, "share of the step lost per doubling of the number of nodes"),
     Coefficient("read_s", 50e-6, 1.0, "storage time of one record, all ranks together; shared file systems give 20k/s"),
+    Coefficient(
+        "expert_efficiency", 0.8, 0.3, "efficiency of routed experts' matmuls relative to others of that shape"
+    ),
 )
 
 MEMORY = (
@@ -62,13 +67,23 @@ MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Values of a group of coefficients, as logarithms in the group's order."""
+    """Values of a group of coefficients, as logarithms in the group's order.
+
+    ``log_values`` has shape (coefficients,); or (coefficients, n), where each of n candidates has values of its own:
+    then ``k["name"]`` is an array of shape (n,), and what it is multiplied with must be of that shape as well.
+    """
 
     group: tuple[Coefficient, ...]
     log_values: Array
+    _values: dict[str, Array | float] = field(init=False, repr=False, compare=False)
 
-    def __getitem__(self, name: str) -> float:
-        return float(np.exp(self.log_values[self.index(name)]))
+    def __post_init__(self) -> None:
+        values = np.exp(self.log_values)
+        each = values.tolist() if values.ndim == 1 else values
+        object.__setattr__(self, "_values", dict(zip((c.name for c in self.group), each, strict=True)))
+
+    def __getitem__(self, name: str) -> Array | float:
+        return self._values[name]
 
     def index(self, name: str) -> int:
         return next(i for i, coefficient in enumerate(self.group) if coefficient.name == name)
@@ -108,8 +123,12 @@ def load_prior(kind: str, without: str | None = None, path: Path = PRIORS_FILE) 
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))[kind]
     entry = table["without"].get(without, table["all"]) if without else table["all"]
     group = {"time": TIME, "memory": MEMORY}[kind]
-    values, spreads = np.array([entry["coefficients"][c.name] for c in group]).T
+    values, spreads = np.array([entry["coefficients"].get(c.name, [c.value, c.spread]) for c in group]).T
+    places = {coefficient.name: i for i, coefficient in enumerate(group)}
+    stored = [places.get(name) for name in entry["coefficients"]]
     correlation = np.eye(len(group))
-    for i, row in enumerate(entry["correlations"]):
-        correlation[i, :i] = correlation[:i, i] = row
+    for i, row in zip(stored, entry["correlations"], strict=True):
+        for j, value in zip(stored, row, strict=False):
+            if i is not None and j is not None:
+                correlation[i, j] = correlation[j, i] = value
     return Prior(group, np.log(values), correlation * np.outer(spreads, spreads), table["noise"])

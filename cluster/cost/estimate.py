@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +17,9 @@ from cluster.cost.calibrate import (
     probability_out_of_memory,
 )
 from cluster.cost.coefficients import load_prior
-from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.inputs import Array, CostInputs, distinct_rows
 from cluster.cost.memory import MEMORY_TERMS, stage_bytes
-from cluster.cost.time import TIME_TERMS, step_seconds
+from cluster.cost.time.step import TIME_TERMS, step_seconds
 from cluster.cost.work import work_of
 
 ROWS_AT_ONCE = 4096
@@ -38,6 +39,28 @@ class Estimates:
     def __len__(self) -> int:
         return len(self.step_s)
 
+    @property
+    def columns(self) -> list[Array]:
+        """All its arrays, in a fixed order."""
+        seconds = [self.step_terms_s[name] for name in sorted(self.step_terms_s)]
+        sizes = [self.peak_terms_bytes[name] for name in sorted(self.peak_terms_bytes)]
+        return [self.step_s, *seconds, self.peak_bytes, *sizes, self.fullest_stage]
+
+    def slower_by(self, factor: Array) -> Estimates:
+        """The same with every term of the step time multiplied, shape (n,)."""
+        terms = {name: values * factor for name, values in self.step_terms_s.items()}
+        return replace(self, step_s=self.step_s * factor, step_terms_s=terms)
+
+    def take(self, rows: Any) -> Estimates:
+        """The estimates of ``rows``."""
+        return Estimates(
+            step_s=self.step_s[rows],
+            step_terms_s={name: values[rows] for name, values in self.step_terms_s.items()},
+            peak_bytes=self.peak_bytes[rows],
+            peak_terms_bytes={name: values[rows] for name, values in self.peak_terms_bytes.items()},
+            fullest_stage=self.fullest_stage[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -48,14 +71,19 @@ class CostModel:
 
     def estimate(self, x: CostInputs) -> Estimates:
         """Step time and peak memory of every candidate."""
-        parts = [self._part(x.take(slice(i, i + ROWS_AT_ONCE))) for i in range(0, max(len(x), 1), ROWS_AT_ONCE)]
-        return Estimates(
-            step_s=np.concatenate([part.step_s for part in parts]),
-            step_terms_s={n: np.concatenate([part.step_terms_s[n] for part in parts]) for n in TIME_TERMS},
-            peak_bytes=np.concatenate([part.peak_bytes for part in parts]),
-            peak_terms_bytes={n: np.concatenate([part.peak_terms_bytes[n] for part in parts]) for n in MEMORY_TERMS},
-            fullest_stage=np.concatenate([part.fullest_stage for part in parts]),
+        rows, places = distinct_rows(x)
+        found = Estimates(
+            step_s=np.empty(len(rows)),
+            step_terms_s={name: np.empty(len(rows)) for name in TIME_TERMS},
+            peak_bytes=np.empty(len(rows)),
+            peak_terms_bytes={name: np.empty(len(rows)) for name in MEMORY_TERMS},
+            fullest_stage=np.empty(len(rows)),
         )
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            some = slice(start, start + ROWS_AT_ONCE)
+            for whole, part in zip(found.columns, self._part(x.take(rows[some])).columns, strict=True):
+                whole[some] = part
+        return found if len(rows) == len(x) else found.take(places)
 
     def log_spread(self, x: CostInputs) -> Array:
         """Standard deviation of log(measured / predicted step time) to expect, shape (n,)."""

@@ -1,10 +1,11 @@
 """The cost model of workloads that are no decoders, which it knows only by their FLOPs, bytes and parameters. Data
-parallelism and ZeRO only."""
+parallelism and ZeRO only. What data loading and kernels do is what they usually do (:mod:`cluster.cost.usual`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ import numpy as np
 from cluster.cost.candidates import matmul_peak
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array
+from cluster.cost.usual.effects import Draw, Kind, kind_of_device, usual_program
+from cluster.cost.usual.knobs import KnobColumns
+from cluster.cost.usual.step import kernel_effect, launch_effect, longer, with_data
 from cluster.hardware.accelerators import ClusterDescription
 from trials.dryrun.estimate import DryRunEstimate
 from trials.flops import activation_elements, model_flops_per_token, num_kernels, num_parameters
-from trials.spec import Candidate, LinearModel, OwnModel, ResNetModel, Workload
+from trials.spec import Candidate, ImageFolderData, LinearModel, OwnModel, PythonData, ResNetModel, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +53,12 @@ class GenericInputs:
     """Usable device memory."""
     memory_bytes_per_s: Array
     link_bytes_per_s: Array
-    data_wait_s: Array
-    """Seconds between two steps that are spent waiting for data."""
+    read_s: Array
+    """Seconds in which one process reads a sample."""
+    knobs: KnobColumns
+    """The knobs of which FLOPs and bytes tell nothing."""
+    kind: Kind
+    """What of usual effects holds for the device."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -61,36 +69,56 @@ class GenericInputs:
 
     def take(self, rows: Any) -> GenericInputs:
         """The rows that ``rows`` (indices, a mask or a slice) selects."""
-        return GenericInputs(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        return replace(self, **columns, knobs=self.knobs.take(rows))
+
+    @property
+    def matrix(self) -> Array:
+        """All columns side by side, shape (n, number of columns)."""
+        return np.hstack([np.stack([getattr(self, name) for name in _COLUMNS], axis=1), self.knobs.matrix])
 
     @classmethod
-    def from_rows(cls, rows: Sequence[dict[str, float]]) -> GenericInputs:
-        """Columns from one mapping per candidate with all fields."""
-        return cls(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(cls)})
+    def from_rows(cls, rows: Sequence[dict[str, float]], knobs: KnobColumns, kind: Kind) -> GenericInputs:
+        """Columns from one mapping per candidate with all fields that are numbers."""
+        columns = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in _COLUMNS}
+        return cls(**columns, knobs=knobs, kind=kind)
+
+
+_COLUMNS = tuple(field.name for field in fields(GenericInputs) if field.name not in ("knobs", "kind"))
 
 
 KERNELS_PER_LAYER = 20
 """Kernels of a decoder layer's forward pass, for which ``host_layer_s`` is fitted."""
 
 
-def generic_step_seconds(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
-    """Terms of the step time by name, in seconds, summing to it. Backward costs twice forward."""
+def generic_step_seconds(x: GenericInputs, k: Coefficients, usual: Draw | None = None) -> dict[str, Array]:
+    """Terms of the step time by name, in seconds, summing to it. Backward costs twice forward.
+
+    Args:
+        usual: what data loading and kernels do; None: what they usually do on this kind of device.
+    """
+    usual = usual_program(x.kind) if usual is None else usual
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
     flops = x.micro_batch_size * x.forward_flops / (x.peak_flops_per_s * k["matmul_efficiency"])
-    forward = np.maximum(flops, x.micro_batch_size * x.traffic_bytes / bandwidth)
+    kernels = np.exp(kernel_effect(x.knobs, usual))
+    forward = np.maximum(flops, x.micro_batch_size * x.traffic_bytes / bandwidth) * kernels
     device, again = 3 * forward, x.repeated_share * forward * k["recompute_cost"]
-    host = (2 + x.repeated_share) * x.num_kernels * k["host_layer_s"] / KERNELS_PER_LAYER
+    launched = x.num_kernels * np.exp(launch_effect(x.knobs, usual))
+    host = (2 + x.repeated_share) * launched * k["host_layer_s"] / KERNELS_PER_LAYER
     transfer = x.transfer_bytes / (x.link_bytes_per_s * k["link_efficiency"])
     hidden = k["gradient_overlap"] * 2 / 3 * device
-    return {
+    terms = {
         "compute": x.num_microbatches * device,
         "recompute": x.num_microbatches * again,
-        "launch": x.num_microbatches * np.maximum(0.0, host - device - again),
+        "launch": x.num_microbatches * (longer(device + again, host) - device - again),
         "gradient_reduction": np.maximum(0.0, transfer - hidden),
         "optimizer": 2 * x.num_params * x.param_bytes / x.num_shards / bandwidth,
         "overhead": np.full(len(x), k["step_overhead_s"]),
-        "data": x.data_wait_s,
     }
+    busy = sum(terms.values())
+    samples = x.micro_batch_size * x.num_microbatches * np.where(x.knobs.full_batch > 0, x.dp, 1.0)
+    reading = x.read_s * samples * np.exp(usual["reading_error"])
+    return {**terms, "data": with_data(busy, reading, x.knobs, usual) - busy}
 
 
 def generic_peak_bytes(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
@@ -133,7 +161,8 @@ def generic_inputs(
         NotImplementedError: the device has no peak for a candidate's number format.
     """
     known = _Known(pairs[0][0], estimates) if pairs else _Known(None, {})
-    return GenericInputs.from_rows([_row(workload, candidate, cluster, known) for workload, candidate in pairs])
+    rows = [_row(workload, candidate, cluster, known) for workload, candidate in pairs]
+    return GenericInputs.from_rows(rows, KnobColumns.of_pairs(pairs), kind_of_device(cluster.accelerator))
 
 
 class _Known:
@@ -190,7 +219,7 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription, 
         "memory_bytes": accelerator.usable_memory_bytes,
         "memory_bytes_per_s": accelerator.memory_bytes_per_s,
         "link_bytes_per_s": accelerator.link_bytes_per_s if inside else cluster.network_bytes_per_s,
-        "data_wait_s": 0.0,
+        "read_s": read_seconds(workload),
     }
 
 
@@ -247,6 +276,26 @@ def _by_dry_run(workload: Workload, candidate: Candidate, estimate: DryRunEstima
         "transfer_bytes": others
         * sum(RING_SHARES.get(name, 1.0) * traffic.num_bytes for name, traffic in stage.collectives.items()),
     }
+
+
+DECODED_PIXELS_PER_S = 25e6
+"""Pixels that one core decodes, resizes and normalises: some 130 photographs of 500 x 375 a second with Pillow
+(Leclerc et al., FFCV, arXiv 2306.12517, has 100 to 200 of PyTorch's loader)."""
+PHOTOGRAPH_PIXELS = 500 * 375
+"""Pixels of an image of ImageNet in the mean."""
+OTHER_READ_S = {"python": 100e-6, "random": 2e-6}
+"""Seconds in which a process reads a sample of other data: a function of the user's is unknown; numbers are drawn."""
+COLLATED_S = 10e-6
+"""Seconds for a sample of any other kind: indexing and collating in Python."""
+
+
+def read_seconds(workload: Workload) -> float:
+    """Seconds in which one process reads a sample, by the kind of data."""
+    data, model = workload.data, workload.model
+    if isinstance(data, ImageFolderData) and isinstance(model, ResNetModel):
+        made_up = (model.image_size * 8 // 7) ** 2
+        return (made_up if data.path is None else PHOTOGRAPH_PIXELS) / DECODED_PIXELS_PER_S
+    return OTHER_READ_S["python"] if isinstance(data, PythonData) else OTHER_READ_S.get(data.kind, COLLATED_S)
 
 
 def _others(num_ranks: int) -> float:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
+
+from cluster.candidate_table import Codes, combined
 
 Array = npt.NDArray[np.float64]
 
@@ -71,6 +75,20 @@ class CostInputs:
     zero_stage: Array
     reduces_last: Array
     """1: ZeRO-2 and ZeRO-3 keep gradients whole until the step's last micro-batch, instead of reducing each one's."""
+    hides_collectives: Array
+    """1: tensor parallelism gathers and scatters in parts, each while a matmul works on another (user buffers of
+    Transformer Engine, PyTorch's async TP, MC2)."""
+    hides_transfers: Array
+    """1: with several chunks, transfers between pipeline ranks run while other chunks are computed."""
+    hides_gathering: Array
+    """1: ZeRO-1 and ZeRO-2 gather new weights while the next forward pass runs."""
+    aged_attention: Array
+    """1: fused attention kernels were written for an older generation of devices."""
+    loose_norms: Array
+    """1: norms are made of several kernels, with results in between in memory."""
+    gathers_once: Array
+    """1: ZeRO-3 gathers a layer's weights for the first micro-batch and keeps them for the step's others, forward and
+    backward; 0: it gathers them for every pass."""
     sequence_parallel: Array
     num_copies: Array
     shard_embedding: Array
@@ -111,6 +129,8 @@ class CostInputs:
     """Bytes per parameter of autocast's 16-bit copy of the weights (O1)."""
     bucket_bytes: Array
     """Bytes of the buffers through which data parallelism reduces gradients."""
+    buffer_bytes: Array
+    """Bytes of other buffers that last, on every rank."""
     keeps_gradients: Array
     """1: gradient buffers stay allocated during the forward pass."""
     workspace_limit_bytes: Array
@@ -186,6 +206,13 @@ class CostInputs:
 
 
 DEFAULTS: Mapping[str, float] = {
+    "hides_collectives": 0.0,
+    "hides_transfers": 0.0,
+    "hides_gathering": 0.0,
+    "aged_attention": 0.0,
+    "loose_norms": 0.0,
+    "gathers_once": 0.0,
+    "buffer_bytes": 0.0,
     "expert_share": 0.0,
     "num_experts": 1.0,
     "experts_per_token": 1.0,
@@ -205,27 +232,126 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> CostInputs:
     num_stages = max((len(row["stage_layers"]) for row in rows), default=1)
     columns = {}
     for field in fields(CostInputs):
+        default = DEFAULTS.get(field.name)
+        values = [row[field.name] if default is None else row.get(field.name, default) for row in rows]
+        columns[field.name] = column_of(field.name, values)
         if field.name in STAGE_FIELDS:
-            columns[field.name] = np.zeros((len(rows), num_stages))
-            for i, row in enumerate(rows):
-                columns[field.name][i, : len(row[field.name])] = row[field.name]
-        else:
-            default = DEFAULTS.get(field.name)
-            values = [row[field.name] if default is None else row.get(field.name, default) for row in rows]
-            columns[field.name] = np.array(values, dtype=np.float64)
+            columns[field.name] = _as_wide(columns[field.name], num_stages)
     return CostInputs(**columns)
 
 
 def concatenate(parts: Sequence[CostInputs]) -> CostInputs:
     """The rows of all parts, in order."""
-    num_stages = max(part.stage_layers.shape[1] for part in parts)
-    columns = {}
-    for field in fields(CostInputs):
-        arrays = [getattr(part, field.name) for part in parts]
-        if field.name in STAGE_FIELDS:
-            arrays = [np.pad(a, ((0, 0), (0, num_stages - a.shape[1]))) for a in arrays]
-        columns[field.name] = np.concatenate(arrays)
-    return CostInputs(**columns)
+    names = [field.name for field in fields(CostInputs)]
+    return CostInputs(**{name: np.concatenate(_padded(name, [getattr(x, name) for x in parts])) for name in names})
+
+
+class FactoredInputs(CostInputs):
+    """The inputs of very many candidates, of which few rows exist at a time.
+
+    Columns that hang together are a block: its distinct rows, and for each candidate which of them it has. A column
+    as a whole is put together whenever it is asked for.
+    """
+
+    __slots__ = ("_block_of", "_num")
+    _block_of: Mapping[str, InputBlock]
+    _num: int
+
+    def __init__(self, blocks: Sequence[InputBlock]) -> None:
+        object.__setattr__(self, "_block_of", {name: block for block in blocks for name in block.columns})
+        object.__setattr__(self, "_num", len(blocks[0].places))
+
+    def __len__(self) -> int:
+        return self._num
+
+    @property
+    def blocks(self) -> list[InputBlock]:
+        """Its blocks, each once."""
+        return list({id(block): block for block in self._block_of.values()}.values())
+
+    def column(self, name: str, rows: Any = slice(None)) -> Array:
+        """The field ``name`` of ``rows``."""
+        block = self._block_of[name]
+        return np.asarray(block.columns[name].take(block.places[rows], axis=0))
+
+    def take(self, rows: Any) -> CostInputs:
+        columns = {f.name: self.column(f.name, rows) for f in fields(CostInputs)}
+        width = int(columns["pp"].max(initial=1))
+        return CostInputs(**columns | {name: columns[name][:, :width] for name in STAGE_FIELDS})
+
+    def part(self, rows: Any) -> FactoredInputs:
+        """As :meth:`take`, without putting the columns together."""
+        return FactoredInputs([InputBlock(block.columns, block.places[rows]) for block in self.blocks])
+
+    def distinct(self) -> tuple[NDArray[np.intp], Codes]:
+        """A row of each set of inputs that occurs, and every row's place among them."""
+        return combined([(block.places, len(block)) for block in self.blocks])
+
+    def followed_by(self, x: CostInputs) -> FactoredInputs:
+        """With the rows of ``x`` at its end."""
+        return FactoredInputs([block.followed_by(x) for block in self.blocks])
+
+
+for _field in fields(CostInputs):
+    setattr(FactoredInputs, _field.name, property(functools.partial(FactoredInputs.column, name=_field.name)))
+
+
+def distinct_rows(x: Any) -> tuple[NDArray[np.intp], Any]:
+    """A row of each set of inputs that is known to occur, and every row's place among them."""
+    if isinstance(x, FactoredInputs):
+        return x.distinct()
+    return np.arange(len(x)), slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class InputBlock:
+    """Columns of the inputs by their distinct rows; ``places`` has every candidate's among them, shape (n,)."""
+
+    columns: Mapping[str, Array]
+    places: Codes
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, Any]], places: Codes) -> InputBlock:
+        """From one mapping per row, not necessarily distinct; those of all have the same names."""
+        columns = {name: column_of(name, [row[name] for row in rows]) for name in rows[0]}
+        flat = np.hstack([column.reshape(len(rows), -1) for column in columns.values()])
+        _, firsts, place_of = np.unique(flat, axis=0, return_index=True, return_inverse=True)
+        return cls(
+            {name: column[firsts] for name, column in columns.items()}, place_of.reshape(-1).astype(np.int32)[places]
+        )
+
+    def followed_by(self, x: CostInputs) -> InputBlock:
+        """With the rows of ``x`` at its end."""
+        columns = {}
+        for name, column in self.columns.items():
+            columns[name] = np.concatenate(_padded(name, [column, getattr(x, name)]))
+        last = np.arange(len(self), len(self) + len(x), dtype=np.int32)
+        return InputBlock(columns, np.concatenate([self.places, last]))
+
+
+def column_of(name: str, values: Sequence[Any]) -> Array:
+    """Values of one field; those per stage are sequences of any length."""
+    if name not in STAGE_FIELDS:
+        return np.array(values, dtype=np.float64)
+    column = np.zeros((len(values), max(map(len, values), default=1)))
+    for row, counts in enumerate(values):
+        column[row, : len(counts)] = counts
+    return column
+
+
+def _padded(name: str, columns: Sequence[Array]) -> Sequence[Array]:
+    """The same, as wide as the widest."""
+    if name not in STAGE_FIELDS:
+        return columns
+    width = max(column.shape[1] for column in columns)
+    return [_as_wide(column, width) for column in columns]
+
+
+def _as_wide(column: Array, width: int) -> Array:
+    return np.pad(column, ((0, 0), (0, width - column.shape[1])))
 
 
 def even_layers(num_layers: int, pp: int) -> list[int]:

@@ -12,8 +12,9 @@ import numpy as np
 
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import SCHEDULES, Array, CostInputs
+from cluster.cost.layers.experts import copied_rows, inner_width
 from cluster.cost.pipeline import in_flight
-from cluster.cost.work import Work, is_last, layers_params, tables_params
+from cluster.cost.work import Work, experts_params, is_last, layers_params, tables_params
 from trials.dryrun.estimate import COMMUNICATOR_BYTES
 
 MEMORY_TERMS = (
@@ -21,6 +22,7 @@ MEMORY_TERMS = (
     "gradients",
     "optimizer",
     "activations",
+    "recomputed",
     "head",
     "gathered",
     "workspace",
@@ -42,6 +44,30 @@ def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     return _with_overheads({name: np.where(at_step, step[name], passes[name]) for name in passes}, x, work, k)
 
 
+def log_slopes(x: CostInputs, terms: dict[str, Array], k: Coefficients) -> Array:
+    """Derivatives of the log of each sum of ``terms`` by the log coefficients, shape (n, coefficients).
+
+    ``terms``: those of one rank of each candidate, all (n,), at the coefficients ``k``; what is not to count is 0.
+    """
+    states = terms["weights"] + terms["gradients"] + terms["optimizer"]
+    copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)
+    is_piece = terms["workspace"] >= x.workspace_limit_bytes * (1 - x.offload_optimizer)
+    by_results = np.where(is_piece, 0.0, k["workspace_bytes"] / (copies + k["workspace_bytes"]))
+    slopes = {
+        "state_factor": states,
+        "activation_factor": terms["activations"] + terms["recomputed"],
+        "pipeline_held": np.where(x.pp > 1, terms["activations"], 0.0),
+        "head_factor": terms["head"],
+        "workspace_bytes": terms["workspace"] * by_results,
+    }
+    reserved = np.where(terms["fragmentation"] > 0, 1 + k["fragmentation"], 1.0)
+    slopes = {name: bytes_ * reserved for name, bytes_ in slopes.items()}
+    slopes["constant_bytes"] = np.where(terms["constant"] > 0, k["constant_bytes"], 0.0)
+    slopes["fragmentation"] = terms["fragmentation"]
+    total = np.sum(list(terms.values()), axis=0)
+    return np.stack([slopes[coefficient.name] / total for coefficient in k.group], axis=1)
+
+
 def passes_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     """As ``stage_bytes``, but of the forward and backward passes alone, even where the optimiser step takes more."""
     return _with_overheads(_passes_terms(x, work, k, _state_bytes(x, work, k)), x, work, k)
@@ -59,9 +85,10 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
     return {
         **states,
         "gradients": np.where(keeps, states["gradients"], 0.0) + _whole_gradients_bytes(x, work, k),
-        "activations": held + np.where(at_loss, 0.0, repeated),
+        "activations": held,
+        "recomputed": np.where(at_loss, 0.0, repeated),
         "head": np.where(at_loss, head, 0.0),
-        "gathered": _gathered_bytes(x, work)[:, None] + np.where(at_loss, 0.0, exchanged),
+        "gathered": _gathered_bytes(x, work) + np.where(at_loss, 0.0, exchanged),
         "workspace": np.zeros(head.shape),
     }
 
@@ -72,14 +99,14 @@ def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Ar
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)[:, None]
     on_device = 1 - x.offload_optimizer[:, None]
     owned = _held_params(x, work, 1) * x.trained_share[:, None]
-    none = dict.fromkeys(("activations", "head", "gathered"), np.zeros(owned.shape))
+    none = dict.fromkeys(("activations", "recomputed", "head", "gathered"), np.zeros(owned.shape))
     workspace = np.minimum(owned * (copies + k["workspace_bytes"]), x.workspace_limit_bytes[:, None])
     return {**states, **none, "workspace": on_device * workspace}
 
 
 def _with_overheads(terms: dict[str, Array], x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     shape = x.stage_layers.shape
-    terms["communication"] = _bucket_bytes(x, work)
+    terms["communication"] = _bucket_bytes(x, work) + x.buffer_bytes[:, None]
     allocated = np.sum(list(terms.values()), axis=0)
     terms["constant"] = np.broadcast_to((k["constant_bytes"] + _communicator_bytes(x))[:, None], shape)
     terms["fragmentation"] = allocated * k["fragmentation"]
@@ -91,7 +118,10 @@ def _held_params(x: CostInputs, work: Work, zero_stage: int) -> Array:
     """Parameters that a rank holds of what ZeRO shards from ``zero_stage`` on, shape (n, stages)."""
     shards = np.where(x.zero_stage >= zero_stage, x.num_shards, 1.0)
     table_shards = np.where(x.shard_embedding > 0, x.dp * x.cp, shards)
-    return np.asarray(layers_params(x, work) / shards[:, None] + tables_params(x) / table_shards[:, None])
+    # Peers that hold other experts have nothing of these to share.
+    expert_shards = np.maximum(1.0, shards / x.ep)
+    layers = layers_params(x, work) / shards[:, None] + experts_params(x, work) / expert_shards[:, None]
+    return np.asarray(layers + tables_params(x) / table_shards[:, None])
 
 
 def _state_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
@@ -129,8 +159,10 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
     matmul_bytes = np.where((x.peak_flops_per_s > x.base_flops_per_s) & (x.casts_operands == 0), 1.0, x.compute_bytes)
     outer = (2 * x.compute_bytes + 2 * matmul_bytes + 2 * x.dropout) * x.hidden / shared
     outer = outer + 2 * matmul_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
-    inner = x.compute_bytes * (2 * width + 2 * kv_width + (1 + x.gated * (2 - x.fused)) * x.ffn) / x.tp
-    inner = inner + matmul_bytes * x.ffn / x.tp
+    ffn = inner_width(x)
+    inner = x.compute_bytes * (2 * width + 2 * kv_width + (1 + x.gated * (2 - x.fused)) * ffn) / x.tp
+    # Rows as they go to experts, and as they come back to be weighted.
+    inner = inner + (matmul_bytes * ffn + (matmul_bytes + x.compute_bytes) * copied_rows(x) * x.hidden) / x.tp
     scores = (2 * x.compute_bytes + x.dropout) * x.seq_length * x.num_heads / x.tp * (1 - x.flash)
     frozen = x.compute_bytes * ((width + 2 * x.hidden) / x.tp) * (1 - x.trained_share)
     return np.asarray(work.tokens * np.maximum(outer + inner + scores - frozen, x.compute_bytes * x.hidden))
@@ -150,11 +182,13 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
 
 
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:
-    """Bytes of weights gathered by ZeRO-3: the block in use, the one prefetched, and the block's unsharded
-    gradients."""
-    block = np.maximum(work.layer_params / x.tp, x.vocab * x.hidden / x.tp)
+    """Bytes of weights gathered by ZeRO-3, shape (n, stages): the block in use, the one prefetched, and the block's
+    unsharded gradients; or all weights of the rank, where they stay from the first micro-batch to the last."""
+    block = np.maximum((work.layer_params + work.expert_params) / x.tp, x.vocab * x.hidden / x.tp) * 3
+    stays = x.gathers_once[:, None] > 0
+    blocks = np.where(stays, np.maximum(_held_params(x, work, 4), block[:, None]), block[:, None])
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
-    return np.where(sharded, block * 3 * x.compute_bytes, 0.0)
+    return np.where(sharded[:, None], blocks * x.compute_bytes[:, None], 0.0)
 
 
 def _exchanged_bytes(x: CostInputs, work: Work) -> Array:

@@ -57,13 +57,21 @@ def reported_log_bytes(x: CostInputs, terms: dict[str, Array], reported: Sequenc
 
     ``reported``: one entry per row; None: the fullest rank's whole device for all.
     """
-    total = np.sum(list(terms.values()), axis=0)
     if reported is None:
-        return np.asarray(np.log(total.max(axis=1)))
+        return np.asarray(np.log(np.sum(list(terms.values()), axis=0).max(axis=1)))
+    return np.asarray(np.log(np.sum(list(reported_terms(x, terms, reported).values()), axis=0)))
+
+
+def reported_terms(x: CostInputs, terms: dict[str, Array], reported: Sequence[Reported]) -> dict[str, Array]:
+    """The terms of the figure that would be reported, each (n,), from all ranks' terms, each (n, stages); those that
+    the figure does not count are 0."""
+    counted = {name: values.copy() for name, values in terms.items()}
     for scope, names in NOT_COUNTED.items():
         rows = np.flatnonzero([entry.scope == scope for entry in reported])
-        total[rows] -= np.sum([terms[name][rows] for name in names], axis=0)
-    return np.asarray(np.log(total[np.arange(len(total)), _stages(x, total, reported)]))
+        for name in names:
+            counted[name][rows] = 0.0
+    stages = _stages(x, np.sum(list(counted.values()), axis=0), reported)
+    return {name: values[np.arange(len(values)), stages] for name, values in counted.items()}
 
 
 def _stages(x: CostInputs, total: Array, reported: Sequence[Reported]) -> npt.NDArray[np.intp]:

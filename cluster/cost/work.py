@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.cost.inputs import CP_METHODS, Array, CostInputs
+from cluster.cost.layers.experts import copied_rows, dense_params, inner_width, routed_params, used_params
+
+HEAD_STEP = 32
+"""Fused attention kernels are made for head sizes that are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +24,14 @@ class Work:
     tokens: Array
     """Tokens of a micro-batch on one rank: divided by cp, not by tp."""
     layer_params: Array
-    """Matmul weights of one layer, not divided by tp."""
+    """Matmul weights of one layer, not divided by tp; without routed experts."""
+    expert_params: Array
+    """Those of a rank's routed experts, per layer, not divided by tp."""
     matmul_flops: Array
-    """FLOPs of one layer's matmuls in the forward pass, this rank's share; so is everything below."""
+    """FLOPs of one layer's matmuls in the forward pass, this rank's share; so is everything below. Without routed
+    experts."""
+    expert_flops: Array
+    """FLOPs of routed experts' matmuls."""
     attention_flops: Array
     elementwise_bytes: Array
     """Bytes read and written by norms, activations, residuals, and by softmax where scores are materialised."""
@@ -43,23 +52,29 @@ def work_of(x: CostInputs) -> Work:
     """The work of each candidate."""
     tokens = x.micro_batch_size * x.seq_length / x.cp
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
-    layer_params = x.hidden * (2 * width + 2 * kv_width) + (2 + x.gated) * x.hidden * x.ffn
-    # Fused kernels skip the masked half of the scores.
-    attention = 4 * tokens * x.seq_length * width / x.tp * np.where(x.flash > 0, 0.5, 1.0)
+    layer_params = x.hidden * (2 * width + 2 * kv_width) + dense_params(x)
+    expert_params = routed_params(x)
+    # Fused kernels skip the masked half of the scores. They are made for head sizes in multiples of 32; other heads are
+    # padded to these (FlashAttention-2's ``HEADDIM_SWITCH``).
+    padded = np.ceil(x.head_dim / HEAD_STEP) * HEAD_STEP / x.head_dim
+    attention = 4 * tokens * x.seq_length * width / x.tp * np.where(x.flash > 0, 0.5 * padded, 1.0)
     shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
     scores = tokens * x.seq_length * x.num_heads / x.tp * (1 - x.flash)
     elementwise = x.compute_bytes * tokens * (
-        (10 + 2 * x.dropout) * x.hidden / shared + (3 * width + (2 + 2 * x.gated) * x.ffn) / x.tp
+        (10 + 2 * x.dropout) * x.hidden / shared
+        + (3 * width + (2 + 2 * x.gated) * inner_width(x) + 4 * copied_rows(x) * x.hidden) / x.tp
     ) + scores * x.compute_bytes * (5 + 2 * x.dropout)
     by_heads = x.cp_method == CP_METHODS.index("ulysses")
     exchanged_width = np.where(by_heads, (width + kv_width) / x.cp, kv_width)
     return Work(
         tokens=tokens,
         layer_params=layer_params,
+        expert_params=expert_params,
         matmul_flops=2 * tokens * layer_params / x.tp,
+        expert_flops=2 * tokens * used_params(x) / x.tp,
         attention_flops=attention,
         elementwise_bytes=elementwise,
-        weight_traffic_bytes=layer_params / x.tp * x.compute_bytes,
+        weight_traffic_bytes=(layer_params + expert_params) / x.tp * x.compute_bytes,
         head_flops=2 * tokens * x.hidden * x.vocab / x.tp,
         head_bytes=tokens * x.vocab / x.tp * x.loss_traffic,
         tp_bytes=np.where(x.tp > 1, tokens * x.hidden * x.compute_bytes, 0.0),
@@ -69,8 +84,13 @@ def work_of(x: CostInputs) -> Work:
 
 
 def layers_params(x: CostInputs, work: Work) -> Array:
-    """Parameters of each pipeline rank's layers, divided by tp, shape (n, stages)."""
+    """Parameters of each pipeline rank's layers but for routed experts, divided by tp, shape (n, stages)."""
     return np.asarray(x.stage_layers * ((work.layer_params + 4 * x.hidden) / x.tp)[:, None])
+
+
+def experts_params(x: CostInputs, work: Work) -> Array:
+    """Parameters of each pipeline rank's routed experts, divided by tp, shape (n, stages)."""
+    return np.asarray(x.stage_layers * (work.expert_params / x.tp)[:, None])
 
 
 def tables_params(x: CostInputs) -> Array:

@@ -113,6 +113,12 @@ def dense_peak(device_name: str, number_format: str) -> float | None:
     return peaks.get(number_format, peaks.get("float32") if number_format == "tf32" else None)
 
 
+def outruns_flash_attention_2(name: str) -> bool:
+    """Whether an accelerator of the catalogue is of NVIDIA's Hopper generation or a later one, whose asynchronous
+    matmuls FlashAttention-2, PyTorch's own kernel, does not use (Shah et al., arXiv 2407.08608)."""
+    return re.match(r"g?[hb]\d", name) is not None
+
+
 _FORMS = ("pcie", "nvl")
 """Words in a driver's names that tell forms of an accelerator apart which differ in their peaks."""
 _MIG = re.compile(r"\bMIG (?P<compute>\d)g\.(?P<gigabytes>\d+)gb", re.IGNORECASE)

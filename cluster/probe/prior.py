@@ -12,7 +12,7 @@ import numpy as np
 from cluster.cost.calibrate import derivatives
 from cluster.cost.coefficients import Coefficients, Prior
 from cluster.cost.inputs import Array
-from cluster.cost.time import matmul_flops_per_s
+from cluster.cost.time.kernels import matmul_flops_per_s
 from cluster.hardware.accelerators import Accelerator, ClusterDescription
 from cluster.probe.profile import Profile, slowest_by_name
 from trials.reports.rates import Link, MatmulRate, Rate
@@ -98,7 +98,7 @@ def _known_matmuls(profile: Profile, accelerator: Accelerator) -> list[tuple[flo
 
 def _log_matmul_rates(matmuls: list[tuple[float, MatmulRate]], k: Coefficients) -> Array:
     peaks, sizes = np.array([peak for peak, _ in matmuls]), np.array([float(rate.size) for _, rate in matmuls])
-    return np.asarray(np.log(matmul_flops_per_s(k, peak=peaks, base=peaks, tokens=sizes, width=sizes)))
+    return np.asarray(np.log(matmul_flops_per_s(k, peak=peaks, base=peaks, rows=sizes, columns=sizes, depth=sizes)))
 
 
 def _observations(profile: Profile, cluster: ClusterDescription) -> Iterator[_Observation]:

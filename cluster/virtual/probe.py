@@ -10,7 +10,7 @@ import numpy as np
 
 from cluster.base import GangLaunch
 from cluster.cost.coefficients import Coefficients
-from cluster.cost.time import matmul_flops_per_s
+from cluster.cost.time.kernels import matmul_flops_per_s
 from cluster.gang.messages import RankProgress, RankSuccess
 from cluster.gang.outcome import fold
 from cluster.hardware.accelerators import ClusterDescription
@@ -43,15 +43,15 @@ def machine_rates(cluster: ClusterDescription, k: Coefficients, matmul_size: int
     accelerator = cluster.accelerator
     formats = [name for name in FORMATS if name in accelerator.peak_flops_per_s]
     peaks, size = np.array([accelerator.peak_flops_per_s[name] for name in formats]), np.array([float(matmul_size)])
-    rates = matmul_flops_per_s(k, peak=peaks, base=peaks, tokens=size, width=size)
+    rates = matmul_flops_per_s(k, peak=peaks, base=peaks, rows=size, columns=size, depth=size)
     return MachineRates(
         matmul_flops_per_s=dict(zip(formats, map(float, rates), strict=True)),
         matmul_size=matmul_size,
-        memory_bytes_per_s=accelerator.memory_bytes_per_s * k["memory_efficiency"],
-        link_bytes_per_s=accelerator.link_bytes_per_s * k["link_efficiency"],
-        network_bytes_per_s=cluster.network_bytes_per_s * k["network_efficiency"],
-        collective_latency_s=k["collective_latency_s"],
-        transfer_latency_s=k["transfer_latency_s"],
+        memory_bytes_per_s=accelerator.memory_bytes_per_s * float(k["memory_efficiency"]),
+        link_bytes_per_s=accelerator.link_bytes_per_s * float(k["link_efficiency"]),
+        network_bytes_per_s=cluster.network_bytes_per_s * float(k["network_efficiency"]),
+        collective_latency_s=float(k["collective_latency_s"]),
+        transfer_latency_s=float(k["transfer_latency_s"]),
     )
 
 

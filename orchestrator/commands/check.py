@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from packaging.specifiers import SpecifierSet
 
-from cluster.base import ClusterError, GangEnded, GangLaunch, GangProgress
+from cluster.base import Cluster, ClusterError, GangEnded, GangLaunch, GangProgress
 from cluster.connect import connect
 from cluster.hardware.placement import Placement, Pool
 from cluster.hardware.topology import Topology
@@ -28,7 +28,7 @@ from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import Trial
 from orchestrator.text import plain, tail
 from trials.codec import to_json
-from trials.outcome import Evidence, Infeasible, Measured, Measurement, Outcome
+from trials.outcome import Evidence, GangLost, Infeasible, Measured, Measurement, Outcome
 from trials.reports.script import ScriptReport
 from trials.spec import Candidate, Protocol
 
@@ -40,6 +40,8 @@ ROOM = 3.0
 """Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
 SILENCE_S = 30.0
 """After so long without a step, each time, the end of the program's output is told."""
+MAX_LAUNCHES = 3
+"""Launches before a gang that is lost for no fault of the program's, as far as anybody knows, is the answer."""
 MAX_LOG_LINES = 20
 PYTHONS = ("python", "python3")
 """Words that PATH decides about."""
@@ -243,7 +245,9 @@ def smallest(spec: SweepSpec, topology: Topology | None) -> Candidate:
             -layout.world_size,
         )
 
-    return min((plan.baseline, *plan.candidates), key=needs)
+    different, _ = plan.candidates.combinations(("layout", "kernels.compile", "micro_batch_size", "recompute"))
+    least: Candidate = min((plan.baseline, *plan.candidates.take(different)), key=needs)
+    return least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,20 +276,30 @@ def _run(spec: SweepSpec, candidate: Candidate, request: ClusterRequest, folder:
         placement = Pool(topology).place(world_size=layout.world_size, tp=layout.tp, isolation="node")
         if placement is None:
             raise ClusterError(f"{layout.world_size} devices are needed, and the lease has {topology.num_devices}")
-        launch = _launch(spec, candidate, topology, folder, placement)
-        begun_s, starting_s, told_s = time.monotonic(), None, 0.0
-        cluster.launch(launch)
-        while True:
-            for event in cluster.poll(1.0):
-                if isinstance(event, GangEnded):
-                    return _Ran(command=_argv(launch), outcome=event.outcome, starting_s=starting_s)
-                if isinstance(event, GangProgress) and event.step and starting_s is None:
-                    starting_s = time.monotonic() - begun_s - (event.step_time_s or 0.0)
-                    say(f"the first step came {starting_s:.1f} s after the launch")
-            waited_s = time.monotonic() - begun_s
-            if starting_s is None and waited_s > told_s + SILENCE_S:
-                told_s = waited_s
-                say(f"no step seen for {waited_s:.0f} s{_last_line(folder)}")
+        ran = _launched(cluster, _launch(spec, candidate, topology, folder, placement), folder, say)
+        for _ in range(MAX_LAUNCHES - 1):
+            if not isinstance(ran.outcome, GangLost):
+                break
+            say(f"launching again, as the gang was lost: {ran.outcome.evidence.message}")
+            ran = _launched(cluster, _launch(spec, candidate, topology, folder, placement), folder, say)
+        return ran
+
+
+def _launched(cluster: Cluster, launch: GangLaunch, folder: Path, say: Tell) -> _Ran:
+    """Launch a gang and wait for its end."""
+    begun_s, starting_s, told_s = time.monotonic(), None, 0.0
+    cluster.launch(launch)
+    while True:
+        for event in cluster.poll(1.0):
+            if isinstance(event, GangEnded):
+                return _Ran(command=_argv(launch), outcome=event.outcome, starting_s=starting_s)
+            if isinstance(event, GangProgress) and event.step and starting_s is None:
+                starting_s = time.monotonic() - begun_s - (event.step_time_s or 0.0)
+                say(f"the first step came {starting_s:.1f} s after the launch")
+        waited_s = time.monotonic() - begun_s
+        if starting_s is None and waited_s > told_s + SILENCE_S:
+            told_s = waited_s
+            say(f"no step seen for {waited_s:.0f} s{_last_line(folder)}")
 
 
 def _last_line(folder: Path) -> str:

@@ -170,12 +170,12 @@ class TrialChoices:
             return None
 
     @functools.cached_property
-    def numbered(self) -> tuple[Candidate, ...]:
+    def numbered(self) -> Sequence[Candidate]:
         """Candidates as ``tune-cluster plan`` numbers them from 1: without those that earlier dry runs rule out."""
         return self._plan(load_estimates(self._spec, self.topology, DryRunCache(self._home.dry_runs))).candidates
 
     @functools.cached_property
-    def unfiltered(self) -> tuple[Candidate, ...]:
+    def unfiltered(self) -> Sequence[Candidate]:
         """Candidates whose layouts this hardware has room for, whatever earlier dry runs said."""
         return self._plan().candidates
 

@@ -17,7 +17,8 @@ from orchestrator.planning.hardware.profiles import load_profile
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.plan import Plan, make_plan
 from orchestrator.planning.predictions import PlanPredictions, predict_plan
-from orchestrator.search.prediction.predictor import UnpredictableError
+from orchestrator.planning.usual import UsualRanking, rank_usual
+from orchestrator.search.prediction.predictor import MAX_CANDIDATES, UnpredictableError
 from orchestrator.sweep.home import Home
 
 
@@ -30,6 +31,8 @@ class PlannedFile:
     """What the cost model expects of the candidates; None where it cannot say."""
     unpredicted: str
     """Why there are no predictions; empty where there are."""
+    usual: UsualRanking | None
+    """What is usual of the candidates' knobs, where there are no predictions."""
     why: Why | None
     """The explanation of the candidate that was asked for."""
 
@@ -39,6 +42,7 @@ class PlannedFile:
             **self.plan.to_json(),
             "forecast": self.predictions.to_json() if self.predictions else None,
             "unpredicted": self.unpredicted,
+            "usual": self.usual.to_json() if self.usual else None,
         }
         return body if self.why is None else {**body, "why": self.why.to_json()}
 
@@ -58,12 +62,14 @@ def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | 
     profile = load_profile(spec, topology, home) if cluster is None else None
     plan = make_plan(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs)))
     explained = None if why is None else explain(why, plan, spec, topology, profile)
-    predictions, unpredicted = None, ""
+    predictions, unpredicted, usual = None, "", None
     try:
         predictions = predict_plan(plan, spec, topology, profile)
     except UnpredictableError as error:
         unpredicted = str(error)
-    return PlannedFile(plan=plan, predictions=predictions, unpredicted=unpredicted, why=explained)
+        if len(plan.candidates) <= MAX_CANDIDATES:
+            usual = rank_usual(plan, spec.to_workload(), topology, spec.to_objective(topology))
+    return PlannedFile(plan=plan, predictions=predictions, unpredicted=unpredicted, usual=usual, why=explained)
 
 
 def described_topology(name: str) -> Topology:

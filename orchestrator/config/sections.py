@@ -190,7 +190,7 @@ class SearchSection(Section):
 
     sampler: Literal["guided", "tpe", "random", "grid"] = Field(
         default="guided",
-        description="guided: cost model corrected by the sweep's trials, tpe where it does not know the device; "
+        description="guided: cost model, or what knobs usually do, corrected by the sweep's trials; "
         "tpe: tree-structured Parzen estimator; random; grid: every candidate in order.",
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the sampler.")

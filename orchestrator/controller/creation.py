@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
@@ -17,11 +18,13 @@ from orchestrator.planning.hardware.profiles import fingerprint, load_profile
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, check_plan, make_plan, plan_document
-from orchestrator.planning.predictions import plan_predictor
+from orchestrator.planning.predictions import search_predictor
+from orchestrator.planning.usual import relative_search_predictor
 from orchestrator.scripts.source import PROGRAM, program_source
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import UnknownDimensionsError, UnpredictableError
-from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps
+from orchestrator.search.prediction.predictor import Predictor, UnknownDimensionsError, UnpredictableError
+from orchestrator.search.prediction.relative import RelativePredictor
+from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps, same_program
 from orchestrator.search.search import Search
 from orchestrator.space.knobs.own import memory_ranks
 from orchestrator.space.naming import flat_params
@@ -122,17 +125,7 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
     guide = None
     if spec.search.sampler == "guided":
         try:
-            predictor = plan_predictor(
-                plan,
-                spec.to_workload(),
-                topology,
-                known.profile,
-                earlier=known.earlier,
-                objective=spec.to_objective(topology),
-            )
-            guide = GuidedSearch(predictor)
-        except UnknownDimensionsError as error:
-            logger.info("%s", error)
+            guide = GuidedSearch(_predictor(spec, plan, topology, known))
         except UnpredictableError as error:
             logger.warning("the guided sampler falls back to tpe: %s", error)
     return Search(
@@ -147,6 +140,25 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
     )
 
 
+def _predictor(
+    spec: SweepSpec, plan: Plan, topology: Topology | None, known: PriorKnowledge
+) -> Predictor | RelativePredictor:
+    """The cost model on the plan; where it says nothing, what knobs usually do.
+
+    Raises:
+        UnpredictableError: there are too many candidates for either.
+    """
+    workload, objective = spec.to_workload(), spec.to_objective(topology)
+    given: dict[str, Any] = {"earlier": known.earlier, "objective": objective, "seed": spec.search.seed}
+    try:
+        return search_predictor(plan, workload, topology, known.profile, **given)
+    except UnpredictableError as error:
+        found = relative_search_predictor(plan, workload, topology, **given)
+        level = logging.INFO if isinstance(error, UnknownDimensionsError) else logging.WARNING
+        logger.log(level, "candidates are ranked by what knobs usually do: %s", error)
+        return found
+
+
 def earlier(spec: SweepSpec, prints: dict[str, str], home: Home, objective: Objective) -> tuple[EarlierTrial, ...]:
     """Trials of other sweeps from which the guided sampler may learn before its own first one.
 
@@ -158,11 +170,15 @@ def earlier(spec: SweepSpec, prints: dict[str, str], home: Home, objective: Obje
     if spec.tracking.uri is None and not home.has_store:
         return ()
     uri = spec.tracking.uri or home.default_tracking_uri
-    model = spec.to_workload().model
-    found = earlier_trials(Tracker(uri), prints, model.kind, objective)
+    workload = spec.to_workload()
+    model = workload.model
     if not isinstance(model, ScriptModel):
-        return found
-    return tuple(trial for trial in found if model.shape is not None and trial.workload.model == model)
+        return earlier_trials(Tracker(uri), prints, model.kind, objective)
+    if model.shape is not None:
+        found = earlier_trials(Tracker(uri), prints, model.kind, objective)
+        return tuple(trial for trial in found if trial.workload.model == model)
+    found = earlier_trials(Tracker(uri), prints, model.kind, objective, source=PROGRAM)
+    return tuple(trial for trial in found if same_program(trial.workload, workload))
 
 
 def _planned(spec: SweepSpec, topology: Topology, home: Home) -> PlannedSweep:

@@ -12,7 +12,7 @@ from cluster.cost.calibrate import Calibrated, fit
 from cluster.cost.coefficients import load_prior
 from cluster.cost.estimate import CostModel
 from cluster.cost.inputs import Array, CostInputs
-from cluster.cost.time import stage_seconds
+from cluster.cost.time.step import stage_seconds
 from cluster.cost.work import work_of
 from cluster.probe.prior import with_probe
 from cluster.probe.profile import Profile

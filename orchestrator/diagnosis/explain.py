@@ -36,7 +36,7 @@ MAX_LISTED = 5000
 class Basis:
     """Candidates and hardware of a sweep. From an empty value, only what was measured can be explained."""
 
-    candidates: tuple[Candidate, ...] = ()
+    candidates: Sequence[Candidate] = ()
     """Legal candidates of the sweep's plan."""
     beyond: LargeSpace | None = None
     """The space that these candidates are a part of, where it was too large to list; None elsewhere."""

@@ -25,6 +25,7 @@ TERMS: Mapping[str, PartName] = {
     "launch": "dispatch",
     "tensor_parallel": "communication",
     "context_parallel": "communication",
+    "expert_parallel": "communication",
     "sharding": "communication",
     "host_copies": "host_copies",
     "gradient_reduction": "communication",

@@ -254,7 +254,8 @@ class Predicted:
     step_time_s: float
     log_spread: float
     """Predicted standard deviation of the logarithm of measured over expected step time."""
-    expected_peak_bytes: float
+    expected_peak_bytes: float | None
+    """None where no cost model tells."""
     peak_bytes: int | None
     """Measured peak memory of the fullest rank; None where it was not measured."""
 

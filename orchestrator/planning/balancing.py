@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from cluster.candidate_table import CandidateTable
 from cluster.cost.balance.balancer import balance
 from cluster.cost.balance.inputs import RecomputePolicy, nested_policies, problem_of
 from cluster.cost.balance.problem import Balance, BalanceProblem, DoesNotFitError
@@ -46,7 +47,7 @@ class Balanced:
 
 @functools.lru_cache(maxsize=4)
 def balance_layouts(
-    candidates: tuple[Candidate, ...], workload: Workload, topology: Topology | None, objective: Objective
+    candidates: CandidateTable, workload: Workload, topology: Topology | None, objective: Objective
 ) -> Balanced:
     """Balance every layout, micro-batch size and so on of ``candidates``: one new candidate per share of the memory.
 

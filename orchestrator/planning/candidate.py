@@ -17,6 +17,7 @@ from orchestrator.config.validation import to_config_error
 from orchestrator.config.yaml_source import YamlSource
 from orchestrator.errors import ConfigError
 from orchestrator.planning.plan import Plan
+from orchestrator.planning.usual import UsualGain, relative_predictor, usual_gain
 from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
 from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.space.knobs import KNOB_NAMES
@@ -41,6 +42,8 @@ class Why:
     prediction: Prediction | None
     unpredicted: str
     """Why there is no prediction; empty where there is one."""
+    usual: UsualGain | None = None
+    """What its knobs usually do, where there is no prediction."""
     balance: Balance | None = None
     """How the stage balancer came to its layers and recompute; None where it did not."""
 
@@ -53,6 +56,7 @@ class Why:
             "changed": {name: {"baseline": old, "candidate": new} for name, (old, new) in self.changed.items()},
             "prediction": self.prediction.to_json() if self.prediction else None,
             "unpredicted": self.unpredicted,
+            "usual": self.usual.to_json() if self.usual else None,
             "balance": self.balance.to_json() if self.balance else None,
         }
 
@@ -64,21 +68,22 @@ def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, p
         ConfigError: it names none.
     """
     candidate = find(text, plan, spec)
-    workload = spec.to_workload()
+    workload, objective = spec.to_workload(), spec.to_objective(topology)
     violations = check(candidate, workload, topology, spec.filters)
-    predicted, reason = None, ""
+    predicted, reason, usual = None, "", None
     if violations:
         reason = "it is not legal"
     else:
         try:
             estimates = plan.estimates.by_candidate
-            objective = spec.to_objective(topology)
             predictor = make_predictor(
                 workload, (candidate,), topology, profile, estimates=estimates, objective=objective
             )
             predicted = predict(predictor, 0, workload)
         except UnpredictableError as error:
             reason = str(error)
+            relative = relative_predictor(plan, workload, topology, objective=objective, candidates=(candidate,))
+            usual = usual_gain(relative, 0)
     return Why(
         candidate=candidate,
         violations=violations,
@@ -86,6 +91,7 @@ def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, p
         changed=diff(candidate, plan.baseline),
         prediction=predicted,
         unpredicted=reason,
+        usual=usual,
         balance=plan.balances.get(candidate),
     )
 

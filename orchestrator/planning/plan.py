@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.candidate_table import CandidateTable
 from cluster.gang.defaults import Default, defaults_of
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective
 from orchestrator.planning.dryrun.estimates import DryRunEstimates
 from orchestrator.planning.hardware.request import device_kind
+from orchestrator.planning.sampling import ModelSample
 from orchestrator.scripts.overlay import notes_of
+from orchestrator.search.prediction.prediction import make_predictor
+from orchestrator.search.prediction.predictor import Predictor, UnpredictableError
 from orchestrator.space.large import MAX_ENUMERATED, SAMPLE_SIZE, LargeSpace
 from orchestrator.space.replay import ReplaySpace
-from orchestrator.space.rules import WORLD_SIZE, Case, Rule, Violation, check, rules_for, violations
+from orchestrator.space.rules import WORLD_SIZE, Case, Rule, check, first_broken, rules_for, violations
 from orchestrator.space.space import Frame, Space, SpaceTooLargeError, make_space
 from orchestrator.units import count
 from trials.spec import Candidate, Workload
@@ -52,7 +61,7 @@ class Plan:
     """What a sweep will choose from."""
 
     baseline: Candidate
-    candidates: tuple[Candidate, ...]
+    candidates: CandidateTable
     """Legal candidates of the space in a fixed order, of a space too large to enumerate a random part; the baseline is
     among them only if the space spans it."""
     num_rejected: Mapping[str, int]
@@ -135,16 +144,21 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryR
         return _replay_plan(replayed)
     estimates = estimates or DryRunEstimates()
     sorter = _sorter(spec, topology, estimates)
-    space = _space(spec)
+    space, objective = _space(spec), spec.to_objective(topology)
     legal, beyond = _legal_space(sorter, space)
-    candidates = tuple(sorter.legal(legal)) if beyond is None else beyond.sample(SAMPLE_SIZE, spec.search.seed)
+    drawn = None if beyond is None else _drawn_by_model(legal, sorter, objective)
+    beyond = None if beyond is None else replace(beyond, is_modelled=drawn is not None)
+    if beyond is not None and drawn is None:
+        candidates = beyond.sample(SAMPLE_SIZE, spec.search.seed)
+    else:
+        candidates = sorter.legal(legal.table() if drawn is None else drawn)
     if not candidates:
         raise _nothing_left(sorter)
     counts = sorted(sorter.counts.items(), key=lambda item: -item[1])
     balances, unbalanced = _balance(spec, candidates, topology)
     return Plan(
         baseline=spec.baseline_candidate,
-        candidates=tuple(dict.fromkeys((*candidates, *balances))),
+        candidates=candidates.followed_by(tuple(balances)),
         num_rejected=dict(counts),
         examples=tuple(sorter.examples),
         num_duplicates=space.num_duplicates if beyond is None else 0,
@@ -177,15 +191,14 @@ def check_plan(spec: SweepSpec, topology: Topology | None = None, estimates: Dry
         return
     sorter = _sorter(spec, topology, estimates or DryRunEstimates())
     legal, beyond = _legal_space(sorter, _space(spec))
-    found = next(sorter.legal(legal), None) if beyond is None else beyond.draw(random.Random(spec.search.seed))
-    if found is None:
+    if not (sorter.legal(legal.table()) if beyond is None else beyond.draw(random.Random(spec.search.seed))):
         raise _nothing_left(sorter)
 
 
-def _devices(spec: SweepSpec, candidates: tuple[Candidate, ...], topology: Topology | None, num_left_out: int) -> str:
+def _devices(spec: SweepSpec, candidates: CandidateTable, topology: Topology | None, num_left_out: int) -> str:
     if topology is None:
         return ""
-    sizes = sorted({candidate.layout.world_size for candidate in candidates})
+    sizes = sorted(candidates.each(("layout.world_size",), lambda candidate: candidate.layout.world_size)[0])
     leased = sum(node.num_devices for node in topology.nodes)
     words = f"candidates use {', '.join(map(str, sizes[:MAX_SIZES]))} of {count(leased, 'device')}"
     if len(sizes) > MAX_SIZES:
@@ -212,8 +225,22 @@ def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimat
 
 def _legal_space(sorter: _Sorter, space: Space) -> tuple[Space, LargeSpace | None]:
     """The part of the space whose layouts are legal; as a large space, too, where that has too many candidates."""
-    legal = replace(space, frames=tuple(sorter.legal_frames(space)))
+    legal = replace(space, frames=sorter.legal_frames(space))
     return legal, LargeSpace(space=legal, is_legal=sorter.is_legal) if len(legal) > MAX_ENUMERATED else None
+
+
+def _drawn_by_model(space: Space, sorter: _Sorter, objective: Objective) -> CandidateTable | None:
+    """Candidates of a space of legal layouts, most where the cost model expects the best; None where it is mute."""
+
+    def predictor_of(table: CandidateTable) -> Predictor:
+        return make_predictor(sorter.workload, table, sorter.topology, objective=objective)
+
+    seed = sorter.spec.search.seed
+    sample = ModelSample(space=space, is_legal=sorter.judge, predictor_of=predictor_of, seed=seed)
+    try:
+        return sample.draw(MAX_ENUMERATED)
+    except UnpredictableError:
+        return None
 
 
 def _space(spec: SweepSpec) -> Space:
@@ -224,7 +251,7 @@ def _space(spec: SweepSpec) -> Space:
 
 
 def _balance(
-    spec: SweepSpec, candidates: tuple[Candidate, ...], topology: Topology | None
+    spec: SweepSpec, candidates: CandidateTable, topology: Topology | None
 ) -> tuple[dict[Candidate, Balance], str]:
     """What the stage balancer adds, as far as it is legal, and why it adds nothing."""
     if not spec.space.balance:
@@ -241,7 +268,7 @@ def _replay_plan(space: ReplaySpace) -> Plan:
     """All rows of the table that can be told as candidates; no legality rule applies to them."""
     return Plan(
         baseline=space.baseline,
-        candidates=space.candidates,
+        candidates=CandidateTable.of(space.candidates),
         num_rejected={"replay-row": len(space.unusable)} if space.unusable else {},
         examples=tuple(
             Rejection(candidate=space.baseline, rule_id="replay-row", reason=f"row {row_id}: {reason}")
@@ -262,43 +289,59 @@ class _Sorter:
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[Rejection] = field(default_factory=list)
 
-    def legal_frames(self, space: Space) -> Iterator[Frame]:
+    def legal_frames(self, space: Space) -> tuple[Frame, ...]:
         """The frames that break no rule on layouts; the others count as rejected with all their completions."""
-        for frame in space.frames:
-            first = next(space.completions(frame))
-            broken = self._first_broken(first, reads="layout")
-            if broken is None:
-                yield frame
-            else:
-                self._reject(first, broken, space.num_completions(frame))
+        weights = np.array([space.num_completions(frame) for frame in space.frames], dtype=np.int64)
+        legal = self._sorted(space.first_completions(), [rule for rule in self.rules if rule.is_on_layout], weights)
+        return tuple(itertools.compress(space.frames, legal.tolist()))
 
-    def legal(self, space: Space) -> Iterator[Candidate]:
-        """The legal candidates of a space whose frames are legal."""
-        return filter(self.is_legal, space)
+    def legal(self, table: CandidateTable) -> CandidateTable:
+        """The legal candidates among some of legal frames; the others count as rejected."""
+        return table.take(self._sorted(table, self._other_rules, np.ones(len(table), dtype=np.int64)))
 
     def is_legal(self, candidate: Candidate) -> bool:
-        """Whether a candidate of a legal frame breaks no other rule either; one that does counts as rejected."""
-        broken = self._first_broken(candidate, reads="candidate")
-        if broken is not None:
-            self._reject(candidate, broken, 1)
-        return broken is None
+        """Whether a candidate of a legal frame breaks no other rule either."""
+        return next(violations(self._other_rules, self._case(candidate)), None) is None
 
-    def _first_broken(self, candidate: Candidate, *, reads: str) -> Violation | None:
-        case = Case(candidate=candidate, workload=self._workload, topology=self.topology)
-        return next(violations(self._rules_reading[reads], case), None)
+    def judge(self, table: CandidateTable) -> NDArray[np.bool_]:
+        """Which candidates of legal frames are legal; nothing is counted."""
+        return np.asarray(first_broken(self._other_rules, table, self.workload, self.topology) < 0)
+
+    def _sorted(self, table: CandidateTable, rules: Sequence[Rule], weights: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which rows are legal. The others count as rejected, so many candidates each as ``weights`` says, by the
+        first rule that they break."""
+        broken = first_broken(rules, table, self.workload, self.topology)
+        order = {int(broken[row]): None for row in _first_rows(broken)}
+        for number in order:
+            rule = rules[number]
+            rows = np.flatnonzero(broken == number)
+            self.counts[rule.id] = self.counts.get(rule.id, 0) + int(weights[rows].sum())
+        for row in sorted(int(row) for number in order for row in np.flatnonzero(broken == number)[:NUM_EXAMPLES]):
+            self._show(table[row], rules[broken[row]])
+        return np.asarray(broken < 0)
+
+    def _show(self, candidate: Candidate, rule: Rule) -> None:
+        if sum(example.rule_id == rule.id for example in self.examples) < NUM_EXAMPLES:
+            reason = rule.check(self._case(candidate))
+            assert reason is not None
+            self.examples.append(Rejection(candidate=candidate, rule_id=rule.id, reason=reason))
+
+    def _case(self, candidate: Candidate) -> Case:
+        return Case(candidate=candidate, workload=self.workload, topology=self.topology)
 
     @functools.cached_property
-    def _workload(self) -> Workload:
+    def workload(self) -> Workload:
         return self.spec.to_workload()
 
     @functools.cached_property
-    def _rules_reading(self) -> dict[str, list[Rule]]:
-        return {reads: [rule for rule in self.rules if rule.reads == reads] for reads in ("layout", "candidate")}
+    def _other_rules(self) -> tuple[Rule, ...]:
+        return tuple(rule for rule in self.rules if not rule.is_on_layout)
 
-    def _reject(self, candidate: Candidate, broken: Violation, count: int) -> None:
-        self.counts[broken.rule_id] = self.counts.get(broken.rule_id, 0) + count
-        if sum(example.rule_id == broken.rule_id for example in self.examples) < NUM_EXAMPLES:
-            self.examples.append(Rejection(candidate=candidate, rule_id=broken.rule_id, reason=broken.reason))
+
+def _first_rows(broken: NDArray[np.int64]) -> list[int]:
+    """The first row that breaks each rule, in order."""
+    numbers, rows = np.unique(broken, return_index=True)
+    return sorted(rows[numbers >= 0].tolist())
 
 
 def _nothing_left(sorter: _Sorter) -> ConfigError:

@@ -9,17 +9,20 @@ from typing import Any
 import numpy as np
 
 from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
+from cluster.cost.generic import GenericInputs
 from cluster.hardware.topology import Topology
 from cluster.probe.profile import Profile
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.objective import Objective
 from orchestrator.planning.plan import Plan
+from orchestrator.planning.sampling import POOL_SIZE, pool_rows
 from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.prediction.transfer import EarlierTrial
 from trials.spec import Workload
 
 NUM_SHOWN = 10
+USUAL = "reading of data, memory format and kernels: what they usually do, not a model of this program"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class PlanPredictions:
     """Trials of the sweep: as many as the budget allows and the space has."""
     device_hours: float
     """What that many trials take together: the baseline and the candidates expected to be fastest."""
+    usual: str = ""
+    """What of the predictions is no model of this program; empty where nothing is."""
     num_probed: int = 0
     """Nodes whose rates, measured by a probe, the predictions take into account."""
 
@@ -50,6 +55,7 @@ class PlanPredictions:
             "num_trials": self.num_trials,
             "device_hours": self.device_hours,
             "num_probed": self.num_probed,
+            "usual": self.usual,
             "baseline": self.baseline.to_json(),
             "top": [prediction.to_json() for prediction in self.top],
         }
@@ -65,8 +71,7 @@ def plan_predictor(
     objective: Objective | None = None,
 ) -> Predictor:
     """:func:`make_predictor` for the plan's candidates, and after them the baseline where it is none of them."""
-    others = () if plan.baseline in set(plan.candidates) else (plan.baseline,)
-    candidates = (*plan.candidates, *others)
+    candidates = plan.candidates.followed_by((plan.baseline,))
     return make_predictor(
         workload,
         candidates,
@@ -76,6 +81,25 @@ def plan_predictor(
         earlier=earlier,
         objective=objective,
     )
+
+
+def search_predictor(
+    plan: Plan,
+    workload: Workload,
+    topology: Topology | None,
+    profile: Profile | None = None,
+    *,
+    earlier: Sequence[EarlierTrial] = (),
+    objective: Objective | None = None,
+    seed: int = 0,
+) -> Predictor:
+    """As :func:`plan_predictor`; of very many candidates those that the guided sampler is to learn on."""
+    whole = plan_predictor(plan, workload, topology, profile, earlier=earlier, objective=objective)
+    if len(whole.candidates) <= POOL_SIZE:
+        return whole
+    pool = whole.candidates.take(pool_rows(whole, POOL_SIZE, seed)).followed_by((plan.baseline,))
+    known = plan.estimates.by_candidate
+    return make_predictor(workload, pool, topology, profile, estimates=known, earlier=earlier, objective=objective)
 
 
 def predict_plan(
@@ -105,5 +129,6 @@ def predict_plan(
         num_candidates=num_candidates,
         num_trials=num_trials,
         device_hours=float(spent.sum()) / 3600,
+        usual=USUAL if isinstance(predictor.inputs, GenericInputs) else "",
         num_probed=len(profile.measured) if profile is not None else 0,
     )

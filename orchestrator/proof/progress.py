@@ -300,8 +300,11 @@ def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> Gat
     roles, runs = gate_roles(state, finalist), gate_runs(state, finalist)
     if any(role not in runs or runs[role].outcome is None or is_open(state, runs[role]) for role in roles):
         return None
-    for role in ("baseline", "finalist"):  # the others may not fit, or be lost: the gate does without
+    for role in ("baseline", "finalist"):
         if runs[role].measurement is None:
+            return _unmeasured_report(finalist, role, runs[role], settings)
+    for role in roles:  # the others may not fit, and the gate does without; one that was cut short might have told more
+        if isinstance(runs[role].outcome, TimedOut | GangLost):
             return _unmeasured_report(finalist, role, runs[role], settings)
     found = gate_trajectories(state, finalist)
     assert found is not None, "baseline and finalist were measured"
@@ -323,13 +326,25 @@ def is_script(state: SweepState) -> bool:
     return isinstance(state.sweep.workload.model, ScriptModel)
 
 
+_WHOSE: Mapping[GateRole, str] = {
+    "baseline": "the baseline's",
+    "finalist": "the finalist's",
+    "twin": "the baseline's twin's",
+    "reference": "the float32 reference's",
+    "finalist_reference": "the finalist's float32",
+    "reference_twin": "the reference's twin's",
+}
+
+
 def _unmeasured_report(finalist: int, role: GateRole, run: Trial, settings: GateSettings) -> GateReport:
     """A run that was ended from outside tells nothing about what it trains; one that failed by itself is a failure."""
     why = describe_failure(run.outcome) or run.status
     if isinstance(run.outcome, TimedOut | GangLost):
         how = "met its deadline" if isinstance(run.outcome, TimedOut) else "was lost"
-        return undecided_gate(finalist, settings, f"the {role}'s run for the gate {how}: {why}", UNFINISHED)
-    return failed_gate(finalist, settings, f"the {role}'s run for the gate failed: {why}")
+        return undecided_gate(
+            finalist, settings, f"not judged: {_WHOSE[role]} run for the gate {how}: {why}", UNFINISHED
+        )
+    return failed_gate(finalist, settings, f"{_WHOSE[role]} run for the gate failed: {why}")
 
 
 def _role_notes(runs: Mapping[GateRole, Trial], roles: Collection[GateRole]) -> Iterator[str]:

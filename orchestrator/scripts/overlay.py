@@ -94,7 +94,7 @@ def rule_of(script: Script) -> Rule:
         device = case.topology.nodes[0].device_kind if case.topology is not None else None
         return problem(script, case.candidate, device)
 
-    return Rule(id=script.rule_id, reads="candidate", check=check)
+    return Rule(id=script.rule_id, check=check)
 
 
 def notes_of(script: Script, candidate: Candidate) -> tuple[str, ...]:

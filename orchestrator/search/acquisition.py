@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.search.prediction.gaussian_process import Array, Residual, condition, learn
-from orchestrator.search.prediction.posterior import Posterior, normal_cdf
+from orchestrator.search.prediction.gaussian_process import Array, Residual, condition, learn, normal_cdf
+from orchestrator.search.prediction.memory_belief import MemoryBelief
+from orchestrator.search.prediction.posterior import Posterior
 
 SHORTLIST_SIZE = 4096
 """Candidates whose uncertainty is worked out: those that look best when everything goes their way."""
@@ -21,6 +22,10 @@ OPTIMISM = 2.0
 """Standard deviations below the mean, for the shortlist and the stopping rule."""
 MIN_PROBABILITY = 0.15
 """Candidates that fit with less than this probability are tried last, whatever they promise."""
+NUM_PLAIN = 4
+"""Trials, the baseline among them, before measurements choose: until then the order before any trial does."""
+PLAIN_EVERY = 2
+"""One of so many later proposals follows that order still: what was learned may be wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,8 @@ class Seen:
 
     times_s: Mapping[int, float] = field(default_factory=dict)
     """Measured times."""
+    noise_std: Mapping[int, float] = field(default_factory=dict)
+    """Standard deviations of the logarithms of measured times, where known."""
     peaks: Mapping[int, float] = field(default_factory=dict)
     """Measured peak bytes / limit, where known."""
     oom: frozenset[int] = frozenset()
@@ -54,43 +61,55 @@ class Proposal:
     """Expected time."""
     log_std: float
     probability_fits: float
-    memory_shift: float = 0.0
-    """Mean of the error common to all memory predictions, as a logarithm: what the peaks seen so far have taught."""
+    is_plain: bool = False
+    """Whether the prediction made before any trial chose it."""
+    log_peak: float | None = None
+    """Expected log(peak / limit), after what was seen; None: memory is no concern."""
 
 
 class ProposalRound:
     """Proposals one after another from what was seen at one time.
 
-    The best is the candidate with the largest expected improvement per device-second among those that may fit; before
-    anything was measured, the best prediction that fits. Those still running, and what was proposed since, count as if
+    The first follow the order before any trial (:func:`plain_scores`): one measurement of a plain baseline says little
+    about what is far from it. Then the best is the candidate with the largest expected improvement per device-second
+    x the probability that it fits, in turn with the next of that order, so that a search whose learning is led astray
+    needs at most twice as long as that order alone. Those still running, and what was proposed since, count as if
     they had turned out as expected (kriging believer, Ginsbourger et al. 2010). That changes no expectation, only how
     much is left to be learned: one more column of what is explained. A further proposal therefore costs little, however
     much was seen.
 
     Args:
-        keep: how many candidates stay to choose from, those that score best at first.
+        plain: scores of all candidates before any trial, the higher the better; None: nothing was known then.
+        num_tried: candidates that were tried or are being tried, whatever came of them.
+        keep: how many candidates stay to choose from, those that score best at first; half of them by ``plain``.
     """
 
-    def __init__(self, posterior: Posterior, seen: Seen, *, keep: int) -> None:
+    def __init__(self, posterior: Posterior, seen: Seen, *, plain: Array | None, num_tried: int, keep: int) -> None:
         self._posterior = posterior
+        self._num_tried, self._has_plain = num_tried, plain is not None
+        plain = np.zeros(len(posterior)) if plain is None else plain
         log_times: dict[int, float] = {row: float(np.log(time_s)) for row, time_s in seen.times_s.items()}
         residual = _assume(posterior, _learned(posterior, seen), log_times, seen.running)
         self._scale = residual.scale
         self._incumbent = min(log_times.values(), default=None)
-        self._rows = _shortlist(posterior, residual, _open_rows(posterior, seen), min(SHORTLIST_SIZE, 4 * keep))
+        open_rows = _open_rows(posterior, seen)
+        plainest = _largest(plain, open_rows, max(1, keep // 2))
+        learned = _shortlist(posterior, residual, open_rows, min(SHORTLIST_SIZE, 4 * keep))
+        self._rows = np.union1d(learned, plainest)
+        self._plain = plain[self._rows]
+        self._memory = memory_after(posterior, seen)
         self._fits = probability_fits(posterior, seen, self._rows)
-        self._memory_shift = memory_shift(posterior, seen)[0]
         self._mean = posterior.log_time[self._rows] + residual.mean(self._rows)
         explained, self._variance = residual.explain(self._rows)
         self._is_left = np.ones(len(self._rows), dtype=bool)
-        kept = np.sort(self._order()[:keep])
+        kept = np.union1d(self._order()[:keep], np.flatnonzero(np.isin(self._rows, plainest)))
         self._keep(kept)
         self._explained = _Columns(explained[kept])
 
     def best(self, is_open: NDArray[np.bool_] | None = None) -> Proposal | None:
         """The best candidate left; None where none is. ``is_open``, shape (n,): which may be proposed."""
         left = self._is_left if is_open is None else self._is_left & is_open[self._rows]
-        order = self._order()
+        order = self._plain_order() if self._is_plain else self._order()
         order = order[left[order]]
         if not order.size:
             return None
@@ -100,7 +119,8 @@ class ProposalRound:
             time_s=float(np.exp(self._mean[best])),
             log_std=float(self._std[best]),
             probability_fits=float(self._fits[best]),
-            memory_shift=self._memory_shift,
+            is_plain=self._is_plain,
+            log_peak=None if self._memory is None else float(self._memory.expected_log(self._rows[best : best + 1])[0]),
         )
 
     def assume(self, row: int) -> bool:
@@ -117,6 +137,7 @@ class ProposalRound:
         self._explained.append(column)
         self._variance = self._variance - column**2
         self._is_left[at] = False
+        self._num_tried += 1
         expected = float(self._mean[at])
         self._incumbent = expected if self._incumbent is None else min(self._incumbent, expected)
         return True
@@ -124,6 +145,12 @@ class ProposalRound:
     @property
     def _std(self) -> Array:
         return np.asarray(np.sqrt(np.maximum(self._variance, 1e-12)))
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the next proposal follows the order before any trial."""
+        is_start = self._num_tried < NUM_PLAIN or self._incumbent is None
+        return self._has_plain and (is_start or self._num_tried % PLAIN_EVERY == 0)
 
     @property
     def _score(self) -> Array:
@@ -135,13 +162,18 @@ class ProposalRound:
             score = improvement * self._fits / self._posterior.cost_s[self._rows]
         return np.asarray(np.where(self._fits >= MIN_PROBABILITY, score, score * 1e-6))
 
+    def _plain_order(self) -> NDArray[np.intp]:
+        """Places of the candidates in the order before any trial, equal ones by what was learned; last those that are
+        not likely to fit any more."""
+        return np.lexsort((self._mean, -self._plain.round(4), self._fits < MIN_PROBABILITY))
+
     def _order(self) -> NDArray[np.intp]:
         """Places of the candidates, best first; where improvements underflow, by standard deviations to the best."""
         incumbent = self._mean.min(initial=np.inf) if self._incumbent is None else self._incumbent
         return np.lexsort((self._mean, (self._mean - incumbent) / self._std, -self._score))
 
     def _keep(self, kept: NDArray[np.intp]) -> None:
-        for name in ("_rows", "_fits", "_mean", "_variance", "_is_left"):
+        for name in ("_rows", "_plain", "_fits", "_mean", "_variance", "_is_left"):
             setattr(self, name, getattr(self, name)[kept])
 
 
@@ -162,6 +194,16 @@ class _Columns:
             self._buffer = np.hstack([self._buffer, np.empty_like(self._buffer)])
         self._buffer[:, self._num] = column
         self._num += 1
+
+
+def plain_scores(posterior: Posterior, seen: Seen) -> Array:
+    """Logarithm of expected speed x probability of fitting of every candidate, for what was seen before any trial.
+
+    The posterior is that of no measurement but earlier sweeps'. What hardly fits comes last.
+    """
+    fits = probability_fits(posterior, seen, np.arange(len(posterior)))
+    scores = np.log(np.maximum(fits, 1e-30)) - expected_log_times(posterior, seen)
+    return np.asarray(np.where(fits >= MIN_PROBABILITY, scores, scores - 1e3))
 
 
 def expected_log_times(posterior: Posterior, seen: Seen) -> Array:
@@ -189,39 +231,28 @@ def should_stop(
 
 def probability_fits(posterior: Posterior, seen: Seen, rows: NDArray[np.intp]) -> Array:
     """Probability that each of ``rows`` fits in memory, given which candidates did and which did not."""
-    if posterior.log_memory is None:
-        return np.ones(len(rows))
-    shift, shift_std = memory_shift(posterior, seen)
-    spread = np.hypot(posterior.memory_std, shift_std)
-    return normal_cdf(-(posterior.log_memory[rows] + shift) / spread)
+    memory = memory_after(posterior, seen)
+    return np.ones(len(rows)) if memory is None else memory.probability_fits(rows)
 
 
-def memory_shift(posterior: Posterior, seen: Seen) -> tuple[float, float]:
-    """Mean and standard deviation of the error common to all memory predictions, on a grid; zero without any."""
-    log_memory = posterior.log_memory
-    if log_memory is None:
-        return 0.0, 0.0
-    shift = np.linspace(-5, 5, 401) * posterior.memory_shift_std
-    log_density = -0.5 * (shift / posterior.memory_shift_std) ** 2
-    for row in seen.oom:
-        log_density += np.log(normal_cdf((log_memory[row] + shift) / posterior.memory_std) + 1e-300)
-    for row in seen.times_s:
-        if row in seen.peaks:
-            miss = (np.log(seen.peaks[row]) - log_memory[row] - shift) / posterior.memory_std
-            log_density -= 0.5 * miss**2
-        else:
-            log_density += np.log(normal_cdf(-(log_memory[row] + shift) / posterior.memory_std) + 1e-300)
-    density = np.exp(log_density - log_density.max())
-    density /= density.sum()
-    mean = float(density @ shift)
-    return mean, float(np.sqrt(density @ (shift - mean) ** 2))
+def memory_after(posterior: Posterior, seen: Seen) -> MemoryBelief | None:
+    """What is believed of memory after what was seen; None: memory is no concern."""
+    return posterior.memory_after(seen.peaks, seen.times_s.keys() - seen.peaks.keys(), seen.oom)
 
 
 def _learned(posterior: Posterior, seen: Seen) -> Residual:
     times = {**seen.history, **seen.times_s}
     rows = np.array(sorted(times), dtype=np.intp)
     errors = np.log([times[row] for row in rows.tolist()]) - posterior.log_time[rows]
-    return learn(posterior.error, rows, errors)
+    default = posterior.error.noise_std
+    return learn(posterior.error, rows, errors, np.array([seen.noise_std.get(row, default) for row in rows.tolist()]))
+
+
+def _largest(scores: Array, rows: NDArray[np.intp], num: int) -> NDArray[np.intp]:
+    """The ``num`` of ``rows`` with the largest scores."""
+    if len(rows) <= num:
+        return rows
+    return np.asarray(rows[np.argpartition(-scores[rows], num)[:num]], dtype=np.intp)
 
 
 def _assume(posterior: Posterior, residual: Residual, log_times: dict[int, float], rows: tuple[int, ...]) -> Residual:
@@ -232,7 +263,8 @@ def _assume(posterior: Posterior, residual: Residual, log_times: dict[int, float
     errors = residual.mean(new)
     log_times.update(zip(rows, (posterior.log_time[new] + errors).tolist(), strict=True))
     seen = np.concatenate([residual.seen, new])
-    return condition(posterior.error, seen, np.concatenate([residual.errors, errors]), residual.scale)
+    noise = np.concatenate([residual.noise_std, np.full(len(new), posterior.error.noise_std)])
+    return condition(posterior.error, seen, np.concatenate([residual.errors, errors]), residual.scale, noise)
 
 
 def _open_rows(posterior: Posterior, seen: Seen) -> NDArray[np.intp]:

@@ -5,6 +5,7 @@ The *residual* is what corrects predictions by measurements: :mod:`orchestrator.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -12,11 +13,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.search.acquisition import Proposal, ProposalRound, Seen, expected_log_times, should_stop
+from cluster.cost.inputs import CostInputs
+from orchestrator.search.acquisition import (
+    Proposal,
+    ProposalRound,
+    Seen,
+    expected_log_times,
+    plain_scores,
+    should_stop,
+)
 from orchestrator.search.open_candidates import OpenCandidates
+from orchestrator.search.prediction.gaussian_process import Array
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.prediction.relative import RelativePredictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
+from orchestrator.statistics import median
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.sweep.values import PredictedResult, Suggestion
 from orchestrator.units import rate
@@ -33,6 +45,12 @@ MIN_MEASURED_TO_STOP = 4
 """Measurements before the search may stop by itself."""
 STOP_TOLERANCE = 0.01
 """What an improvement must promise, relative, for the search to go on."""
+
+RUN_STD = 0.005
+"""Standard deviation of the log of a step time from run to run, which the interval of one run's steps does not cover
+(placement, clocks)."""
+CI95_STDS = 2 * 1.96
+"""Width of a 95 % interval in standard deviations."""
 
 MIN_KEPT = 384
 """Candidates that a round chooses from, or twice as many as run at the same time if that is more."""
@@ -72,18 +90,16 @@ class _Round:
 class GuidedSearch:
     """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor | RelativePredictor) -> None:
         self._predictor = predictor
-        self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
-        self._keys = tuple(self._rows)
         self._row_of_trial: dict[int, tuple[Candidate, int | None]] = {}
         self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
         self._round: _Round | None = None
 
     def predict(self, candidate: Candidate) -> PredictedResult | None:
         """The prediction of a candidate before any trial of this sweep; None for one the cost model does not know."""
-        row = self._rows.get(candidate.config_key)
-        if row is None:
+        row = self._predictor.candidates.row_of(candidate)
+        if row is None or not self._predictor.is_absolute:
             return None
         return PredictedResult(
             step_time_s=float(self._predictor.estimates.step_s[row]),
@@ -102,13 +118,16 @@ class GuidedSearch:
             found = current.proposals.best(is_open)
         if found is None:
             return None
+        candidate, measured = self._predictor.candidates[found.index], current.num_measured > 0
+        if not (measured or self._predictor.is_absolute or self._predictor.earlier_times_s):
+            return Suggestion(candidate, _usual_reason(found))
         return Suggestion(
-            self._predictor.candidates[found.index],
-            _reason(found, state, measured=current.num_measured > 0),
+            candidate,
+            _reason(found, state, measured=measured),
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.weights[found.index]),
                 log_spread=found.log_std,
-                peak_bytes=float(self._predictor.estimates.peak_bytes[found.index]) * math.exp(found.memory_shift),
+                peak_bytes=self._peak_bytes(found),
                 probability_fits=found.probability_fits,
             ),
         )
@@ -147,7 +166,13 @@ class GuidedSearch:
         is_open = self._is_open(candidates, num_trials, num_ended)
         posterior, seen = self._knowledge(before, self._closed(is_open))
         return _Round(
-            proposals=ProposalRound(posterior, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
+            proposals=ProposalRound(
+                posterior,
+                seen,
+                plain=self._plain,
+                num_tried=num_trials - before.num_checks,
+                keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent),
+            ),
             state=before,
             is_open=is_open,
             num_known=num_known,
@@ -159,8 +184,7 @@ class GuidedSearch:
     def _is_open(self, candidates: OpenCandidates, num_trials: int, num_ended: int) -> NDArray[np.bool_]:
         """Which rows might be proposed when there were so many trials, so many of them ended."""
         if self._row_in is None or self._row_in[0] is not candidates:
-            found = [candidates.row_of.get(key, -1) for key in self._keys]
-            self._row_in = candidates, np.array(found, dtype=np.intp)
+            self._row_in = candidates, self._predictor.candidates.rows_in(candidates.candidates)
         rows = self._row_in[1]
         is_closed = (candidates.tried_by[rows] < num_trials) | (candidates.ruled_out_by[rows] < num_ended)
         return np.asarray((rows >= 0) & ~is_closed)
@@ -180,6 +204,7 @@ class GuidedSearch:
         outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
         seen = Seen(
             times_s={row: self._time_s(trial) for row, trial in learned.items()},
+            noise_std={row: std for row, trial in learned.items() if (std := _noise_std(trial)) is not None},
             peaks={row: peak / self._limit_bytes for row, trial in learned.items() if (peak := _peak_bytes(trial))},
             oom=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, OutOfMemory)),
             infeasible=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, Infeasible)),
@@ -191,6 +216,20 @@ class GuidedSearch:
         )
         stopped = {row: o for row, o in outcomes.items() if isinstance(o, StoppedEarly) and row not in learned}
         return posterior, _with_bounds(posterior, seen, stopped, self._predictor)
+
+    @functools.cached_property
+    def _plain(self) -> Array | None:
+        """Scores before any trial of this sweep; None where only usual effects of knobs are known, not of layouts."""
+        if not (isinstance(self._predictor, Predictor) and isinstance(self._predictor.inputs, CostInputs)):
+            return None
+        history = self._predictor.earlier_times_s
+        return plain_scores(self._predictor.posterior(history), Seen(history=history))
+
+    def _peak_bytes(self, found: Proposal) -> float | None:
+        """Expected peak; None where nothing but usual effects is known, which are relative to a baseline's."""
+        if not self._predictor.is_absolute:
+            return None
+        return self._limit_bytes * math.exp(found.log_peak or 0.0)
 
     @property
     def _limit_bytes(self) -> float:
@@ -208,7 +247,7 @@ class GuidedSearch:
     def _row(self, trial: Trial) -> int | None:
         known = self._row_of_trial.get(trial.number)
         if known is None or known[0] is not trial.candidate:
-            known = trial.candidate, self._rows.get(trial.candidate.config_key)
+            known = trial.candidate, self._predictor.candidates.row_of(trial.candidate)
             self._row_of_trial[trial.number] = known
         return known[1]
 
@@ -217,7 +256,9 @@ class GuidedSearch:
         return [] if row is None or trial.measurement is None else [(row, trial)]
 
 
-def _with_bounds(posterior: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
+def _with_bounds(
+    posterior: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor | RelativePredictor
+) -> Seen:
     """``seen`` with trials that were stopped early, which take at least so long.
 
     Where they were expected to take longer, that is no news; else they teach as if that were what they take.
@@ -230,6 +271,15 @@ def _with_bounds(posterior: Posterior, seen: Seen, stopped: Mapping[int, Stopped
     return replace(
         seen, history={**seen.history, **dict(news[-MAX_BOUNDS:])}, excluded=seen.excluded | frozenset(bounds)
     )
+
+
+def _noise_std(trial: Trial) -> float | None:
+    """Standard deviation of the log of its step time; None where a single step says nothing of it."""
+    assert trial.measurement is not None
+    ci95 = median(trial.measurement.step_times_s, trial.measurement.step_time_resolution_s).ci95
+    if ci95 is None:
+        return None
+    return math.hypot(math.log(ci95.high / ci95.low) / CI95_STDS, RUN_STD)
 
 
 def _peak_bytes(trial: Trial) -> int:
@@ -253,10 +303,17 @@ def num_calibrating(num_measured: int) -> int:
     return low
 
 
+def _usual_reason(proposal: Proposal) -> str:
+    """Before anything is known of the program's speed."""
+    gain, spread = 1 / proposal.time_s, math.expm1(proposal.log_std)
+    return f"best by what knobs usually do: {gain:.2f}x the baseline (give or take {spread:.0%})"
+
+
 def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
     workload = state.sweep.workload
     speed = f"{rate(workload.tokens_per_step / proposal.time_s)} {state.unit}"
     spread = math.expm1(proposal.log_std)
-    how = "largest expected improvement per device-second" if measured else "best prediction"
+    improves = measured and not proposal.is_plain
+    how = "largest expected improvement per device-second" if improves else "best prediction before any trial"
     fits = f", fits with {proposal.probability_fits:.0%}" if proposal.probability_fits < 0.995 else ""
     return f"{how}: {speed} expected (give or take {spread:.0%}{fits})"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.candidate_table import CandidateTable
 from orchestrator.space.dominance import OwnMemory, Pruner
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import OutOfMemory
@@ -29,8 +30,7 @@ class OpenCandidates:
 
     def __init__(self, candidates: Sequence[Candidate], own_memory: OwnMemory | None = None) -> None:
         self._own_memory = own_memory
-        self.candidates = tuple(candidates)
-        self.row_of = {candidate.config_key: row for row, candidate in enumerate(self.candidates)}
+        self.candidates = CandidateTable.of(candidates)
         self._start()
 
     def _start(self) -> None:
@@ -52,7 +52,7 @@ class OpenCandidates:
         if not self._is_later(state):
             self._start()
         for trial in state.trials.since(len(self._state.trials)):
-            row = self.row_of.get(trial.candidate.config_key)
+            row = self.candidates.row_of(trial.candidate)
             if row is not None and trial.check is None:
                 self.tried_by[row] = min(self.tried_by[row], trial.number)
         num_known = len(self._state.end_order)

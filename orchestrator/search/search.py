@@ -12,17 +12,17 @@ import functools
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.candidate_table import CandidateTable
 from orchestrator.search.open_candidates import OpenCandidates
 from orchestrator.space.dominance import OwnMemory, Pruner
 from orchestrator.space.knobs.own import INHERITED
 from orchestrator.space.large import LargeSpace, Lookup, without_effect
-from orchestrator.space.naming import Features, Scalar
+from orchestrator.space.naming import FeatureColumns, Features, Scalar, feature_columns
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import PredictedResult, Suggestion
@@ -60,8 +60,8 @@ class Search:
             restricted to legal candidates), ``random``, or ``grid`` (the candidates in their order).
         guide: the guided sampler; without one ``guided`` proposes as ``tpe``.
         stop_when_converged: end when the guide expects nothing better, rather than with the budget.
-        beyond: the space of which ``candidates`` are a part, where it was too large to enumerate. Then ``guided`` is
-            conditional TPE over the whole space, after a warm start with what the guide proposes of the part.
+        beyond: the space of which ``candidates`` are a part, where it was too large to enumerate. Then conditional TPE
+            and random draws range over the whole space; ``guided`` goes there when its guide knows nothing more.
         own_memory: what is known of the memory that the user's own knobs take.
     """
 
@@ -77,14 +77,16 @@ class Search:
         beyond: LargeSpace | None = None,
         own_memory: OwnMemory | None = None,
     ) -> None:
-        self._candidates = {candidate.config_key: candidate for candidate in candidates}
+        if not isinstance(candidates, CandidateTable):
+            candidates = CandidateTable.of(dict.fromkeys(candidates))
+        self._candidates = candidates
         self._features = features
         self._sampler: SamplerName = "tpe" if sampler == "guided" and guide is None else sampler
         self._seed = seed
         self._guide = guide if sampler == "guided" else None
         self._stop_when_converged = stop_when_converged
         self._own_memory = own_memory
-        self._open = OpenCandidates(tuple(self._candidates.values()), own_memory)
+        self._open = OpenCandidates(self._candidates, own_memory)
         self._beyond = beyond
         if beyond is not None and sampler == "guided":
             logger.warning("%s", beyond.message)
@@ -92,17 +94,18 @@ class Search:
     def ask(self, trial: int, state: SweepState) -> Suggestion | None:
         """The candidate for trial number ``trial``; None when every legal one has been proposed or ruled out."""
         self._open.follow(state)
+        found = None if self._guide is None else self._guide.ask(state, self._open)
+        if found is not None:
+            return found
         if self._beyond is not None and self._sampler != "grid":
             return self._ask_beyond(self._beyond, trial, state)
         unseen = self._open.open_rows
         if not unseen.size:
             return None
-        if self._guide is not None:
-            return self._guide.ask(state, self._open)
         if self._sampler == "grid":
             return Suggestion(self._open.candidates[unseen[0]], "next in the grid")
         rng = random.Random(digest([self._seed, trial]))
-        if self._sampler == "random":
+        if self._sampler in ("random", "guided"):
             return Suggestion(self._open.candidates[rng.choice(unseen)], "drawn at random")
         return self._ask_tpe(state, unseen, rng)
 
@@ -112,7 +115,7 @@ class Search:
 
     def is_converged(self, state: SweepState) -> bool:
         """Whether the sweep should stop because nothing better is expected. Only ever so when asked for."""
-        if self._guide is None or not self._stop_when_converged or self._beyond is not None:
+        if self._guide is None or not self._stop_when_converged:
             return False
         self._open.follow(state)
         return bool(self._open.open_rows.size) and self._guide.is_converged(state, self._open)
@@ -126,17 +129,19 @@ class Search:
 
     @functools.cached_property
     def _space(self) -> _Space:
-        return _Space([self._features(candidate) for candidate in self._candidates.values()])
+        return _Space(feature_columns(self._candidates, self._features))
 
     @functools.cached_property
-    def _codes(self) -> NDArray[np.int64]:
+    def _codes(self) -> NDArray[np.int32]:
         """Encoded candidates, shape (candidates, knobs)."""
-        rows = [self._space.encode(self._features(candidate)) for candidate in self._open.candidates]
-        return np.array([[row[name] for name in self._space.names] for row in rows], dtype=np.int64)
+        return self._space.codes
 
-    @functools.cached_property
-    def _row_at(self) -> dict[tuple[int, ...], int]:
-        return {tuple(codes): row for row, codes in enumerate(self._codes.tolist())}
+    def _row_at(self, point: tuple[int, ...]) -> int:
+        """The row of the candidate with these encoded knobs, -1 where there is none."""
+        rows = np.arange(len(self._open.candidates))
+        for column, code in zip(self._codes.T, point, strict=True):
+            rows = rows[column[rows] == code]
+        return int(rows[0]) if rows.size else -1
 
     def _ask_tpe(self, state: SweepState, unseen: NDArray[np.intp], rng: random.Random) -> Suggestion:
         study = self._rebuild_study(state, seed=rng.randrange(2**31))
@@ -145,17 +150,13 @@ class Search:
         for _ in range(_MAX_DRAWS):
             params = study.ask(self._space.distributions).params
             point = tuple(params[name] for name in self._space.names)
-            if (row := self._row_at.get(point, -1)) in remaining:
+            if (row := self._row_at(point)) in remaining:
                 return Suggestion(self._open.candidates[row], "proposed by TPE")
         distance = self._space.distances(self._codes[unseen], np.array(point))
         nearest = rng.choice(np.flatnonzero(distance <= distance.min() + 1e-9).tolist())
         return Suggestion(self._open.candidates[unseen[nearest]], "nearest legal candidate to TPE's proposal")
 
     def _ask_beyond(self, large: LargeSpace, trial: int, state: SweepState) -> Suggestion | None:
-        if self._guide is not None and trial <= _num_startup_trials(state):
-            found = self._guide.ask(state, self._open)
-            if found is not None:
-                return replace(found, reason=f"warm start: {found.reason}")
         rng = random.Random(digest([self._seed, trial]))
         tried = {known.candidate for known in state.trials}
         if self._sampler != "random":
@@ -228,10 +229,10 @@ class _Space:
     An own knob that a candidate does not set has a value of its own there.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Scalar]]) -> None:
-        names = dict.fromkeys(name for row in rows for name in row)
-        choices = {name: sorted({row.get(name, INHERITED) for row in rows}, key=_sort_key) for name in names}
+    def __init__(self, columns: FeatureColumns) -> None:
+        choices = {name: sorted(values, key=_sort_key) for name, (values, _) in columns.items()}
         self._choices = {name: values for name, values in choices.items() if len(values) > 1}
+        self._columns = columns
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -243,6 +244,16 @@ class _Space:
             name: values.index(value) if (value := row.get(name, INHERITED)) in values else -1
             for name, values in self._choices.items()
         }
+
+    @property
+    def codes(self) -> NDArray[np.int32]:
+        """Encoded candidates, shape (candidates, knobs)."""
+        num = max((len(places) for _, places in self._columns.values()), default=0)
+        found = np.zeros((num, len(self._choices)), dtype=np.int32, order="F")
+        for column, (name, choices) in enumerate(self._choices.items()):
+            values, places = self._columns[name]
+            found[:, column] = np.array([choices.index(value) for value in values], dtype=np.int32)[places]
+        return found
 
     @property
     def spans(self) -> dict[str, float]:
@@ -261,11 +272,13 @@ class _Space:
             for name, values in self._choices.items()
         }
 
-    def distances(self, codes: NDArray[np.int64], point: NDArray[np.int64]) -> NDArray[np.float64]:
+    def distances(self, codes: NDArray[np.int32], point: NDArray[np.int64]) -> NDArray[np.float64]:
         """Sum over knobs of 0..1: relative index distance for ordered knobs, equal or not for others."""
-        spans = np.array(list(self.spans.values()))
-        misses = np.abs(codes - point)
-        return np.asarray(np.where(spans > 0, misses / np.maximum(spans, 1.0), misses > 0).sum(axis=1))
+        total = np.zeros(len(codes))
+        for column, (span, wanted) in enumerate(zip(self.spans.values(), point.tolist(), strict=True)):
+            miss = np.abs(codes[:, column] - wanted)
+            total += miss / max(span, 1.0) if span > 0 else miss > 0
+        return total
 
     def _is_ordered(self, name: str) -> bool:
         return all(isinstance(value, int | float) and not isinstance(value, bool) for value in self._choices[name])

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trials.spec import Candidate, Counts, Layout, OwnChoice
+from cluster.candidate_table import CandidateTable, combined
+from trials.spec import Candidate, Counts, Kernels, Layout, OwnChoice
 
 LESS_WITH_MORE = ("zero_stage", "dp_shard", "tp", "cp", "sequence_parallel", "shard_embedding")
 """Fields of the layout whose larger values need less memory, or as much."""
@@ -46,20 +46,28 @@ class Pruner:
     def __init__(
         self, candidates: Sequence[Candidate], *, global_batch_size: int | None = None, own: OwnMemory | None = None
     ) -> None:
-        self._candidates = candidates
+        self._table = CandidateTable.of(candidates)
         self._batch = global_batch_size
         self._own: OwnMemory = own or {}
         self._groups: dict[Hashable, _Group] = {}
 
     @functools.cached_property
-    def _members(self) -> dict[Hashable, list[int]]:
-        members: dict[Hashable, list[int]] = defaultdict(list)
-        for row, candidate in enumerate(self._candidates):
-            members[self._key(candidate)].append(row)
-        return members
+    def _members(self) -> dict[Hashable, NDArray[np.intp]]:
+        """Rows of every group."""
+        table = self._table
+        accumulates, of_batch = table.each(("micro_batch_size", "layout.dp"), self._accumulates)
+        undirected, of_own = table.each(("own",), lambda candidate: _undirected(candidate, self._own))
+        keys = [table.combinations(_GROUPED_BY)[1], np.array(accumulates, dtype=np.int32)[of_batch]]
+        keys.append(np.array([undirected.index(own) for own in undirected], dtype=np.int32)[of_own])
+        firsts, places = combined([(key, int(key.max(initial=0)) + 1) for key in keys])
+        rows = np.split(np.argsort(places, kind="stable"), np.cumsum(np.bincount(places))[:-1])
+        return {self._key(candidate): of_group for candidate, of_group in zip(table.take(firsts), rows, strict=True)}
+
+    def _accumulates(self, candidate: Candidate) -> bool:
+        return self._batch is not None and candidate.num_microbatches(self._batch) > 1
 
     def _key(self, candidate: Candidate) -> Hashable:
-        return _group(candidate, self._batch), _undirected(candidate, self._own)
+        return _group(candidate), self._accumulates(candidate), _undirected(candidate, self._own)
 
     def add(self, witness: Candidate) -> dict[int, str]:
         """What ``witness`` rules out beyond those before it: row of the candidate to rule id.
@@ -68,26 +76,33 @@ class Pruner:
         """
         key = self._key(witness)
         if key not in self._groups:
-            rows = self._members.get(key, [])
-            candidates = [self._candidates[row] for row in rows]
-            self._groups[key] = _Group(candidates, np.array(rows, dtype=np.int64), self._own)
+            rows = self._members.get(key, np.zeros(0, dtype=np.intp))
+            self._groups[key] = _Group(self._table.take(rows), rows, self._own)
         return self._groups[key].add(witness)
 
 
 class _Group:
     """Candidates with the same undeclared knobs: what each demands, and which are left."""
 
-    def __init__(self, candidates: Sequence[Candidate], rows: NDArray[np.int64], own: OwnMemory) -> None:
-        self._candidates, self._rows, self._own = candidates, rows, own
-        self._engines = np.array([_engine_codes(candidate.layout) for candidate in candidates], dtype=np.int64)
-        self._left = np.arange(len(candidates))
-        self._describe(_patterns(candidates))
+    def __init__(self, table: CandidateTable, rows: NDArray[np.intp], own: OwnMemory) -> None:
+        self._table, self._rows, self._own = table, rows, own
+        self._left = np.arange(len(table))
+        if not len(table):
+            return
+        engines, places = table.each(("layout",), lambda candidate: _engine_codes(candidate.layout))
+        self._engines = np.array(engines, dtype=np.int64)[places]
+        self._describe(_patterns(table.take(table.combinations(("recompute",))[0])))
 
     def _describe(self, patterns: tuple[str, ...]) -> None:
         self._patterns = patterns
-        demands = [_demand(candidate, patterns, self._own) for candidate in self._candidates]
-        self._names = [name for name, numbers in (demands[0] if demands else {}).items() for _ in numbers]
-        self._matrix = np.array([_flat(demand) for demand in demands], dtype=np.int64)
+        demand = _demand(self._table[0], patterns, self._own)
+        self._names = [name for name, numbers in demand.items() for _ in numbers]
+        columns = []
+        for reads, part_of in _DEMANDS:
+            firsts, places = self._table.combinations(reads)
+            parts = [_flat(part_of(candidate, patterns, self._own)) for candidate in self._table.take(firsts)]
+            columns.append(np.array(parts, dtype=np.int64)[places])
+        self._matrix = np.hstack(columns)
 
     def add(self, witness: Candidate) -> dict[int, str]:
         if not self._left.size:
@@ -117,17 +132,15 @@ def _rule_id(differing: Set[str]) -> str:
             return "oom-several"
 
 
-def _group(candidate: Candidate, global_batch_size: int | None) -> Hashable:
+def _group(candidate: Candidate) -> Hashable:
     """Key of candidates that can be compared: every field without a direction must be equal."""
     layout, loader = candidate.layout, candidate.loader
-    accumulates = global_batch_size is not None and candidate.num_microbatches(global_batch_size) > 1
     return (
         *(getattr(layout, name) for name in _UNDECLARED_LAYOUT),
         *(getattr(loader, name) for name in _UNDECLARED_LOADER),
         candidate.precision,
         dataclasses.replace(candidate.kernels, loss_chunks=1),
         candidate.offload,
-        accumulates,
     )
 
 
@@ -140,6 +153,14 @@ _UNDECLARED_LAYOUT = tuple(
 _UNDECLARED_LOADER = tuple(
     field.name for field in dataclasses.fields(Candidate().loader) if field.name not in MORE_WITH_MORE
 )
+_GROUPED_BY = (
+    *(f"layout.{name}" for name in _UNDECLARED_LAYOUT),
+    *(f"loader.{name}" for name in _UNDECLARED_LOADER),
+    "precision",
+    *(f"kernels.{field.name}" for field in dataclasses.fields(Kernels) if field.name != "loss_chunks"),
+    "offload",
+)
+"""What :func:`_group` makes its key of."""
 
 
 def _engines(layout: Layout) -> tuple[str, str, str]:
@@ -163,20 +184,43 @@ def _undirected(candidate: Candidate, own: OwnMemory) -> Hashable:
     return tuple(choice.name if choice in own.get(choice.name, {}) else choice for choice in candidate.own)
 
 
-def _demand(candidate: Candidate, patterns: Sequence[str], own: OwnMemory) -> dict[str, tuple[int, ...]]:
-    """Numbers by knob that grow with the memory the knob costs."""
+Demand = dict[str, tuple[int, ...]]
+"""Numbers by knob that grow with the memory the knob costs."""
+
+
+def _demand(candidate: Candidate, patterns: Sequence[str], own: OwnMemory) -> Demand:
+    found: Demand = {}
+    for _, part_of in _DEMANDS:
+        found |= part_of(candidate, patterns, own)
+    return found
+
+
+def _of_layout(candidate: Candidate, _patterns: Sequence[str], _own: OwnMemory) -> Demand:
     layout = candidate.layout
     return {
-        "micro_batch_size": (candidate.micro_batch_size,),
         # More replicas mean fewer micro-batches in flight, or as many.
         "dp": (-layout.dp,),
         **{name: (-int(getattr(layout, name)),) for name in LESS_WITH_MORE},
-        **{name: (int(getattr(candidate.loader, name)),) for name in MORE_WITH_MORE},
         "gradient_reduction": (int(layout.gradient_reduction == "last"),),
-        "loss_chunks": (-candidate.kernels.loss_chunks,),
-        "recompute": _kept_layers(candidate, patterns),
-        **{f"own.{c.name}": (own[c.name][c],) for c in candidate.own if c in own.get(c.name, {})},
     }
+
+
+def _of_own(candidate: Candidate, _patterns: Sequence[str], own: OwnMemory) -> Demand:
+    return {f"own.{c.name}": (own[c.name][c],) for c in candidate.own if c in own.get(c.name, {})}
+
+
+_DEMANDS: tuple[tuple[tuple[str, ...], Callable[[Candidate, Sequence[str], OwnMemory], Demand]], ...] = (
+    (("micro_batch_size",), lambda candidate, _patterns, _own: {"micro_batch_size": (candidate.micro_batch_size,)}),
+    (("layout",), _of_layout),
+    (("loader",), lambda c, _patterns, _own: {name: (int(getattr(c.loader, name)),) for name in MORE_WITH_MORE}),
+    (("kernels.loss_chunks",), lambda c, _patterns, _own: {"loss_chunks": (-c.kernels.loss_chunks,)}),
+    (
+        ("layout.pp", "layout.num_virtual_stages", "recompute"),
+        lambda candidate, patterns, _own: {"recompute": _kept_layers(candidate, patterns)},
+    ),
+    (("own",), _of_own),
+)
+"""The parts of a candidate's demand, each with the fields, or attributes of theirs, that it depends on."""
 
 
 def _kept_layers(candidate: Candidate, patterns: Sequence[str]) -> tuple[int, ...]:

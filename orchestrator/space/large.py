@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.candidate_table import CandidateTable
 from orchestrator.space.naming import Features, Scalar
 from orchestrator.space.space import Frame, Space
 from trials.spec import Candidate
 
-MAX_ENUMERATED = 200_000
+MAX_ENUMERATED = 1_000_000
 """Candidates of legal layouts that are listed and ranked one by one."""
 SAMPLE_SIZE = 20_000
-"""Candidates drawn from a larger space for the cost model to rank."""
+"""Candidates drawn from a larger space where there is no cost model to say which."""
 MAX_MISSES = 64
 """Illegal draws in a row after which a space counts as empty."""
 
@@ -36,13 +37,18 @@ class LargeSpace:
     space: Space
     """Only frames that no rule on layouts rejects, at least one."""
     is_legal: Callable[[Candidate], bool]
+    is_modelled: bool = False
+    """Whether the cost model drew the candidates that stand for the space."""
 
     @property
     def message(self) -> str:
         """Sentence for people on what is done about the size of the space."""
+        what = "those listed were drawn where the cost model expects the best"
+        if not self.is_modelled:
+            what = "those listed were drawn at random, and conditional TPE goes beyond them"
         return (
             f"too large to enumerate: {self.space.product_size:,} combinations of choices, {len(self.space):,} "
-            f"candidates of {len(self.space.frames):,} layouts; falling back to conditional TPE with warm start"
+            f"candidates of {len(self.space.frames):,} layouts; {what}"
         )
 
     def draw(self, rng: random.Random) -> Candidate | None:
@@ -53,7 +59,7 @@ class LargeSpace:
                 return candidate
         return None
 
-    def sample(self, num: int, seed: int) -> tuple[Candidate, ...]:
+    def sample(self, num: int, seed: int) -> CandidateTable:
         """Up to ``num`` different legal candidates, the same for the same seed."""
         rng = random.Random(seed)
         found: dict[Candidate, None] = {}
@@ -62,7 +68,7 @@ class LargeSpace:
             if candidate is None or len(found) == num:
                 break
             found[candidate] = None
-        return tuple(found)
+        return CandidateTable.of(found)
 
     def _completion(self, frame: Frame, rng: random.Random) -> Candidate:
         fields = {name: rng.choice(values) for name, values in self.space.parts.items()}

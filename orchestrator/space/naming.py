@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
+from cluster.candidate_table import FIELDS, CandidateTable, Codes
 from orchestrator.space.knobs import KNOBS
 from orchestrator.space.knobs.own import INHERITED
 from orchestrator.space.knobs.text import plain_knob
@@ -14,6 +17,31 @@ from trials.spec import Candidate
 Scalar = str | int | float | bool
 Features = Callable[[Candidate], Mapping[str, Scalar]]
 """Flat description of a candidate: knob values by name, like :func:`flat_params`."""
+
+FeatureColumns = Mapping[str, tuple[list[Scalar], Codes]]
+"""By feature, its distinct values and every candidate's place among them."""
+
+_READS = {knob.name: ("layout", knob.part) if knob.name == "recompute" else (knob.part,) for knob in KNOBS}
+"""Fields of a candidate that each knob's value, as :func:`flat_params` writes it, depends on."""
+
+
+def feature_columns(table: CandidateTable, features: Features) -> FeatureColumns:
+    """The features of all candidates, asked for once per combination of what they depend on.
+
+    One that a candidate does not have is :data:`INHERITED` there.
+    """
+    reads = {"world_size": ("layout",), "selective": ("recompute",), **_READS}
+    reads |= {choice.name: ("own",) for own in table.values["own"] for choice in own}
+    columns: dict[str, tuple[list[Scalar], Codes]] = {}
+    first = features(table[0]) if len(table) else {}
+    names = dict.fromkeys((*first, *(choice.name for own in table.values["own"] for choice in own)))
+    for read in dict.fromkeys(reads.get(name, FIELDS) for name in names):
+        rows, places = table.each(read, features)
+        for name in (name for name in names if reads.get(name, FIELDS) == read):
+            known: dict[Scalar, int] = {}
+            code = [known.setdefault(row.get(name, INHERITED), len(known)) for row in rows]
+            columns[name] = list(known), np.array(code, dtype=np.int32)[places]
+    return columns
 
 
 def describe(candidate: Candidate) -> dict[str, Any]:

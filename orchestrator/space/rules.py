@@ -6,11 +6,16 @@ Those that need to know the hardware are silent while the topology is unknown; t
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.candidate_table import FIELDS, CandidateTable
 from cluster.hardware.topology import Topology, is_slice_name
 from orchestrator.space.knobs import KNOBS
 from orchestrator.space.knobs.own import INHERITED
@@ -42,11 +47,20 @@ _KNOBS = {knob.name: knob for knob in KNOBS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One way to be illegal. ``reads="layout"`` promises to look at ``layout`` and ``micro_batch_size`` only."""
+    """One way to be illegal."""
 
     id: str
-    reads: Literal["layout", "candidate"]
     check: Check
+    reads: tuple[str, ...] = FIELDS
+    """All that ``check`` looks at of a candidate: fields, or attributes of theirs like ``layout.tp``. Candidates that
+    agree in those are judged alike, and once."""
+    concerns: Collection[Candidate] | None = None
+    """The only candidates that may break it; None: any."""
+
+    @property
+    def is_on_layout(self) -> bool:
+        """Whether layout and micro-batch size alone decide."""
+        return all(name.partition(".")[0] in ("layout", "micro_batch_size") for name in self.reads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +165,11 @@ def _slices_alone(case: Case) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(id="tp-in-node", reads="layout", check=_tp_in_node),
-    Rule(id="fits-lease", reads="layout", check=_fits_lease),
-    Rule(id="slices-alone", reads="layout", check=_slices_alone),
+    Rule(id="tp-in-node", reads=("layout.tp",), check=_tp_in_node),
+    Rule(id="fits-lease", reads=("layout",), check=_fits_lease),
+    Rule(id="slices-alone", reads=("layout",), check=_slices_alone),
     *map(_of_runner, legality.RULES),
-    Rule(id="amp-dtype", reads="candidate", check=_amp_dtype),
+    Rule(id="amp-dtype", reads=("precision",), check=_amp_dtype),
 )
 """The fixed rules in the order in which violations are reported."""
 
@@ -179,21 +193,77 @@ def violations(rules: Iterable[Rule], case: Case) -> Iterator[Violation]:
             yield Violation(rule_id=rule.id, reason=reason)
 
 
+def first_broken(
+    rules: Sequence[Rule], table: CandidateTable, workload: Workload, topology: Topology | None
+) -> NDArray[np.int64]:
+    """The place in ``rules`` of the first one that each candidate breaks, shape (n,); -1 for one that breaks none.
+
+    Each rule judges every combination of what it reads once.
+    """
+    first = np.full(len(table), -1, dtype=np.int64)
+    left = np.arange(len(table))
+    for reads, group in itertools.groupby(enumerate(rules), key=lambda item: (item[1].reads, item[1].concerns)):
+        if not left.size:
+            break
+        rows = left if reads[1] is None else _rows_of(reads[1], table, left)
+        found = _judge(list(group), reads[0], table.take(rows), workload, topology)
+        first[rows] = found
+        left = left[first[left] < 0]
+    return first
+
+
+def _judge(
+    rules: Sequence[tuple[int, Rule]],
+    reads: tuple[str, ...],
+    table: CandidateTable,
+    workload: Workload,
+    topology: Topology | None,
+) -> NDArray[np.int64]:
+    """By row, the number of the first of ``rules``, which all read the same, that it breaks, or -1."""
+
+    def judged(candidate: Candidate) -> int:
+        case = Case(candidate=candidate, workload=workload, topology=topology)
+        return next((number for number, rule in rules if rule.check(case) is not None), -1)
+
+    found, places = table.each(reads, judged)
+    return np.array(found, dtype=np.int64)[places]
+
+
+def _rows_of(candidates: Collection[Candidate], table: CandidateTable, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Those of ``rows`` that hold one of the candidates."""
+    found = [row for candidate in candidates if (row := table.row_of(candidate)) is not None]
+    return np.asarray(np.intersect1d(rows, np.array(found, dtype=np.intp)))
+
+
 def rules_for(filters: Filters | None) -> tuple[Rule, ...]:
     """The fixed rules and those the user's filters stand for, rules on layouts first."""
     own = (*_filter_rules(filters), *filters.others) if filters is not None else ()
-    return tuple(sorted((*RULES, *own), key=lambda rule: rule.reads != "layout"))
+    return tuple(sorted((*RULES, *own), key=lambda rule: not rule.is_on_layout))
 
 
 def _filter_rules(filters: Filters) -> Iterable[Rule]:
     if filters.world_size is not None:
-        yield Rule(id=WORLD_SIZE, reads="layout", check=_allowed_world_size(filters.world_size))
+        yield Rule(id=WORLD_SIZE, reads=("layout",), check=_allowed_world_size(filters.world_size))
     elif filters.whole_lease:
-        yield Rule(id=WORLD_SIZE, reads="layout", check=_whole_lease(filters.min_nodes))
+        yield Rule(id=WORLD_SIZE, reads=("layout",), check=_whole_lease(filters.min_nodes))
     for i, pattern in enumerate(filters.forbid):
-        yield Rule(id=f"forbid.{i}", reads="candidate", check=_forbidden(pattern))
+        yield Rule(id=f"forbid.{i}", reads=_read_by(pattern), check=_forbidden(pattern))
     for i, pattern in enumerate(filters.require):
-        yield Rule(id=f"require.{i}", reads="candidate", check=_required(pattern))
+        yield Rule(id=f"require.{i}", reads=_read_by(pattern), check=_required(pattern))
+
+
+def _read_by(pattern: Pattern) -> tuple[str, ...]:
+    """Fields that the knobs of a pattern belong to, and what their values are resolved against."""
+    found: dict[str, None] = {}
+    for name in pattern:
+        knob = _KNOBS.get(name)
+        if knob is None:
+            found["layout" if name == "world_size" else "own"] = None
+        elif knob.resolve is not None:
+            found |= dict.fromkeys(("layout", knob.part))
+        else:
+            found[knob.part] = None
+    return tuple(name for name in FIELDS if name in found)
 
 
 def _allowed_world_size(allowed: tuple[int, ...]) -> Check:

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.candidate_table import CandidateTable
 from orchestrator.space.knobs import KNOBS
 from orchestrator.space.knobs.canonical import (
     build_kernels,
@@ -70,7 +74,49 @@ class Space:
         return self.product_size - len(self)
 
     def num_completions(self, frame: Frame) -> int:
-        return len(frame.recomputes) * math.prod(map(len, self.parts.values()))
+        return len(frame.recomputes) * self.num_choices
+
+    @property
+    def num_choices(self) -> int:
+        """Combinations of the choices that do not depend on the layout."""
+        return math.prod(map(len, self.parts.values()))
+
+    def table(self) -> CandidateTable:
+        """All candidates, frame by frame, in the order of :meth:`completions`."""
+        rows = np.arange(len(self), dtype=np.int64)
+        return self.rows_of(self.policies(), rows // self.num_choices, rows % self.num_choices)
+
+    def first_completions(self) -> CandidateTable:
+        """The first candidate of every frame."""
+        starts = np.cumsum([0, *(len(frame.recomputes) for frame in self.frames)])[:-1]
+        return self.rows_of(self.policies(), starts, np.zeros(len(starts), dtype=np.int64))
+
+    def policies(self) -> CandidateTable:
+        """Every frame with each of its recompute policies, and with the first choice of all else."""
+        base = {name: values[:1] for name, values in self.parts.items()}
+        layouts, sizes, recomputes = _Places(), _Places(), _Places()
+        for frame in self.frames:
+            layout, size = layouts.of(frame.layout), sizes.of(frame.micro_batch_size)
+            for policy in frame.recomputes:
+                layouts.add(layout)
+                sizes.add(size)
+                recomputes.add(recomputes.of(policy))
+        found = {"layout": layouts, "micro_batch_size": sizes, "recompute": recomputes}
+        zeros = np.zeros(len(layouts.codes), dtype=np.int32)
+        return CandidateTable(
+            {**{name: tuple(places.known) for name, places in found.items()}, **base},
+            {**{name: np.array(p.codes, dtype=np.int32) for name, p in found.items()}, **dict.fromkeys(base, zeros)},
+        )
+
+    def rows_of(self, policies: CandidateTable, policy: NDArray[np.int64], choice: NDArray[np.int64]) -> CandidateTable:
+        """Candidates by the rows of :meth:`policies` and the numbers of their combinations of choices."""
+        values = {name: policies.values[name] for name in ("layout", "micro_batch_size", "recompute")}
+        codes = {name: policies.codes[name][policy] for name in values}
+        for name, choices in reversed(tuple(self.parts.items())):
+            values[name] = choices
+            codes[name] = (choice % len(choices)).astype(np.int32)
+            choice = choice // len(choices)
+        return CandidateTable(values, codes)
 
     def completions(self, frame: Frame) -> Iterator[Candidate]:
         """Candidates that share layout and micro-batch size with ``frame``."""
@@ -82,6 +128,20 @@ class Space:
     def __iter__(self) -> Iterator[Candidate]:
         for frame in self.frames:
             yield from self.completions(frame)
+
+
+class _Places:
+    """Distinct values in order of appearance, and places of values among them."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, int] = {}
+        self.codes: list[int] = []
+
+    def of(self, value: Any) -> int:
+        return self.known.setdefault(value, len(self.known))
+
+    def add(self, code: int) -> None:
+        self.codes.append(code)
 
 
 def make_space(choices: Choices, model: Model, own: Sequence[OwnKnob] = ()) -> Space:

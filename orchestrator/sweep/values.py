@@ -234,13 +234,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedResult:
-    """The cost model's estimate of a candidate, its time corrected by the trials known when it was proposed."""
+    """What was expected of a candidate, by the cost model or what knobs usually do, corrected by the trials known when
+    it was proposed."""
 
     step_time_s: float
     log_spread: float
     """Standard deviation of log(measured / expected step time)."""
-    peak_bytes: float
-    """Peak memory of the fullest rank, by the cost model alone."""
+    peak_bytes: float | None
+    """Peak memory of the fullest rank; None where no cost model tells."""
     probability_fits: float
     """Probability that it does not run out of memory, 0 to 1."""
 

@@ -59,9 +59,8 @@ def _proposed(explained: Explanation) -> RenderableType:
         grid.add_row("changed", Text(units.changes_words(explained.changed)))
     if expected := trial.expected:
         words = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
-        memory = (
-            f"peak {units.num_bytes(expected.peak_bytes)}, fits with a probability of {expected.probability_fits:.0%}"
-        )
+        peak = "" if expected.peak_bytes is None else f"peak {units.num_bytes(expected.peak_bytes)}, "
+        memory = f"{peak}fits with a probability of {expected.probability_fits:.0%}"
         grid.add_row("expected", Text(f"{words}, {memory}"))
     if measured:
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""

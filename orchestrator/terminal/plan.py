@@ -14,6 +14,7 @@ from orchestrator.objective import unit_legend
 from orchestrator.planning.candidate import Why
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.predictions import PlanPredictions
+from orchestrator.planning.usual import UsualGain, UsualRanking
 from orchestrator.recipes.variables import assignments
 from orchestrator.search.prediction.prediction import Prediction
 from orchestrator.space.naming import short_name
@@ -25,6 +26,8 @@ from trials.spec import Candidate
 
 MAX_CANDIDATES = 20
 """Candidates of a plan that are shown."""
+SURELY_FITS = 0.995
+"""Probability of fitting into memory from which on it is not told."""
 MAX_PREDICTIONS = 10
 """Candidates expected to be fastest that are shown."""
 
@@ -33,22 +36,25 @@ def render_planned_file(planned: PlannedFile) -> RenderableType:
     """The ranking, then how it came about; of one candidate only, where one was asked for."""
     if planned.why is not None:
         return render_why(planned.why)
+    if planned.predictions is None and planned.usual is not None and planned.usual.top:
+        ranking = render_usual(planned.usual, planned.unpredicted)
+        return Group(ranking, Text(""), render_plan(planned.plan, is_ranked=True, has_baseline=True))
     if planned.predictions is None:
         return Group(render_plan(planned.plan), Text(""), Text(f"no prediction: {planned.unpredicted}"))
     return Group(render_predictions(planned.predictions), Text(""), render_plan(planned.plan, is_ranked=True))
 
 
-def render_plan(plan: Plan, *, is_ranked: bool = False) -> RenderableType:
+def render_plan(plan: Plan, *, is_ranked: bool = False, has_baseline: bool = False) -> RenderableType:
     """How many candidates there are, the first of them, and what was ruled out by which rule.
 
-    ``is_ranked``: the candidates were listed before, the baseline among them; only what a dry run predicted of some is
-    told here.
+    ``is_ranked``: the candidates were listed before, the baseline among them unless ``has_baseline``; only what a dry
+    run predicted of some is told here.
     """
     parts: list[RenderableType] = [_head(plan)]
     if plan.too_large:
         parts.append(Text(plan.too_large, style="yellow"))
     parts += [Text(plan.devices)] if plan.devices else []
-    if not is_ranked:
+    if not is_ranked or has_baseline:
         parts.append(_baseline(plan))
     if not is_ranked or _has_memory(plan):
         parts += [Text(""), _candidates(plan)]
@@ -84,7 +90,7 @@ def _baseline(plan: Plan) -> Text:
 def _head(plan: Plan) -> Text:
     rejected = f"{sum(plan.num_rejected.values()):,} rejected"
     if plan.too_large:
-        drawn = (f"{len(plan.candidates):,} legal candidates drawn at random", "bold green")
+        drawn = (f"{len(plan.candidates):,} legal candidates drawn", "bold green")
         return Text.assemble(drawn, f"; {rejected} on the way")
     return Text.assemble(
         (f"{len(plan.candidates):,} legal candidates", "bold green"),
@@ -155,7 +161,24 @@ def render_predictions(predictions: PlanPredictions) -> RenderableType:
     table.add_section()
     table.add_row(*_row(predictions.baseline, "baseline", has_sizes=has_sizes))
     explained = render_legend(legend(prediction.candidate for prediction in shown))
-    return Group(head, Text(""), table, Text(unit_legend(predictions.baseline.unit), style="dim"), explained)
+    notes = [Text(predictions.usual, style="dim")] if predictions.usual else []
+    return Group(head, Text(""), table, *notes, Text(unit_legend(predictions.baseline.unit), style="dim"), explained)
+
+
+def render_usual(ranking: UsualRanking, unpredicted: str) -> RenderableType:
+    """The candidates that come first by what knobs usually do, relative to the baseline."""
+    head = Text(f"no prediction: {unpredicted}; this is what the knobs do to most programs, not a model of this one")
+    has_limit = any(one.probability_fits < SURELY_FITS for one in ranking.top)
+    columns = [Column(title="#", is_number=True), Column(title="configuration", min_width=24)]
+    columns += [Column(title="speed-up", is_number=True), Column(title="two of three", priority=9)]
+    columns += [Column(title="fits", priority=8, is_number=True)] if has_limit else []
+    table = FittedTable(title="usually the fastest", columns=columns)
+    for one in ranking.top:
+        fits = (f"{one.probability_fits:.0%}",) if has_limit else ()
+        between = f"{one.low:.2f}x to {one.high:.2f}x"
+        table.add_row(str(one.number), short_name(one.candidate), f"{one.gain:.2f}x", between, *fits)
+    note = Text("speed-up over the baseline: the median over programs, and where two of three lie", style="dim")
+    return Group(head, Text(""), table, note, render_legend(legend(one.candidate for one in ranking.top)))
 
 
 def _ranking_columns(unit: str, *, has_sizes: bool) -> tuple[Column, ...]:
@@ -187,11 +210,20 @@ def render_why(why: Why) -> RenderableType:
     where = f"candidate {why.number} of the plan" if why.number else "legal, but not in this file's space"
     parts.append(Text(where, style="green" if why.number else "yellow"))
     if why.prediction is None:
-        return Group(*parts, Text(f"no prediction: {why.unpredicted}"))
+        usual = () if why.usual is None else (_usual(why.usual),)
+        return Group(*parts, Text(f"no prediction: {why.unpredicted}"), *usual)
     parts.append(_terms(why.prediction))
     if why.balance is not None:
         parts.append(_balance(why.balance))
     return Group(*parts)
+
+
+def _usual(found: UsualGain) -> Text:
+    fits = "" if found.probability_fits >= SURELY_FITS else f"; fits with {found.probability_fits:.0%}"
+    return Text(
+        f"by what knobs usually do {found.gain:.2f}x the baseline, "
+        f"{found.low:.2f}x to {found.high:.2f}x in two programs of three{fits}"
+    )
 
 
 def _balance(balance: Balance) -> RenderableType:

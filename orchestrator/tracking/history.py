@@ -28,7 +28,7 @@ _ENVIRONMENT = "tc.env."
 
 
 def earlier_trials(
-    tracker: Tracker, environment: Mapping[str, str], kind: str, objective: Objective
+    tracker: Tracker, environment: Mapping[str, str], kind: str, objective: Objective, *, source: str | None = None
 ) -> tuple[EarlierTrial, ...]:
     """Trials of earlier sweeps that teach about this hardware: the newest sweeps, of each the trials that say most.
 
@@ -39,10 +39,12 @@ def earlier_trials(
             agree.
         kind: the kind of model; trials of others teach nothing about it.
         objective: what the trials of a sweep are ranked by.
+        source: part of the fingerprint that has to agree besides, with what is known by no model: the program's source.
     """
+    names = () if source is None else (source,)
     try:
         with tracker.reached():
-            return tuple(islice(_read(tracker.client(), environment, kind, objective), MAX_TRIALS))
+            return tuple(islice(_read(tracker.client(), environment, kind, objective, names), MAX_TRIALS))
     except ConfigError as error:
         logger.warning("nothing is learned from earlier sweeps: %s", error)
     except Exception as error:  # whatever is wrong with a store, this sweep does not need it
@@ -50,7 +52,9 @@ def earlier_trials(
     return ()
 
 
-def _read(client: Any, environment: Mapping[str, str], kind: str, objective: Objective) -> Iterator[EarlierTrial]:
+def _read(
+    client: Any, environment: Mapping[str, str], kind: str, objective: Objective, names: tuple[str, ...]
+) -> Iterator[EarlierTrial]:
     hardware = environment["hardware"].replace("'", "")
     experiments = [str(experiment.experiment_id) for experiment in client.search_experiments(max_results=1000)]
     if not experiments:
@@ -63,7 +67,9 @@ def _read(client: Any, environment: Mapping[str, str], kind: str, objective: Obj
     )
     for sweep in sweeps:
         tags = sweep.data.tags
-        if same_hardware(_environment(tags), environment) and _kind(sweep) == kind:
+        measured_in = _environment(tags)
+        is_alike = all(measured_in.get(name) == environment.get(name) for name in names)
+        if is_alike and same_hardware(measured_in, environment) and _kind(sweep) == kind:
             yield from _trials_of(client, sweep.info.experiment_id, tags["tc.sweep_id"], objective)
 
 

@@ -130,7 +130,7 @@ def expected_metrics(created: SweepCreated, trial: Trial) -> dict[str, float]:
             f"predicted/{PER_DEVICE}": created.workload.tokens_per_step / (found.step_time_s * devices),
             "predicted/step_time_ms": found.step_time_s * _MS,
             "predicted/log_spread": found.log_spread,
-            "predicted/peak_memory_gib": found.peak_bytes / _GIB,
+            "predicted/peak_memory_gib": None if found.peak_bytes is None else found.peak_bytes / _GIB,
             "predicted/probability_fits": found.probability_fits,
         }
     )

@@ -53,4 +53,8 @@ def _sides(workload: Workload, tp: int) -> Iterator[tuple[str, int]]:
         yield "size", model.size
 
 
-FLOAT8_RULES = make_rules("candidate", ("fp8-dtype", _dtype), ("fp8-model", _model), ("fp8-sizes", _sizes))
+FLOAT8_RULES = make_rules(
+    ("fp8-dtype", "precision", _dtype),
+    ("fp8-model", "precision.level", _model),
+    ("fp8-sizes", "precision.level layout.tp", _sizes),
+)

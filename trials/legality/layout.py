@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from trials.spec import Candidate, Counts, Layout, LlamaModel, OwnModel, Workload, decoder_of
 
@@ -18,19 +17,18 @@ Check = Callable[[Workload, Candidate], str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegalityRule:
-    """One thing the runner insists on.
-
-    ``reads="layout"`` promises to look at the workload, ``layout`` and ``micro_batch_size`` only.
-    """
+    """One thing the runner insists on."""
 
     id: str
-    reads: Literal["layout", "candidate"]
+    reads: tuple[str, ...]
+    """All that ``check`` looks at besides the workload: fields of the candidate, or attributes of theirs like
+    ``layout.tp``. Candidates that agree in those are judged alike, and once."""
     check: Check
 
 
-def make_rules(reads: Literal["layout", "candidate"], *checks: tuple[str, Check]) -> tuple[LegalityRule, ...]:
-    """Rules from pairs of id and check."""
-    return tuple(LegalityRule(id=name, reads=reads, check=check) for name, check in checks)
+def make_rules(*checks: tuple[str, str, Check]) -> tuple[LegalityRule, ...]:
+    """Rules from ids, what is read (separated by spaces) and checks."""
+    return tuple(LegalityRule(id=name, reads=tuple(reads.split()), check=check) for name, reads, check in checks)
 
 
 def uses_ddp(layout: Layout) -> bool:
@@ -119,8 +117,8 @@ def _global_batch(workload: Workload, candidate: Candidate) -> str | None:
 # ---- tensor parallelism ----
 
 
-def _tp_divides(name: str) -> tuple[str, Check]:
-    """Id and check of the rule that ``tp`` divides this size of the model."""
+def _tp_divides(name: str) -> tuple[str, str, Check]:
+    """Id, what is read and check of the rule that ``tp`` divides this size of the model."""
 
     def check(workload: Workload, candidate: Candidate) -> str | None:
         size, tp = getattr(decoder_of(workload.model), name, 0), candidate.layout.tp
@@ -129,7 +127,7 @@ def _tp_divides(name: str) -> tuple[str, Check]:
         remedy = f"; pad it to {-(-size // tp) * tp}" if name == "vocab_size" else ""
         return f"{name} {size} is not divisible by tp {tp}{remedy}"
 
-    return f"tp-{name.replace('_', '-')}", check
+    return f"tp-{name.replace('_', '-')}", "layout.tp", check
 
 
 def _sp_needs_tp(_workload: Workload, candidate: Candidate) -> str | None:
@@ -252,24 +250,23 @@ def _ddp_with_chunks(_workload: Workload, candidate: Candidate) -> str | None:
 
 
 LAYOUT_RULES = make_rules(
-    "layout",
-    ("degrees", _degrees),
-    ("model-kind", _model_kind),
-    ("own-pipeline", _own_pipeline),
-    ("own-tensor-parallel", _own_tensor_parallel),
-    ("shard-needs-zero", _shard_needs_zero),
+    ("degrees", "layout micro_batch_size", _degrees),
+    ("model-kind", "layout", _model_kind),
+    ("own-pipeline", "layout", _own_pipeline),
+    ("own-tensor-parallel", "layout", _own_tensor_parallel),
+    ("shard-needs-zero", "layout", _shard_needs_zero),
     *(_tp_divides(name) for name in ("num_heads", "num_kv_heads", "hidden_size", "ffn_hidden_size", "vocab_size")),
-    ("sp-needs-tp", _sp_needs_tp),
-    ("sp-seq-length", _sp_sequence),
-    ("ddp-with-tp", _ddp_with_tp),
-    ("zero1-with-tp", _zero1_with_tp),
-    ("global-batch", _global_batch),
-    ("copies", _copies),
-    ("cp-seq-length", _cp_sequence),
-    ("cp-heads", _cp_heads),
-    ("virtual-stages", _virtual_stages),
-    ("stage-layers", _stage_layers),
-    ("num-microbatches", _num_microbatches),
-    ("ddp-with-chunks", _ddp_with_chunks),
-    ("shard-embedding", _shard_embedding),
+    ("sp-needs-tp", "layout", _sp_needs_tp),
+    ("sp-seq-length", "layout", _sp_sequence),
+    ("ddp-with-tp", "layout", _ddp_with_tp),
+    ("zero1-with-tp", "layout", _zero1_with_tp),
+    ("global-batch", "layout micro_batch_size", _global_batch),
+    ("copies", "layout micro_batch_size", _copies),
+    ("cp-seq-length", "layout", _cp_sequence),
+    ("cp-heads", "layout", _cp_heads),
+    ("virtual-stages", "layout", _virtual_stages),
+    ("stage-layers", "layout", _stage_layers),
+    ("num-microbatches", "layout micro_batch_size", _num_microbatches),
+    ("ddp-with-chunks", "layout", _ddp_with_chunks),
+    ("shard-embedding", "layout", _shard_embedding),
 )

@@ -34,8 +34,7 @@ def _cuda_graphs(_workload: Workload, candidate: Candidate) -> str | None:
 
 
 OFFLOAD_RULES = make_rules(
-    "candidate",
-    ("offload-with-selective", _selective),
-    ("offload-with-compile-model", _compile_model),
-    ("offload-with-cuda-graphs", _cuda_graphs),
+    ("offload-with-selective", "offload recompute", _selective),
+    ("offload-with-compile-model", "offload kernels.compile", _compile_model),
+    ("offload-with-cuda-graphs", "offload kernels.compile kernels.compile_mode", _cuda_graphs),
 )

@@ -13,7 +13,7 @@ from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import CostModel
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.memory import passes_bytes, stage_bytes
-from cluster.cost.time import stage_seconds
+from cluster.cost.time.step import stage_seconds
 from cluster.cost.work import work_of
 from cluster.hardware.accelerators import ClusterDescription
 from trials.spec import Candidate, Counts, Recompute, SelectiveRecompute, Workload
@@ -176,7 +176,7 @@ def _bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array, Arr
     constant, fragmentation = terms.pop("constant"), terms.pop("fragmentation")
     allocated = np.sum(list(terms.values()), axis=0)
     factor = 1.0 + fragmentation / allocated
-    kept = terms["activations"] * factor
+    kept = (terms["activations"] + terms["recomputed"]) * factor
     return kept, allocated * factor - kept + (0.0 if on_cpu else constant)
 
 

@@ -10,18 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, even_layers
-from cluster.hardware.accelerators import Accelerator, CatalogueError, find_accelerator
-
-FORMATS = {
-    "": "bfloat16",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "tf32": "tf32",
-    "fp8": "float8",
-    "mxfp8": "float8",
-    "nvfp4": "float4",
-}
+from cluster.cost.published.experts import NotModelledError, Numbers, expert_fields, is_mixture, mixture_shape
+from cluster.cost.published.texts import (
+    FORMATS,
+    is_fused_attention,
+    network_bytes_per_s,
+    norms,
+    overlaps,
+    silent_format,
+    stated_format,
+)
+from cluster.hardware.accelerators import Accelerator, CatalogueError, find_accelerator, outruns_flash_attention_2
 
 SHORT_GRADIENTS = ("paddle", "nemo", "bridge", "internevo", "mind")
 """Frameworks that reduce gradients in 16 bits; NeMo's and Megatron-Bridge's performance recipes do."""
@@ -35,11 +34,19 @@ MASTERS_APART = ("deepspeed", "internevo")
 FUSED_LOSS = ("composer", "bridge")
 """Frameworks whose loss is one kernel by default: llm-foundry's ``fused_crossentropy``, Megatron-Bridge's recipes."""
 
-Numbers = Mapping[str, float | None]
+JAX = ("jax", "paxml", "maxtext")
+"""Frameworks whose compiler places collectives; they shard weights."""
 
 
-class NotModelledError(ValueError):
-    """The cost model cannot say anything about this row; the message is the reason."""
+ATTENTION_AGAIN = (0.3, 0.08)
+"""Shares of kept activations dropped and of the forward pass repeated where core attention is recomputed."""
+EVERY_OTHER_MATMUL = (0.6, 0.5)
+"""The same where every other matmul is recomputed, and all between them (torchtitan's selective recompute by operators:
+outputs of attention and of half of the matmuls stay)."""
+OWN_ATTENTION = ("nemo", "bridge", "megatron-core", "primus", "jax", "paxml", "maxtext", "transformerengine")
+"""Frameworks whose fused attention is the vendor's (cuDNN, Composable Kernel) and not FlashAttention-2."""
+KEPT_OPERANDS = ("nemo", "bridge", "megatron", "mind")
+"""Frameworks that write 8-bit operands where they are made, in the kernels of norms and activations."""
 
 
 def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
@@ -48,13 +55,15 @@ def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
     Raises:
         NotModelledError: the model cannot say anything about the row.
     """
-    if f["moe"] not in ("", "false"):
-        raise NotModelledError(f"mixture of experts ({f['moe']}): routing and expert parallelism are not modelled")
     try:
         accelerator = find_accelerator(f["gpu"])
     except CatalogueError as error:
         raise NotModelledError(str(error)) from None
+    f = _with_format(f, accelerator)
     model = _model(f, n)
+    if is_mixture(f):
+        model = {**model, **mixture_shape(f, n, model)}
+        model = {**model, **expert_fields(f, n, model)}
     layout = _layout(f, n, model)
     precision = _precision(f, accelerator, layout)
     recompute = _recompute(f, layout)
@@ -64,7 +73,13 @@ def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
         **precision,
         **recompute,
         **_hardware(f, n, accelerator),
-        "flash": _flash(f, accelerator),
+        **overlaps(f),
+        "loose_norms": float(f.get("norms", norms(f)) == "loose"),
+        "aged_attention": float(
+            outruns_flash_attention_2(accelerator.name)
+            and not any(word in f["framework"].lower() for word in OWN_ATTENTION)
+        ),
+        "flash": _flash(f, accelerator, model["head_dim"]),
         "compiled": float(f["compile"] == "yes"),
         "num_copies": 1,
         "shard_embedding": 0.0,
@@ -140,7 +155,7 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
     micro, num = _batch(n, dp)
     megatron = "megatron" in f["framework"].lower()
     # Sequence parallelism came to Megatron in 2022, when bfloat16 had become usual.
-    sequence_parallel = f["sp"] == "true" or (f["sp"] == "" and megatron and _number_format(f) != "float16")
+    sequence_parallel = f["sp"] == "true" or (f["sp"] == "" and megatron and FORMATS[f["precision"]] != "float16")
     return {
         "pp": pp,
         "dp_replicate": dp / shard,
@@ -150,8 +165,7 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
         "cp_method": CP_METHODS.index("ring"),
         "tp": tp,
         "zero_stage": stage if shard * cp > 1 else 0.0,
-        # MindSpore adds up whole gradients unless gradient_accumulation_shard is set; others reduce each micro-batch.
-        "reduces_last": float("mind" in f["framework"].lower()),
+        **_sharded_accumulation(f["framework"].lower(), pp),
         "sequence_parallel": float(sequence_parallel and tp > 1),
         "schedule": SCHEDULES.index("interleaved" if chunks > 1 else "1f1b"),
         "num_virtual_stages": chunks if pp > 1 else 1.0,
@@ -161,6 +175,20 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
     }
 
 
+def _sharded_accumulation(framework: str, pp: float) -> dict[str, float]:
+    """When ZeRO gathers weights and reduces gradients of a step's micro-batches.
+
+    MindSpore gathers once per step (``MicroStepAllGather``) and adds up whole gradients unless
+    ``gradient_accumulation_shard`` is set. So does FSDP in PyTorch's pipelines: torchtitan frees no weights after the
+    forward pass there (``fsdp_reshard_after_forward``), torch's stages none after the backward pass, and gradients are
+    reduced after the last (``PipelineStage.backward_maybe_with_nosync``). XLA's pipelines gather for every pass, like
+    all without pipelines.
+    """
+    jax = any(word in framework for word in JAX)
+    once = float("mind" in framework or (pp > 1 and not jax))
+    return {"gathers_once": once, "reduces_last": once}
+
+
 def _zero_stage(f: Mapping[str, str], n: Numbers, num_peers: float) -> float:
     """The ZeRO stage as stated; else by what is said of the optimizer; else the framework's default, mostly 1."""
     if num_peers == 1:
@@ -168,7 +196,7 @@ def _zero_stage(f: Mapping[str, str], n: Numbers, num_peers: float) -> float:
     if n["zero_stage"] is not None:
         return n["zero_stage"]
     framework = f["framework"].lower()
-    if "weight+state sharding" in f["other_flags"] or any(word in framework for word in ("paxml", "maxtext")):
+    if "weight+state sharding" in f["other_flags"] or any(word in framework for word in JAX):
         return 3.0
     # MindSpore's optimizer parallelism shards gradients too, and gathers weights once per step.
     return 2.0 if "mind" in framework else 1.0
@@ -185,16 +213,17 @@ def _batch(n: Numbers, dp: float) -> tuple[float, float]:
     return micro or 1.0, num or 1.0
 
 
-def _number_format(f: Mapping[str, str]) -> str:
-    try:
-        return FORMATS[f["precision"]]
-    except KeyError:
-        raise NotModelledError(f"unknown precision {f['precision']!r}") from None
+def _with_format(f: Mapping[str, str], accelerator: Accelerator) -> Mapping[str, str]:
+    """The row with a number format, whether or not ``precision`` says it."""
+    word = f["precision"] or stated_format(f) or silent_format(f, "bfloat16" in accelerator.peak_flops_per_s)
+    if word not in FORMATS:
+        raise NotModelledError(f"unknown precision {word!r}")
+    return {**f, "precision": word}
 
 
 def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[str, Any]) -> dict[str, float]:
     """Bytes per parameter by framework; Megatron and DeepSpeed keep gradients (fp32 with bf16) in lasting buffers."""
-    name = _number_format(f)
+    name = FORMATS[f["precision"]]
     peak, base = accelerator.peak(name), accelerator.peak("float32" if name == "float32" else "bfloat16")
     if peak is None or base is None:
         raise NotModelledError(f"{accelerator.name} has no peak for {name}")
@@ -225,6 +254,7 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
         "bucket_bytes": DEEPSPEED_BUCKET_BYTES if "deepspeed" in framework and layout["zero_stage"] else BUCKET_BYTES,
         "keeps_gradients": float(layout["zero_stage"] < 3 or masters_apart),
         "workspace_limit_bytes": float("inf"),
+        "casts_operands": float(peak > base and not any(word in framework for word in KEPT_OPERANDS)),
         "peak_flops_per_s": max(peak, base),
         "base_flops_per_s": base,
     }
@@ -232,27 +262,38 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
 
 def _recompute(f: Mapping[str, str], layout: Mapping[str, Any]) -> dict[str, Any]:
     """Layers recomputed in full per stage. Not stated: none."""
-    layers = layout["stage_layers"]
+    layers, detail = layout["stage_layers"], f["recompute_detail"].lower()
     full = list(layers) if f["recompute"] == "full" else [0] * len(layers)
-    if f["recompute"] == "per-stage":
+    if alike := re.search(r"(\d+)[- ]layers?[- ]per[- ]stage", detail):
+        full = [min(int(alike[1]), count) for count in layers]
+    elif f["recompute"] == "per-stage":
         stated = [int(count) for count in re.findall(r"\d+(?=[/ ,]|$)", f["recompute_detail"])]
         stated = stated[-len(layers) :] if len(stated) >= len(layers) else []
         full = [min(a, b) for a, b in zip(stated, layers, strict=True)] if stated else [0] * len(layers)
-    selective = f["recompute"] == "selective"
+    dropped, repeated = 0.0, 0.0
+    if f["recompute"] == "selective":
+        dropped, repeated = ATTENTION_AGAIN
+        if re.search(r"\bper-?op\b|\bsac\b", detail):
+            dropped, repeated = EVERY_OTHER_MATMUL
+        elif re.search(r"\bper-?layer|every (?:other|second) layer", detail):
+            full = [count // 2 for count in layers]
+            dropped = repeated = 0.0
     return {
         "stage_full": full,
-        "stage_dropped": [0.3 * selective] * len(layers),
-        "stage_repeated": [0.08 * selective] * len(layers),
+        "stage_dropped": [dropped] * len(layers),
+        "stage_repeated": [repeated] * len(layers),
         "recompute_communication": 0.0,
         "keeps_gathered": 0.0,
     }
 
 
-def _flash(f: Mapping[str, str], accelerator: Accelerator) -> float:
-    """1 with fused attention. Not stated: wherever bfloat16 exists and is used, that is after 2022."""
+def _flash(f: Mapping[str, str], accelerator: Accelerator, head_dim: float) -> float:
+    """1 with fused attention. Not stated: wherever bfloat16 exists and is used, that is after 2022, and heads have a
+    multiple of 8 elements, without which fused kernels take none (Transformer Engine's ``get_attention_backend``)."""
     if f["flash_attn"]:
-        return float(f["flash_attn"] != "no")
-    return float("bfloat16" in accelerator.peak_flops_per_s and _number_format(f) != "float16")
+        return float(is_fused_attention(f["flash_attn"]))
+    late = "bfloat16" in accelerator.peak_flops_per_s and FORMATS[f["precision"]] != "float16"
+    return float(late and head_dim % 8 == 0)
 
 
 def _hardware(f: Mapping[str, str], n: Numbers, accelerator: Accelerator) -> dict[str, float]:
@@ -262,20 +303,9 @@ def _hardware(f: Mapping[str, str], n: Numbers, accelerator: Accelerator) -> dic
         "memory_bytes_per_s": accelerator.memory_bytes_per_s,
         "host_bytes_per_s": accelerator.host_bytes_per_s,
         "node_size": per_node,
-        "casts_operands": 0.0,
         "offload_activations": 0.0,
         "offload_optimizer": 0.0,
         "link_bytes_per_s": accelerator.link_bytes_per_s,
         "network_bytes_per_s": network_bytes_per_s(f["interconnect"], per_node) or accelerator.network_bytes_per_s,
         "domain_size": max(per_node, accelerator.domain_size),
     }
-
-
-def network_bytes_per_s(text: str, devices_per_node: float) -> float | None:
-    """Bytes per second and device from texts like ``8x200 Gb/s`` or ``800 Gb/s between nodes``; None: not stated."""
-    if "OmniPath" in text:
-        return 4 * 100e9 / 8 / devices_per_node
-    several = re.findall(r"(\d+)x ?(?:[A-Za-z0-9-]+ )*?(\d+) ?Gb", text)
-    single = [("1", rate) for rate in re.findall(r"(\d+) ?Gb(?:/s|ps)", text)]
-    rates = [float(count) * float(rate) for count, rate in several or single]
-    return max(rates) * 1e9 / 8 / devices_per_node if rates else None

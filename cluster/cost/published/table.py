@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,9 @@ import numpy as np
 from cluster.cost.coefficients import MEMORY, assumed
 from cluster.cost.inputs import from_rows
 from cluster.cost.memory import stage_bytes
-from cluster.cost.published.inputs import NotModelledError, Numbers, published_inputs
+from cluster.cost.published.experts import NotModelledError, Numbers
+from cluster.cost.published.inputs import published_inputs
+from cluster.cost.published.texts import norms, stated_format
 from cluster.cost.reported import Reported, is_limit, reported_as
 from cluster.cost.work import work_of
 
@@ -146,16 +148,26 @@ def _filled(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     it.
 
     A source that tells the micro-batch of one model of a size means it for the fine-tuned ones of that size as well.
+    The number format is the one that it states most often of the software.
     """
     setups = defaultdict(list)
+    kernels: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    formats: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
     for row in rows:
         setups[tuple(row[name] for name in LIKE)].append(row)
+        kernels[row["source"], row["framework"]].add(norms(row))
+        formats[row["source"], row["framework"]][row["precision"]] += bool(row["precision"])
     filled: list[Mapping[str, str]] = []
     for row in rows:
         blank = [name for name in ("recompute", "flash_attn") if not row[name]]
         blank += BATCH if not any(row[name] for name in BATCH) else ()
         stated = {name: {other[name] for other in setups[tuple(row[n] for n in LIKE)]} - {""} for name in blank}
-        filled.append({**row, **{name: min(values) for name, values in stated.items() if len(values) == 1}})
+        agreed = {name: min(values) for name, values in stated.items() if len(values) == 1}
+        if not row["precision"] and not stated_format(row):
+            [(agreed["precision"], _)] = formats[row["source"], row["framework"]].most_common(1)
+        # Where some rows name a kernel for norms, the others do without.
+        silent = "loose" if "fused" in kernels[row["source"], row["framework"]] else ""
+        filled.append({**row, **agreed, "norms": norms(row) or silent})
     return filled
 
 

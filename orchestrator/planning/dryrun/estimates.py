@@ -63,7 +63,7 @@ class DryRunEstimates:
         def check(case: Case) -> str | None:
             return None if case.candidate == baseline else self._problem(case.candidate)
 
-        return Rule(id=RULE_ID, reads="candidate", check=check)
+        return Rule(id=RULE_ID, check=check, concerns=self.by_candidate.keys())
 
     def _problem(self, candidate: Candidate) -> str | None:
         estimate = self.by_candidate.get(candidate)

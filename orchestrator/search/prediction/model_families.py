@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
+from cluster.cost.calibrate import derivatives
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.estimate import CostModel, Estimates
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.inputs import Array, CostInputs
-from cluster.cost.memory import stage_bytes
-from cluster.cost.time import step_seconds
+from cluster.cost.memory import log_slopes, stage_bytes
+from cluster.cost.time.step import step_seconds
 from cluster.cost.work import work_of
 
 PROCESS_BYTES = 12 << 20
@@ -17,7 +20,7 @@ PROCESS_BYTES = 12 << 20
 KEPT_SHARE = 0.8
 """Share of the tensors that come and go in a step that the C library's allocator keeps besides: it hands blocks below
 32 MiB out of a heap with gaps. Both measured of models of some million parameters; trials correct them."""
-_PASSING = ("activations", "head", "gathered")
+_PASSING = ("activations", "recomputed", "head", "gathered")
 """Terms of tensors that come and go in a step."""
 
 Inputs = CostInputs | GenericInputs
@@ -61,6 +64,21 @@ def log_peak(x: Inputs, coefficients: Coefficients, *, on_cpu: bool) -> Array:
     if on_cpu:
         _move_to_cpu(terms)
     return np.asarray(np.log(np.max(np.sum(list(terms.values()), axis=0), axis=1)))
+
+
+def linearised_peak(x: Inputs, coefficients: Coefficients, *, on_cpu: bool) -> tuple[Array, Array]:
+    """``log_peak``, shape (n,), and its derivatives by the log coefficients, shape (n, coefficients)."""
+    if on_cpu or not isinstance(x, CostInputs):
+        predict = functools.partial(log_peak, x, on_cpu=on_cpu)
+        return predict(coefficients), derivatives(predict, coefficients)
+    terms = stage_bytes(x, work_of(x), coefficients)
+    fullest, rows = np.argmax(np.sum(list(terms.values()), axis=0), axis=1), np.arange(len(x))
+    return linearised_terms(x, {name: values[rows, fullest] for name, values in terms.items()}, coefficients)
+
+
+def linearised_terms(x: CostInputs, terms: dict[str, Array], coefficients: Coefficients) -> tuple[Array, Array]:
+    """As ``linearised_peak``, from the terms of each candidate's fullest rank at these coefficients."""
+    return np.log(np.sum(list(terms.values()), axis=0)), log_slopes(x, terms, coefficients)
 
 
 def estimate(model: CostModel, x: Inputs, *, on_cpu: bool) -> Estimates:

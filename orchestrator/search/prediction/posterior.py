@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
-
-MEMORY_SHIFT_STD = 0.2
-"""Standard deviation of an error that the log memory predictions of all candidates have in common."""
-MEMORY_STD = 0.1
-"""Standard deviation of the error of each log memory prediction on its own."""
+from orchestrator.search.prediction.memory_belief import MemoryBelief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +14,9 @@ class Posterior:
     """Distribution over n candidates, linearised where measurements put the coefficients. Arrays have shape (n,).
 
     Times are those at the prior's mean: what the measurements say beyond that, a Gaussian process over ``error`` adds.
+
+    Raises:
+        ValueError: memory is believed of another number of candidates.
     """
 
     log_time: Array
@@ -27,21 +25,18 @@ class Posterior:
     """How these predictions may be wrong."""
     cost_s: Array
     """Device-seconds that a trial takes."""
-    log_memory: Array | None = None
-    """log(predicted peak bytes / limit) of the fullest rank; None: memory is no concern."""
-    memory_std: float = MEMORY_STD
-    """Standard deviation of the error of each ``log_memory`` on its own."""
-    memory_shift_std: float = MEMORY_SHIFT_STD
-    """Standard deviation of an error common to all ``log_memory``."""
+    memory: MemoryBelief | None = None
+    """What is believed of the candidates' memory before this sweep's trials; None: memory is no concern."""
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and len(self.memory) != len(self.log_time):
+            raise ValueError(f"memory of {len(self.memory)} candidates, times of {len(self.log_time)}")
+
+    def memory_after(
+        self, peaks: Mapping[int, float], fitted: Collection[int], oom: Collection[int]
+    ) -> MemoryBelief | None:
+        """What is believed of memory after trials: peaks / limit by row, rows that ran and that ran out of memory."""
+        return None if self.memory is None else self.memory.after(peaks, fitted, oom)
 
     def __len__(self) -> int:
         return len(self.log_time)
-
-
-def normal_cdf(z: Array) -> Array:
-    """Standard normal distribution function, to 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
-    x = np.abs(z) / np.sqrt(2)
-    t = 1 / (1 + 0.3275911 * x)
-    series = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t + 0.254829592
-    upper = 0.5 * series * t * np.exp(-(x**2))
-    return np.asarray(np.where(z >= 0, 1 - upper, upper))

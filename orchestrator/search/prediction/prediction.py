@@ -72,7 +72,7 @@ class Prediction:
 
 def make_predictor(
     workload: Workload,
-    candidates: tuple[Candidate, ...],
+    candidates: Sequence[Candidate],
     topology: Topology | None,
     profile: Profile | None = None,
     *,

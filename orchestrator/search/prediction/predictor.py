@@ -11,50 +11,62 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cluster.cost.calibrate import Calibrated, derivatives, fit
-from cluster.cost.candidates import inputs_of
+from cluster.candidate_table import CandidateTable
+from cluster.cost.calibrate import Calibrated, derivatives, fit, step_derivatives
+from cluster.cost.candidates import inputs_of, inputs_of_table
 from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel, Estimates
 from cluster.cost.generic import GenericInputs, generic_inputs
-from cluster.cost.inputs import CostInputs, concatenate
+from cluster.cost.inputs import CostInputs, FactoredInputs, distinct_rows
+from cluster.cost.software.structures import FOREIGN, KNOWN
 from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.objective import Objective
 from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
+from orchestrator.search.prediction.knob_effects import Believed, OwnEffects, usual_errors
+from orchestrator.search.prediction.memory_belief import MemoryBelief
+from orchestrator.search.prediction.memory_prior import prior_belief
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
-from orchestrator.search.prediction.posterior import MEMORY_SHIFT_STD, MEMORY_STD, Posterior, normal_cdf
+from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
-from orchestrator.space.naming import Features, Scalar
+from orchestrator.search.prediction.unmodelled import MODELLED, UnmodelledKnobs
+from orchestrator.space.naming import Features
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of
 
-MAX_CANDIDATES = 200_000
+MAX_CANDIDATES = 1_000_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
 ROWS_AT_ONCE = 20_000
 """Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
+ROWS_MOVED_AT_ONCE = 200
+"""Rows up to which moving all coefficients in one evaluation is faster than one after the other."""
 TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 """Seconds a trial takes before its first step, by kind of device."""
 STEPS_PER_TRIAL = 20
 """Steps that a trial is taken to cost."""
-COEFFICIENT_SHARE = 0.7
-"""Share of the coefficients' published spread that is kept: fitted as if errors that no coefficient explains were
-independent, families' coefficients come out too far apart. With this and the two standard deviations below,
-measurements of sources that the prior has not seen are about as likely as they can be made
-(``benchmarks/search/calibration.py``)."""
 LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
-"""Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
+"""Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators. The
+prior's spread is fitted with these two (``benchmarks/cost/hierarchy.py``); ``benchmarks/search/calibration.py`` tells
+how likely they make measurements of sources that it has not seen."""
+OWN_STD = {"cuda": 0.02, "cpu": 0.05}
+"""Standard deviation of a candidate's own error, which says nothing of any other, by kind of device."""
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
 """Standard deviation of the error that all candidates have in common, by kind of device."""
-OWN_KNOB_STD = {"decoder": 0.1, "generic": 0.3}
-"""Standard deviation of the effect of each value of a knob that the cost model knows nothing of: memory formats and
-data reading, which decoders do not have or hardly feel, move others much."""
+OWN_KNOB_STD = 0.1
+"""Standard deviation of the effect of each value of a knob that the cost model of decoders knows nothing of."""
+GENERIC_LOCAL_STD = 0.1
+"""Standard deviation of what only combinations do in models that are no decoders, of which effects are told apart."""
+GENERIC_STDS = {"precision": 0.3}
+"""The same of knobs of other models, beyond what they usually do: number formats, of which only the peaks are known."""
 SWEEP_STD = 0.05
 """Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
 NOISE_STD = 0.01
-"""Standard deviation of the log of a repeated measurement."""
+"""Standard deviation of the log of a measured time that says nothing of its own noise."""
 
 
 class UnpredictableError(ValueError):
@@ -102,6 +114,9 @@ class Predictor:
         UnpredictableError: the device lacks a figure, or there are too many candidates.
     """
 
+    is_absolute = True
+    """Whether times are known before the first trial."""
+
     def __init__(
         self,
         workload: Workload,
@@ -118,20 +133,36 @@ class Predictor:
             raise UnpredictableError(
                 f"{len(candidates):,} candidates are too many to rank one by one (limit {MAX_CANDIDATES:,})"
             )
-        self.candidates = tuple(candidates)
+        self.candidates = CandidateTable.of(candidates)
         self.earlier = _comparable(earlier, workload)
+        self._structures = FOREIGN if isinstance(workload.model, ScriptModel) else KNOWN
         workload = predicted_workload(workload)
         self.cluster = cluster
         self.objective = objective or Objective()
         self.on_cpu = cluster.accelerator.name == "cpu"
-        pairs = [(workload, c) for c in self.candidates] + [(t.workload, t.candidate) for t in self.earlier]
         try:
-            self.inputs = _inputs(pairs, cluster, estimates or {})
+            self.inputs = _inputs(workload, self.candidates, self.earlier, cluster, estimates or {})
         except NotImplementedError as error:
             raise UnpredictableError(str(error)) from None
-        self._own = UnmodelledKnobs([candidate for _, candidate in pairs], features)
+        self._features = features
         self._prior = narrowed(prior or load_prior("time"), LOCAL_STD[self.device_kind])
         self._kept: dict[tuple[tuple[int, float], ...], Posterior] = {}
+
+    @functools.cached_property
+    def _own(self) -> UnmodelledKnobs:
+        return UnmodelledKnobs(self.candidates, [trial.candidate for trial in self.earlier], self._features)
+
+    @functools.cached_property
+    def _usual(self) -> Believed | None:
+        """How data loading and kernels may differ from the usual; None for decoders, which hardly feel them."""
+        return usual_errors(self.inputs, self._prior.coefficients) if isinstance(self.inputs, GenericInputs) else None
+
+    @functools.cached_property
+    def _own_effects(self) -> Array:
+        """Features of all of that, and of every knob's own effect."""
+        others = [trial.candidate for trial in self.earlier]
+        own = OwnEffects(self.candidates, others, self._features, known=MODELLED, stds=GENERIC_STDS).features
+        return own if self._usual is None else np.hstack([self._usual.features, own])
 
     @functools.cached_property
     def _model(self) -> CostModel:
@@ -140,12 +171,40 @@ class Predictor:
     @functools.cached_property
     def estimates(self) -> Estimates:
         """Time and memory expected before any measurement of this sweep; without a device context on CPUs."""
-        return model_families.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+        found = model_families.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+        if self._usual is not None:
+            found = found.slower_by(np.exp(self._usual.mean))
+        return found
 
     @functools.cached_property
     def probability_fits(self) -> Array:
         """Probability that each candidate fits in memory, before any measurement of this sweep."""
-        return normal_cdf(-self.log_memory / float(np.hypot(MEMORY_STD, MEMORY_SHIFT_STD)))
+        x = self.inputs
+        if not isinstance(x, FactoredInputs):
+            return self.memory.probability_fits()
+        rows, places = x.distinct()
+        return self._belief(x.part(rows), places).probability_fits()[places]
+
+    @functools.cached_property
+    def memory(self) -> MemoryBelief:
+        """What is believed of memory before any measurement of this sweep: the prior, and what earlier trials say."""
+        return self._belief(self.inputs, np.arange(len(self.inputs)))
+
+    def _belief(self, x: Inputs, places: NDArray[np.integer[Any]]) -> MemoryBelief:
+        """The belief on the rows of ``x``; ``places``: where each row of all inputs is among them."""
+        counted = (self._model.memory.coefficients, self.estimates.peak_terms_bytes) if x is self.inputs else None
+        belief = prior_belief(
+            load_prior("memory"),
+            x,
+            self._structures,
+            limit_bytes=self.limit_bytes,
+            on_cpu=self.on_cpu,
+            counted=counted,
+        )
+        known = list(zip(places[len(self.candidates) :].tolist(), self.earlier, strict=True))
+        peaks = {row: trial.peak_bytes / self.limit_bytes for row, trial in known if trial.peak_bytes}
+        ran = [row for row, trial in known if trial.step_time_s is not None and not trial.peak_bytes]
+        return belief.after(peaks, ran, [row for row, trial in known if trial.step_time_s is None])
 
     @functools.cached_property
     def weights(self) -> Array:
@@ -173,12 +232,8 @@ class Predictor:
         """Standard deviation of log(measured / predicted step time) to expect."""
         x = self.inputs.take(slice(row, row + 1))
         jacobian = derivatives(functools.partial(log_device_seconds, x), self._model.time.coefficients)
-        return float(self._model.time.log_spread(jacobian)[0])
-
-    @functools.cached_property
-    def log_memory(self) -> Array:
-        """log(predicted peak / device memory)."""
-        return np.asarray(np.log(self.estimates.peak_bytes / self.inputs.memory_bytes))
+        usual = 0.0 if self._usual is None else float(np.linalg.norm(self._own_effects[row]))
+        return float(np.hypot(self._model.time.log_spread(jacobian)[0], usual))
 
     @property
     def device_kind(self) -> str:
@@ -203,20 +258,22 @@ class Predictor:
         shares = self.inputs.world_size / self.weights
         known = {row: time_s * float(shares[row]) for row, time_s in times_s.items()}
         log_time, features, seconds = linearised(self._prior, self.inputs, known)
-        own, sweeps = self._own.one_hot, self._sweeps()
-        own_std = OWN_KNOB_STD["decoder" if isinstance(self.inputs, CostInputs) else "generic"]
+        own, own_std, sweeps = self._own.one_hot, OWN_KNOB_STD, self._sweeps()
+        if self._usual is not None:
+            log_time, own, own_std = log_time + self._usual.mean, self._own_effects, 1.0
         return Posterior(
             log_time=log_time - np.log(shares),
             error=ErrorModel(
                 features=np.hstack([features, own, sweeps]),
                 feature_std=np.repeat([1.0, own_std, SWEEP_STD], [features.shape[1], own.shape[1], sweeps.shape[1]]),
                 places=np.hstack([physical_places(self.inputs), self._own.places]),
-                local_std=LOCAL_STD[self.device_kind],
+                local_std=LOCAL_STD[self.device_kind] if self._usual is None else GENERIC_LOCAL_STD,
                 common_std=COMMON_STD[self.device_kind],
+                own_std=OWN_STD[self.device_kind],
                 noise_std=NOISE_STD,
             ),
             cost_s=self.trial_device_seconds(seconds),
-            log_memory=self.log_memory,
+            memory=self.memory,
         )
 
     def _sweeps(self) -> Array:
@@ -255,8 +312,8 @@ def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[Ea
 
 
 def narrowed(prior: Prior, local_std: float) -> Prior:
-    """The prior as the search takes it: narrower, and with as much unexplained as a single candidate has."""
-    return Prior(prior.group, prior.mean, COEFFICIENT_SHARE**2 * prior.covariance, local_std)
+    """The prior as the search takes it: with as much unexplained as a single candidate has."""
+    return replace(prior, noise=local_std)
 
 
 def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[Array, Array, Array]:
@@ -269,12 +326,22 @@ def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[A
     if times_s:
         seen = sorted(times_s)
         known = x.take(np.array(seen))
-        at = fit(prior, lambda k: log_device_seconds(known, k), np.log([times_s[i] for i in seen])).coefficients
-    parts = [x.take(slice(i, i + ROWS_AT_ONCE)) for i in range(0, len(x), ROWS_AT_ONCE)]
-    jacobian = np.concatenate([derivatives(functools.partial(log_device_seconds, part), at) for part in parts])
-    here = np.concatenate([log_device_seconds(part, at) for part in parts])
+        derive = functools.partial(_slopes, known)
+        log_s = np.log([times_s[i] for i in seen])
+        at = fit(prior, lambda k: log_device_seconds(known, k), log_s, derive=derive).coefficients
+    rows, places = distinct_rows(x)
+    slices = [rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE)]
+    jacobian = np.concatenate([_slopes(x.take(some), at) for some in slices])[places]
+    here = np.concatenate([log_device_seconds(x.take(some), at) for some in slices])[places]
     mean = here + jacobian @ (prior.mean - at.log_values)
     return mean, jacobian @ np.linalg.cholesky(prior.covariance), np.exp(here)
+
+
+def _slopes(x: Inputs, at: Coefficients) -> Array:
+    """Derivatives of ``log_device_seconds`` by the log coefficients, shape (n, coefficients)."""
+    if isinstance(x, CostInputs) and len(x) <= ROWS_MOVED_AT_ONCE:
+        return step_derivatives(x)(at)
+    return derivatives(functools.partial(log_device_seconds, x), at)
 
 
 def trial_device_seconds(
@@ -285,58 +352,14 @@ def trial_device_seconds(
 
 
 def _inputs(
-    pairs: Sequence[tuple[Workload, Candidate]],
+    workload: Workload,
+    candidates: CandidateTable,
+    earlier: Sequence[EarlierTrial],
     cluster: ClusterDescription,
     estimates: Mapping[Candidate, DryRunEstimate],
 ) -> CostInputs | GenericInputs:
-    if not isinstance(pairs[0][0].model, LlamaModel):
-        return generic_inputs(pairs, cluster, estimates)
-    return concatenate([inputs_of(pairs[i : i + ROWS_AT_ONCE], cluster) for i in range(0, len(pairs), ROWS_AT_ONCE)])
-
-
-MODELLED = frozenset(
-    (
-        "world_size",
-        "pp",
-        "dp_replicate",
-        "dp_shard",
-        "cp",
-        "tp",
-        "zero_stage",
-        "sequence_parallel",
-        "micro_batch_size",
-        "num_virtual_stages",
-        "stage_layers",
-        "recompute",
-    )
-)
-"""Features that the cost model's own terms, or :func:`physical_places`, cover."""
-
-
-class UnmodelledKnobs:
-    """What candidates are in the knobs that the cost model knows nothing of, one row per candidate.
-
-    ``one_hot`` has a column per value of each knob; in ``places`` knobs that are numbers have one column.
-    """
-
-    def __init__(self, candidates: Sequence[Candidate], features: Features) -> None:
-        rows = [_unmodelled(candidate, features) for candidate in candidates]
-        names = dict.fromkeys(name for row in rows for name in row)
-        hot, places = [np.zeros((len(rows), 0))], [np.zeros((len(rows), 0))]
-        for name in names:
-            values = [row.get(name, "") for row in rows]
-            distinct = sorted(set(values), key=str)
-            if len(distinct) < 2:
-                continue
-            columns = np.array([[value == other for other in distinct] for value in values], dtype=float)
-            numbers = all(isinstance(value, int | float) for value in distinct)
-            hot.append(columns)
-            places.append(np.log2(1.0 + np.array(values, dtype=float))[:, None] / 1.5 if numbers else columns)
-        self.one_hot: Array = np.hstack(hot)
-        self.places: Array = np.hstack(places)
-
-
-def _unmodelled(candidate: Candidate, features: Features) -> dict[str, Scalar]:
-    own = {name: value for name, value in features(candidate).items() if name not in MODELLED}
-    own["selective"] = " ".join(sorted(part.pattern for part in candidate.recompute.selective))
-    return own
+    known = [(trial.workload, trial.candidate) for trial in earlier]
+    if not isinstance(workload.model, LlamaModel):
+        return generic_inputs([*((workload, candidate) for candidate in candidates), *known], cluster, estimates)
+    found = inputs_of_table(workload, candidates, cluster)
+    return found.followed_by(inputs_of(known, cluster)) if known else found

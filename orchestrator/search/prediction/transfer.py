@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trials.outcome import Measured, Outcome, OutOfMemory
-from trials.spec import Candidate, Workload
+from trials.spec import Candidate, ScriptModel, Workload
 
 MEASURED_ON = ("hardware", "device_memory_bytes", "threads_per_device", "driver", "torch", "virtual", "variables")
 """Parts of the fingerprint on which step times and memory depend: where they are equal, measurements compare."""
@@ -74,6 +74,27 @@ def nearest(past: NDArray[np.float64], here: NDArray[np.float64]) -> NDArray[np.
 def num_sweeps(earlier: Iterable[EarlierTrial]) -> int:
     """Number of sweeps that the trials come from."""
     return len({trial.sweep for trial in earlier})
+
+
+def same_program(one: Workload, other: Workload) -> bool:
+    """Whether two workloads train the same thing, so that times of one tell of the other.
+
+    Programs of the user's own may differ in what trials fill in: other sweeps try other arguments of them.
+    """
+    if isinstance(one.model, ScriptModel) and isinstance(other.model, ScriptModel):
+        return _program(one.model) == _program(other.model) and one.seq_length == other.seq_length
+    return one.model == other.model and one.seq_length == other.seq_length
+
+
+def _program(model: ScriptModel) -> tuple[object, ...]:
+    """What says which program runs: its command without the arguments that trials fill in."""
+    words = [word for word, following in zip(model.run, (*model.run[1:], ""), strict=True) if not _is_filled(following)]
+    fixed = tuple(word for word in words if "{" not in word)
+    return model.recipe, fixed, model.cwd, model.env, model.files, model.launcher
+
+
+def _is_filled(word: str) -> bool:
+    return word.startswith("{") and word.endswith("}")
 
 
 def same_hardware(one: Mapping[str, str], other: Mapping[str, str]) -> bool:

@@ -112,6 +112,11 @@ def varied(num_rows: int, seed: int = 0) -> CostInputs:
                 recompute=str(rng.choice(["none", "full"])),
                 gated=int(rng.choice([0, 1])),
                 flash=int(rng.choice([0, 1])),
+                expert_share=float(rng.choice([0.0, 0.5])),
+                num_experts=8,
+                experts_per_token=2,
+                expert_ffn=4096,
+                ep=int(rng.choice([1, 2])),
             )
         )
     return from_rows(rows)

@@ -8,12 +8,15 @@ import pytest
 from cluster.cost.calibrate import (
     calibrate_memory,
     calibrate_time,
+    derivatives,
     log_peak_predictor,
     log_step_predictor,
     probability_out_of_memory,
+    step_derivatives,
 )
 from cluster.cost.coefficients import MEMORY, TIME, Coefficients, assumed, assumed_prior, load_prior
 from cluster.cost.estimate import Trials, cost_model
+from cluster.cost.inputs import concatenate
 from tests.cluster.cost.rows import inputs, row, varied
 
 PRIOR = assumed_prior(TIME, 0.02)
@@ -33,6 +36,13 @@ def test_finds_planted_factors(seed: int) -> None:
     error = np.abs(np.exp(log_step_predictor(unseen)(fitted.coefficients)) / measured[100:] - 1)
     assert error.max() < 0.02
     assert fitted.coefficients["matmul_efficiency"] == pytest.approx(truth["matmul_efficiency"], rel=0.1)
+
+
+def test_derivatives_of_all_coefficients_at_once_are_those_one_by_one() -> None:
+    uneven = [row(pp=4, stage_layers=[4, 8, 12, 8]), row(pp=2, offload_activations=1), row(dp_shard=64, zero_stage=3)]
+    x, at = concatenate([varied(40), inputs(*uneven)]), planted(5)
+    one_by_one = derivatives(log_step_predictor(x), at)
+    np.testing.assert_allclose(step_derivatives(x)(at), one_by_one, rtol=0, atol=1e-9)
 
 
 def test_few_measurements_help_and_shrink_the_uncertainty() -> None:

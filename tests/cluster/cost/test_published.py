@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.cost.accuracy import evaluate, rank_correlation
 from cluster.cost.inputs import from_rows
-from cluster.cost.published.inputs import network_bytes_per_s
 from cluster.cost.published.table import PublishedRow, TableError, read_table, read_what_can_be
+from cluster.cost.published.texts import network_bytes_per_s
 from cluster.cost.reported import Reported
 from tests.support import ROOT
 
@@ -22,8 +22,7 @@ def test_reads_and_models_the_table() -> None:
     rows = read_table(TABLE)
     modelled = [row.inputs for row in rows if row.inputs is not None]
     assert len(rows) > 60
-    assert all("mixture of experts" in row.reason for row in rows if row.inputs is None)
-    assert sum(row.inputs is None for row in rows) == 2
+    assert not [row.reason for row in rows if row.inputs is None]
     x = from_rows(modelled)
     assert (x.stage_layers.sum(axis=1) == x.num_layers).all()
     assert np.isfinite(x.peak_flops_per_s).all()
@@ -120,10 +119,83 @@ def test_figures_of_all_stages_are_the_fullest_ones(tmp_path: Path) -> None:
         ("8x200 Gb/s HDR IB", 25e9),
         ("Management: 1x BlueField 2 DPU 100Gb/s, Compute: 8x NVIDIA ConnectX-7 IB NDR 400Gb/s", 50e9),
         ("one node, NVLink", None),
+        ("NVLink in node; RDMA 400 Gb/s per GPU", 50e9),
+        ("intra: 8x NVLink 100 Gb/s; host: 2x 100 Gb/s", 3.125e9),
+        ("4 nodes, HDR 200 Gb/s x4", 12.5e9),
+        ("NDR 400Gb/s InfiniBand", None),
+        ("intra: 24x 100Gb/s Ethernet; host: 2x ConnectX-5 100Gb/s", None),
     ],
 )
 def test_network_bandwidth_per_device(text: str, bytes_per_s: float | None) -> None:
     assert network_bytes_per_s(text, 8) == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "peak_flops_per_s"),
+    [
+        ({"gpu": "H100-80GB"}, 989.5e12),
+        ({"gpu": "H100-80GB", "precision_detail": "float8 linear layers, bf16 elsewhere"}, 1979e12),
+        ({"gpu": "H100-80GB", "notes": "trained with fp8"}, 1979e12),
+        ({"gpu": "V100-32GB"}, 125e12),
+    ],
+)
+def test_a_number_format_that_is_not_stated_comes_from_the_other_texts(
+    tmp_path: Path, changes: dict[str, str], peak_flops_per_s: float
+) -> None:
+    (row,) = table_of(tmp_path, {"precision": "", "framework": "Megatron-LM", "notes": "", "flash_attn": "", **changes})
+    assert row.inputs is not None
+    assert row.inputs["peak_flops_per_s"] == pytest.approx(peak_flops_per_s, rel=2e-3)
+    assert row.inputs["flash"] == (changes["gpu"] != "V100-32GB"), "no bfloat16: software of before fused attention"
+
+
+def test_a_number_format_that_is_not_stated_is_the_one_of_the_same_software(tmp_path: Path) -> None:
+    stated = {"gpu": "H100-80GB", "precision": "fp8"}
+    blank, _, _ = table_of(tmp_path, {**stated, "precision": ""}, stated, {**stated, "gpu": "A100-80GB"})
+    assert blank.inputs is not None
+    assert blank.inputs["peak_flops_per_s"] > 1.9e15
+
+
+def test_sharded_weights_of_a_pipeline_are_gathered_once(tmp_path: Path) -> None:
+    sharded = {"zero_stage": "3", "dp": "4", "tp": "1", "n_gpus": "8", "pp": "2", "framework": "torchtitan"}
+    rows = table_of(tmp_path, sharded, {**sharded, "dp": "8", "pp": "1"}, {**sharded, "framework": "MaxText (JAX)"})
+    assert [(row.inputs or {})["gathers_once"] for row in rows] == [1, 0, 0]
+
+
+def test_flags_say_what_overlaps_and_how_norms_are_made(tmp_path: Path) -> None:
+    plain = {"framework": "Megatron-LM", "other_flags": ""}
+    texts = (
+        "tp_comm_overlap=True, fused_rms_norm",
+        "tp-comm-overlap: False overlap-param-gather",
+        "flash; no fused rmsnorm",
+    )
+    rows = table_of(tmp_path, plain, *({**plain, "other_flags": text} for text in texts))
+    recipe, silent = table_of(tmp_path, {**plain, "framework": "NeMo"}, {**plain, "framework": "PyTorch"})
+    names = ("hides_collectives", "hides_gathering", "loose_norms")
+    found = [[(row.inputs or {})[name] for name in names] for row in (*rows, recipe, silent)]
+    assert found == [[0, 0, 1], [1, 0, 0], [0, 1, 1], [0, 0, 1], [1, 1, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "detail", "full", "repeated"),
+    [
+        ("selective", "", 0, 0.08),
+        ("selective", "per-op SAC", 0, 0.5),
+        ("selective", "per-layer", 6, 0),
+        ("per-stage", "block:4-layers-per-stage", 4, 0),
+    ],
+)
+def test_details_of_recompute(tmp_path: Path, kind: str, detail: str, full: int, repeated: float) -> None:
+    changes = {"recompute": kind, "recompute_detail": detail, "layers": "24", "pp": "2", "dp": "", "tp": "1"}
+    (row,) = table_of(tmp_path, changes)
+    assert row.inputs is not None
+    assert row.inputs["stage_full"] == [full, full]
+    assert row.inputs["stage_repeated"] == [repeated] * 2
+
+
+def test_attention_of_an_older_generation(tmp_path: Path) -> None:
+    torch = {"framework": "torchtitan", "gpu": "H100-80GB"}
+    rows = table_of(tmp_path, torch, {**torch, "gpu": "A100-80GB"}, {**torch, "framework": "NeMo"})
+    assert [(row.inputs or {})["aged_attention"] for row in rows] == [1, 0, 0]
 
 
 def test_evaluation_of_the_small_table() -> None:
@@ -156,7 +228,7 @@ def rewritten(tmp_path: Path, *, drop: str = "", **changes: str) -> Path:
     ("changes", "reason"),
     [
         ({"gpu": "GeForce 256"}, "GeForce 256"),
-        ({"moe": "8 experts top-2"}, "mixture of experts"),
+        ({"moe": "a hybrid"}, "mixture of experts"),
         ({"precision": "int3"}, "unknown precision 'int3'"),
         ({"layers": "about 40"}, "layers is 'about 40', not a number"),
         ({"dp": "64", "tp": "3"}, "are not 8 devices"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.cost.calibrate import Calibrated
-from cluster.cost.coefficients import MEMORY, TIME, assumed, assumed_prior
+from cluster.cost.calibrate import Calibrated, derivatives
+from cluster.cost.coefficients import MEMORY, TIME, Coefficients, assumed, assumed_prior
 from cluster.cost.estimate import CostModel, Estimates, cost_model
 from cluster.cost.inputs import WORKSPACE_BYTES
+from cluster.cost.memory import log_slopes, stage_bytes
+from cluster.cost.work import work_of
 from tests.cluster.cost.rows import inputs, row, varied
 
 MODEL = CostModel(Calibrated.of_prior(assumed_prior(TIME, 0.1)), Calibrated.of_prior(assumed_prior(MEMORY, 0.1)))
@@ -76,6 +78,11 @@ def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: di
     assert terms[0] < terms[1]
 
 
+def heads(number: int, size: int, **changes: float) -> dict[str, object]:
+    """Heads that are as wide together as others with the same product."""
+    return {"num_heads": number, "num_kv_heads": number, "head_dim": size, **changes}
+
+
 @pytest.mark.parametrize(
     ("term", "less", "more"),
     [
@@ -93,9 +100,22 @@ def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: di
         ),
         ("context_parallel", {"cp": 4, "seq_length": 2**14}, {"cp": 4, "seq_length": 2**14, "cp_method": 0}),
         ("context_parallel", {"cp": 4, "seq_length": 2**16}, {"cp": 4, "seq_length": 2**16, "cp_method": 1}),
+        ("forward", heads(33, 128, flash=0), heads(32, 132, flash=0)),
+        ("forward", heads(48, 96), heads(64, 72)),
+        ("forward", {}, {"loose_norms": 1}),
+        ("forward", {}, {"aged_attention": 1}),
+        ("tensor_parallel", {"tp": 4, "hides_collectives": 1}, {"tp": 4}),
+        (
+            "stage_transfers",
+            {"pp": 4, "num_virtual_stages": 4, "schedule": 2, "hides_transfers": 1},
+            {"pp": 4, "num_virtual_stages": 4, "schedule": 2},
+        ),
+        ("gradient_reduction", {"dp_shard": 64, "hides_gathering": 1}, {"dp_shard": 64}),
+        ("sharding", {"zero_stage": 3, "dp_shard": 64}, {"zero_stage": 3, "dp_shard": 1024}),
         ("launch", {"compiled": 1, "hidden": 512}, {"hidden": 512}),
         ("sharding", {"dp_shard": 8, "zero_stage": 3}, {"dp_shard": 16, "zero_stage": 3}),
         ("sharding", {"zero_stage": 3, "reduces_last": 1}, {"zero_stage": 3}),
+        ("sharding", {"zero_stage": 3, "gathers_once": 1}, {"zero_stage": 3}),
         ("gradient_reduction", {"zero_stage": 2, "reduces_last": 1}, {"zero_stage": 2}),
         ("gradient_reduction", {"network_bytes_per_s": 50e9, "dp_shard": 64}, {"dp_shard": 64}),
         # Weights are gathered among those who share states; only gradients' reduction hides.
@@ -122,7 +142,7 @@ def test_logits_and_a_repeated_layer_share_memory() -> None:
     found = estimate(row(**big, recompute="full", vocab=200000), row(**big, recompute="full", vocab=1000))
     terms = found.peak_terms_bytes
     assert terms["head"][0] > 0 == terms["head"][1]
-    assert terms["activations"][0] < terms["activations"][1], "no repeated layer while the logits are there"
+    assert terms["recomputed"][0] == 0 < terms["recomputed"][1], "no repeated layer while the logits are there"
 
 
 def test_short_gradients_are_copied_for_the_optimizer_step() -> None:
@@ -150,10 +170,11 @@ def test_data_wait_adds_to_the_step() -> None:
 
 def test_every_coefficient_matters_somewhere() -> None:
     x = inputs(
-        row(tp=2, cp=2, pp=2, recompute="full", peak_flops_per_s=600e12, vocab=32000),
+        row(tp=2, cp=2, pp=2, recompute="full", peak_flops_per_s=600e12, vocab=32000, loose_norms=1),
         row(dp_shard=64, zero_stage=3, hidden=512),
         row(vocab=50257, dp_shard=16, num_reads=1e6),
         row(recompute="full", dp_shard=1, vocab=1000),
+        row(expert_share=1, num_experts=8, experts_per_token=2, expert_ffn=4096),
     )
     for group, attribute in ((TIME, "step_s"), (MEMORY, "peak_bytes")):
         for i, coefficient in enumerate(group):
@@ -167,3 +188,13 @@ def test_every_coefficient_matters_somewhere() -> None:
                 values.append(getattr(model.estimate(x), attribute))
             if coefficient.name != "peak_exponent":
                 assert (values[0] != values[1]).any(), coefficient.name
+
+
+def test_slopes_of_memory_are_its_derivatives() -> None:
+    x, at = varied(300), assumed(MEMORY)
+    terms = {name: values[:, 0] for name, values in stage_bytes(x, work_of(x), at).items()}
+
+    def log_first_rank(coefficients: Coefficients) -> np.ndarray:
+        return np.log(np.sum(list(stage_bytes(x, work_of(x), coefficients).values()), axis=0)[:, 0])
+
+    np.testing.assert_allclose(log_slopes(x, terms, at), derivatives(log_first_rank, at), atol=1e-4)

@@ -76,7 +76,7 @@ def test_a_short_run_says_whether_trials_can_be_measured(tmp_path, words, ok, ou
     file = sweep(tmp_path, *words)
     result = run("check", file, "--home", tmp_path / "home", "--json")
     said = json.loads(result.stdout)
-    assert (said["ok"], said["outcome"]) == (ok, outcome), said
+    assert (said["ok"], said["outcome"]) == (ok, outcome), (said["problem"], said["log_tail"])
     assert result.exit_code == (0 if ok else 2)
     assert problem is None or problem in said["problem"]
     if ok:
@@ -100,6 +100,25 @@ def test_submit_does_not_begin_what_the_check_refuses(tmp_path):
     assert "unrecognized arguments" in refused.stderr
     assert "--no-check" in refused.stderr
     assert not (tmp_path / "home" / "sweeps").exists() or not list((tmp_path / "home" / "sweeps").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_gang_that_is_lost_once_is_launched_again(tmp_path):
+    file = sweep(tmp_path)
+    marker = tmp_path / "lost-before"
+    (tmp_path / "program.py").write_text(
+        "import os, pathlib, signal\n"
+        f"marker = pathlib.Path({str(marker)!r})\n"
+        "if not marker.exists():\n"
+        "    marker.touch()\n"
+        "    warden = pathlib.Path('/proc', str(os.getppid()), 'stat').read_text().rpartition(')')[2].split()[1]\n"
+        "    os.kill(int(warden), signal.SIGKILL)\n" + PROGRAM
+    )
+    result = run("check", file, "--home", tmp_path / "home", "--json")
+    assert json.loads(result.stdout)["outcome"] == "measured", result.output
+    assert marker.exists()
+    assert "launching again" in result.stderr
 
 
 def test_a_virtual_cluster_has_nothing_to_check(tmp_path):

@@ -82,11 +82,11 @@ def test_faults_and_lost_nodes_reach_the_sweep(tmp_path):
     assert counts["measured"] >= 1
 
 
-def test_what_cannot_be_guided_falls_back_with_a_sentence(tmp_path, caplog):
+def test_where_no_cost_model_guides_usual_effects_do_and_a_sentence_says_so(tmp_path, caplog):
     content = changed(SWEEP, ("search",), {"sampler": "guided"})
     spec = load_sweep(write(tmp_path, content))
     assert make_search(spec, make_plan(spec), None, PriorKnowledge()).ask is not None
-    assert "falls back to tpe: the hardware is not known" in caplog.text
+    assert "ranked by what knobs usually do: the hardware is not known" in caplog.text
 
 
 def replay_sweep(folder):

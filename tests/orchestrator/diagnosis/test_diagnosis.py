@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cost.time import TIME_TERMS
+from cluster.cost.time.step import TIME_TERMS
 from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.diagnosis.step_parts import ProfileOf, split
 from orchestrator.errors import ConfigError

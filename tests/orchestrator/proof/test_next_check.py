@@ -213,14 +213,22 @@ def test_where_rounding_alone_does_as_much_the_gate_cannot_tell_and_the_users_ev
         assert not choose(play.state, None, force=False).missing
 
 
-@pytest.mark.parametrize(("kind", "answer"), [("timed_out", "inconclusive"), ("oom", "failed")])
-def test_a_run_that_met_its_deadline_is_not_judged(kind, answer):
+@pytest.mark.parametrize(
+    ("role", "kind", "answer"),
+    [
+        ("finalist", "timed_out", "inconclusive"),
+        ("finalist", "oom", "failed"),
+        ("twin", "timed_out", "inconclusive"),
+        ("twin", "oom", "passed"),
+    ],
+)
+def test_a_run_that_met_its_deadline_is_not_judged(role, kind, answer):
     play = Play([0.1, 0.04])
-    number = next(trial.number for trial in checks(Play([0.1, 0.04]).run(), GateRun) if trial.check.role == "finalist")
+    number = next(trial.number for trial in checks(Play([0.1, 0.04]).run(), GateRun) if trial.check.role == role)
     play.outcomes = {(number, 0): failures()[kind]}
     verdict = play.run().verdict
     assert verdict.gates[0].answer == answer
-    assert verdict.conclusion == ("unconfirmed" if answer == "inconclusive" else "keep")
+    assert verdict.conclusion == {"inconclusive": "unconfirmed", "failed": "keep", "passed": "confirmed"}[answer]
     assert ("met its deadline" in verdict.reason) == (answer == "inconclusive")
 
 

@@ -1,6 +1,7 @@
 """The core of the guided sampler on problems whose truth is known."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from orchestrator.search.acquisition import (
     probability_fits,
     should_stop,
 )
-from orchestrator.search.prediction.gaussian_process import ErrorModel, learn
-from orchestrator.search.prediction.posterior import Posterior, normal_cdf
+from orchestrator.search.prediction.gaussian_process import ErrorModel, learn, normal_cdf
+from orchestrator.search.prediction.memory_belief import MemoryBelief, Structured
+from orchestrator.search.prediction.posterior import Posterior
 
 
 def grid(n=12):
@@ -33,9 +35,20 @@ def grid(n=12):
     return Posterior(log_time=log_time, error=error, cost_s=np.ones(n * n)), truth
 
 
+def with_memory(posterior, log_peak, own_std=0.05):
+    """The posterior where log(peak / limit) is believed to be ``log_peak``, with an error common to all."""
+    errors = np.full((len(log_peak), 1), 0.2)
+    structure = Structured(name="one", log_weight=0.0, mean=log_peak, features=errors, own_std=own_std)
+    return replace(posterior, memory=MemoryBelief(structures=(structure,)))
+
+
+def num_tried(seen):
+    return len({*seen.times_s, *seen.oom, *seen.running})
+
+
 def propose(posterior, seen, num=1):
     """Up to ``num`` candidates to measure at the same time, best first."""
-    turn, chosen = ProposalRound(posterior, seen, keep=SHORTLIST_SIZE), []
+    turn, chosen = ProposalRound(posterior, seen, plain=None, num_tried=num_tried(seen), keep=SHORTLIST_SIZE), []
     while len(chosen) < num and (proposal := turn.best()) is not None:
         chosen.append(proposal)
         turn.assume(proposal.index)
@@ -57,7 +70,7 @@ def test_before_anything_is_measured_the_best_prediction_that_fits_is_first():
     posterior, _ = grid()
     assert propose(posterior, Seen())[0].index == np.argmin(posterior.log_time)
     full = np.where(np.arange(144) == np.argmin(posterior.log_time), 1.0, -1.0)
-    posterior = Posterior(log_time=posterior.log_time, error=posterior.error, cost_s=posterior.cost_s, log_memory=full)
+    posterior = with_memory(posterior, full)
     assert propose(posterior, Seen())[0].index == np.argsort(posterior.log_time, kind="stable")[1]
 
 
@@ -120,9 +133,7 @@ def test_excluded_and_history_are_never_proposed_and_history_is_not_to_be_beaten
 def test_memory_that_turns_out_larger_makes_neighbours_of_the_limit_unlikely():
     posterior, _ = grid(4)
     log_memory = np.linspace(-0.6, 0.1, 16)
-    posterior = Posterior(
-        log_time=posterior.log_time, error=posterior.error, cost_s=posterior.cost_s, log_memory=log_memory
-    )
+    posterior = with_memory(posterior, log_memory)
     rows = np.arange(16)
     before = probability_fits(posterior, Seen(), rows)
     assert np.all(np.diff(before) < 0)
@@ -137,13 +148,7 @@ def test_memory_that_turns_out_larger_makes_neighbours_of_the_limit_unlikely():
 def test_out_of_memory_is_avoided_where_it_is_likely():
     posterior, truth = grid()
     second = np.arange(144) // 12
-    posterior = Posterior(
-        log_time=posterior.log_time,
-        error=posterior.error,
-        cost_s=posterior.cost_s,
-        log_memory=(second - 7.5) * 0.15,
-        memory_std=0.04,
-    )
+    posterior = with_memory(posterior, (second - 7.5) * 0.15, own_std=0.04)
     times, gone = search(posterior, truth, 14, oom=frozenset(np.flatnonzero(second > 7).tolist()))
     assert len(gone) <= 4
     assert min(times.values()) <= truth[second <= 7].min() * 1.03

@@ -1,4 +1,4 @@
-"""Spaces too large to enumerate: said so, sampled, and searched by conditional TPE after a warm start."""
+"""Spaces too large to enumerate: said so, drawn from by the cost model or at random, and searched."""
 
 import functools
 import io
@@ -18,7 +18,7 @@ from orchestrator.search.prediction.prediction import make_predictor
 from orchestrator.search.search import Search, _Space
 from orchestrator.space import space
 from orchestrator.space.large import Lookup, without_effect
-from orchestrator.space.naming import flat_params
+from orchestrator.space.naming import feature_columns, flat_params
 from orchestrator.space.rules import check
 from orchestrator.space.space import make_space
 from orchestrator.sweep.events import Budget
@@ -56,7 +56,7 @@ def spec():
 
 @pytest.fixture
 def made(monkeypatch):
-    monkeypatch.setattr(plan, "SAMPLE_SIZE", 1500)
+    monkeypatch.setattr(plan, "MAX_ENUMERATED", 3000)
     return make_plan(spec(), TOPOLOGY)
 
 
@@ -86,15 +86,24 @@ def run(search, made, num_trials):
     return fold(events), reasons
 
 
-def test_the_plan_of_a_space_too_large_to_enumerate_says_so_and_holds_a_legal_sample(made):
+def test_the_plan_of_a_space_too_large_to_enumerate_says_so_and_holds_a_legal_part_of_it(made):
     assert made.product_size > 20_000_000
     assert f"too large to enumerate: {made.product_size:,} combinations" in made.too_large
-    assert "conditional TPE with warm start" in made.to_json()["too_large"]
-    assert len(made.candidates) == len(set(made.candidates)) == 1500
+    assert "drawn where the cost model expects the best" in made.to_json(0)["too_large"]
+    assert 1500 < len(made.candidates) == len(set(made.candidates)) <= 3000
     assert all(map(is_legal, made.candidates))
     assert made.candidates == make_plan(spec(), TOPOLOGY).candidates
     layouts = {(c.layout, c.micro_batch_size) for c in made.candidates}
-    assert len(layouts) > 0.9 * len(made.beyond.space.frames), "every layout is as likely as any other"
+    assert len(layouts) > 0.9 * len(made.beyond.space.frames), "every layout is there"
+
+
+def test_without_a_cost_model_candidates_of_a_large_space_are_drawn_at_random(monkeypatch):
+    monkeypatch.setattr(plan, "SAMPLE_SIZE", 1500)
+    unknown = uniform_topology(2, 8, device_name="a device that nobody knows", memory_bytes=80 * 10**9)
+    found = make_plan(spec(), unknown)
+    assert "drawn at random, and conditional TPE goes beyond them" in found.too_large
+    assert len(found.candidates) == len(set(found.candidates)) == 1500
+    assert all(map(is_legal, found.candidates))
 
 
 def test_a_space_that_can_be_enumerated_is(made):
@@ -103,23 +112,27 @@ def test_a_space_that_can_be_enumerated_is(made):
     assert small.too_large == ""
 
 
-def test_a_warm_start_then_conditional_tpe_over_the_whole_space(made, caplog):
+def test_the_guide_goes_on_beyond_its_first_trials_and_conditional_tpe_over_the_whole_space(made, caplog):
     guide = GuidedSearch(make_predictor(spec().to_workload(), made.candidates, TOPOLOGY))
 
-    def search():
-        options = {"sampler": "guided", "seed": 3, "guide": guide, "beyond": made.beyond}
+    def search(sampler):
+        options = {"sampler": sampler, "seed": 3, "guide": guide, "beyond": made.beyond}
         return Search(made.candidates, features=flat_params, **options)
 
-    state, reasons = run(search(), made, 24)
-    assert "too large to enumerate" in caplog.text
-    tried = [trial.candidate for trial in state.trials]
-    assert len(set(tried)) == 24
-    assert all(map(is_legal, tried))
-    assert all(reason.startswith("warm start") for reason in reasons[:8])
-    assert sum("conditional TPE" in reason for reason in reasons[8:]) > 10
-    assert not set(tried[9:]) <= set(made.candidates), "not only what was sampled"
-    again, _ = run(search(), made, 24)
-    assert [trial.candidate for trial in again.trials] == tried
+    for sampler in ("guided", "tpe"):
+        state, reasons = run(search(sampler), made, 24)
+        tried = [trial.candidate for trial in state.trials]
+        assert len(set(tried)) == 24
+        assert all(map(is_legal, tried))
+        again, _ = run(search(sampler), made, 24)
+        assert [trial.candidate for trial in again.trials] == tried
+        if sampler == "guided":
+            assert "too large to enumerate" in caplog.text
+            assert not any("TPE" in reason for reason in reasons)
+            assert set(tried[1:]) <= set(made.candidates)
+        else:
+            assert sum("conditional TPE" in reason for reason in reasons) > 10
+            assert not set(tried[1:]) <= set(made.candidates), "not only what was drawn"
 
 
 def test_what_an_out_of_memory_outcome_rules_out_is_not_proposed_from_beyond_the_sample_either(made):
@@ -136,7 +149,7 @@ def test_what_an_out_of_memory_outcome_rules_out_is_not_proposed_from_beyond_the
 
 
 def test_looking_up_the_knobs_of_a_candidate_finds_it(made):
-    encoder = _Space([flat_params(candidate) for candidate in made.candidates])
+    encoder = _Space(feature_columns(made.candidates, flat_params))
     lookup = Lookup(made.beyond, flat_params, encoder.encode, encoder.spans)
     rng = random.Random(0)
     for candidate in made.candidates[:200]:
@@ -164,22 +177,18 @@ def test_very_many_layouts_are_sampled_and_other_parts_refused(monkeypatch):
 
 
 def test_a_sweep_over_a_space_too_large_to_enumerate_finishes(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "SAMPLE_SIZE", 1500)
+    monkeypatch.setattr(plan, "MAX_ENUMERATED", 3000)
     content = changed(LARGE, ("budget", "max_trials"), 14)
     result = controller.submit(load_sweep(write(tmp_path, content)), Home(tmp_path / "home"), Quiet())
     assert result.state.status == "finished"
     tried = [trial.candidate for trial in result.state.trials]
     assert len(set(tried)) == len(tried) == 14
     assert all(map(is_legal, tried))
-    reasons = [trial.reason for trial in result.state.trials[1:]]
-    num_warm = sum(reason.startswith("warm start: ") for reason in reasons)
-    assert 4 <= num_warm < 13 and all(reason.startswith("warm start: ") for reason in reasons[:num_warm])
-    assert all("conditional TPE" in reason or reason == "drawn at random" for reason in reasons[num_warm:])
-    assert any("conditional TPE" in reason for reason in reasons)
+    assert all(trial.expected is not None for trial in result.state.trials[1:])
 
 
 def test_the_plan_shown_says_that_the_space_is_too_large(made):
     shown = " ".join(shown_text(render_plan(made)).split())
-    assert "1,500 legal candidates drawn at random" in shown
+    assert f"{len(made.candidates):,} legal candidates drawn" in shown
     assert made.too_large in shown
     assert "alike" not in shown, "nobody counted"

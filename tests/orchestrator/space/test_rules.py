@@ -289,7 +289,7 @@ def test_amp_dtype_refuses_only_what_is_known_not_to_work(kind, device, refused)
 @given(CANDIDATES, WORKLOADS, NODES)
 def test_rules_keep_their_promise_about_what_they_read(candidate, workload, nodes):
     other = Candidate(layout=candidate.layout, micro_batch_size=candidate.micro_batch_size)
-    on_layout = {rule.id for rule in RULES if rule.reads == "layout"}
+    on_layout = {rule.id for rule in RULES if rule.is_on_layout}
     where = topology(*nodes)
     assert broken(candidate, workload, where) & on_layout == broken(other, workload, where) & on_layout
 

@@ -1,0 +1,139 @@
+"""One sweep over a made program by one of the product's samplers, told what a cluster would tell."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.search.generic.programs import Program
+from cluster.hardware.accelerators import ClusterDescription, catalogue
+from cluster.hardware.topology import Device
+from orchestrator.search.guided import GuidedSearch
+from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.prediction.relative import RelativePredictor
+from orchestrator.search.search import SamplerName, Search
+from orchestrator.space.naming import flat_params
+from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, Budget, Event, SweepCreated, TrialProposed
+from orchestrator.sweep.fold import fold
+from trials.outcome import Evidence, Measured, Measurement, Outcome, OutOfMemory, StepBreakdown
+from trials.spec import Candidate, ScriptModel
+
+NOISE_STD = 0.01
+"""Standard deviation of the log of a measured step time."""
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """What a sweep came to: device-seconds of its trials in order, infinite where memory ran out."""
+
+    device_s: tuple[float, ...]
+    best_s: float
+    num_trials: int
+
+    @property
+    def to_best(self) -> int:
+        """Trials until within 2 % of the best; one more than allowed where that was never reached."""
+        near = (i for i, value in enumerate(self.device_s, start=1) if value <= self.best_s * (1 + TOLERANCE))
+        return next(near, self.num_trials + 1)
+
+    def regret(self, number: int) -> float:
+        """How much longer than the best the best of the first so many trials takes."""
+        return min(self.device_s[:number]) / self.best_s - 1
+
+    @property
+    def num_oom(self) -> int:
+        """Trials among the first ten that ran out of memory."""
+        return sum(math.isinf(value) for value in self.device_s[:10])
+
+
+def search(program: Program, sampler: SamplerName, seed: int, num_trials: int) -> Searched:
+    """A sweep of so many trials, the baseline first."""
+    guide = GuidedSearch(_predictor(program)) if sampler == "guided" else None
+    sweep = Search(program.candidates, features=flat_params, sampler=sampler, seed=seed, guide=guide)
+    rng = random.Random(f"{program.name}/{seed}")
+    events: list[Event] = [_created(program, num_trials)]
+    seen = []
+    for number in range(min(num_trials, len(program.candidates))):
+        suggestion = None if number == 0 else sweep.ask(number, fold(events))
+        if number and suggestion is None:
+            break
+        candidate = program.baseline if suggestion is None else suggestion.candidate
+        outcome = _outcome(program, candidate, rng)
+        events += _trial(number, candidate, outcome)
+        seen.append(program.times_s.get(candidate, math.inf) * candidate.layout.world_size)
+    best_s = min(time_s * candidate.layout.world_size for candidate, time_s in program.times_s.items())
+    return Searched(device_s=tuple(seen), best_s=best_s, num_trials=num_trials)
+
+
+def _predictor(program: Program) -> Predictor | RelativePredictor:
+    """What the product makes of the program: the generic cost model for our models, usual effects for scripts."""
+    accelerator = catalogue()[program.device]
+    others: Sequence[Candidate] = () if program.baseline in program.candidates else (program.baseline,)
+    candidates = (*program.candidates, *others)
+    if isinstance(program.workload.model, ScriptModel):
+        return RelativePredictor(
+            program.workload,
+            candidates,
+            baseline=program.baseline,
+            features=flat_params,
+            kind="cpu" if program.device == "cpu" else "accelerator",
+            limit_bytes=program.limit_bytes,
+        )
+    cluster = ClusterDescription(
+        name="made",
+        accelerator=accelerator,
+        num_nodes=1,
+        devices_per_node=8,
+        network_bytes_per_s=accelerator.network_bytes_per_s,
+    )
+    return Predictor(program.workload, candidates, cluster, features=flat_params)
+
+
+def _created(program: Program, num_trials: int) -> SweepCreated:
+    return SweepCreated(
+        at_s=0.0,
+        sweep="made",
+        spec_hash="0" * 64,
+        workload=program.workload,
+        budget=Budget(max_trials=num_trials),
+        max_concurrent=1,
+        num_legal=len(program.candidates),
+        hardware="made",
+        fingerprint={},
+    )
+
+
+def _trial(number: int, candidate: Candidate, outcome: Outcome) -> list[Event]:
+    origin: Literal["sampler", "baseline"] = "sampler" if number else "baseline"
+    token, ranks = f"token-{number}", tuple(Device(node="made", index=i) for i in range(candidate.layout.world_size))
+    return [
+        TrialProposed(at_s=number, trial=number, candidate=candidate, origin=origin, reason="made"),
+        AttemptLaunched(at_s=number, trial=number, attempt=0, token=token, ranks=ranks, num_devices=len(ranks)),
+        AttemptEnded(at_s=number, trial=number, token=token, outcome=outcome, device_seconds=1.0),
+    ]
+
+
+def _outcome(program: Program, candidate: Candidate, rng: random.Random) -> Outcome:
+    true_s = program.times_s.get(candidate)
+    if true_s is None:
+        return OutOfMemory(evidence=Evidence(rank=0, message="out of memory"))
+    times_s = (true_s * math.exp(rng.gauss(0.0, NOISE_STD)),) * 8
+    peak = int(program.peaks[candidate])
+    return Measured(
+        measurement=Measurement(
+            world_size=candidate.layout.world_size,
+            tokens_per_step=program.workload.tokens_per_step,
+            step_times_s=times_s,
+            breakdown=StepBreakdown(data_s=0.0, forward_s=0.0, backward_s=0.0, optimizer_s=0.0, other_s=true_s),
+            peak_allocated_bytes=(peak,),
+            peak_reserved_bytes=(peak,),
+            num_warmup_steps=2,
+            losses=(1.0,),
+            grad_norms=(1.0,),
+            model_flops_per_token=0.0,
+        )
+    )

@@ -1,0 +1,57 @@
+"""What the product makes of a made problem: its predictor, what trials tell, what they rule out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.search.made.problem import MadeProblem
+from orchestrator.search.acquisition import Seen
+from orchestrator.search.guided import RUN_STD, num_calibrating
+from orchestrator.search.prediction.posterior import Posterior
+from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.space.dominance import Pruner
+from orchestrator.space.naming import flat_params
+
+
+class MadeKnowledge:
+    """The product's predictor on a made problem, told of it what a sweep is told, and of trials what those report."""
+
+    def __init__(self, problem: MadeProblem) -> None:
+        self._problem = problem
+        self._predictor = Predictor(problem.setup.workload, problem.candidates, problem.cluster, features=flat_params)
+        self._ruled_out: dict[int, frozenset[int]] = {}
+        self._posteriors: dict[tuple[tuple[int, float], ...], Posterior] = {}
+
+    @property
+    def is_modelled(self) -> bool:
+        """All of it."""
+        return True
+
+    def posterior(self, times_s: Mapping[int, float]) -> Posterior:
+        """Linearised where the first of ``times_s``, in the order in which they were measured, put the coefficients."""
+        calibrating = tuple(list(times_s.items())[: num_calibrating(len(times_s))])
+        if calibrating not in self._posteriors:
+            self._posteriors[calibrating] = self._predictor.posterior(dict(calibrating))
+        return self._posteriors[calibrating]
+
+    def seen(self, times_s: Mapping[int, float], oom: frozenset[int]) -> Seen:
+        """``times_s`` and what else those trials told, and the candidates that ``oom`` rules out."""
+        problem = self._problem
+        peaks = problem.measured_bytes / problem.limit_bytes
+        ruled_out = frozenset().union(*(self._rules_out(row) for row in oom)) - times_s.keys() - oom
+        return Seen(
+            times_s=times_s,
+            noise_std=dict.fromkeys(times_s, max(problem.noise_std, RUN_STD)),
+            peaks={row: float(peaks[row]) for row in times_s} if problem.reports_peaks else {},
+            oom=oom,
+            excluded=ruled_out,
+        )
+
+    def _rules_out(self, row: int) -> frozenset[int]:
+        """What the product concludes from that candidate's having run out of memory."""
+        if row not in self._ruled_out:
+            candidates = self._problem.candidates
+            batch = self._problem.setup.workload.global_batch_size
+            found = Pruner(candidates, global_batch_size=batch).add(candidates[row])
+            self._ruled_out[row] = frozenset(found)
+        return self._ruled_out[row]

@@ -1,0 +1,175 @@
+"""Guided search without a cost model: what knobs usually do, corrected by the program's own trials."""
+
+import dataclasses
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.search.generic.programs import script_ranks, script_vision
+from benchmarks.search.generic.sweeps import search
+from cluster.cost.usual.effects import EFFECTS, NUM_DRAWS, drawn_programs
+from cluster.cost.usual.knobs import column_of
+from orchestrator.cli.main import main
+from orchestrator.search.prediction.relative import RelativePredictor
+from orchestrator.search.prediction.transfer import EarlierTrial, same_program
+from orchestrator.space.naming import flat_params
+from tests.support.sweep_files import write
+from trials.spec import Candidate, Layout, Loader, OwnChoice, Precision, Recompute, ScriptData, ScriptModel, Workload
+
+SCRIPT = ScriptModel(recipe="custom", run=("python", "train.py", "--batch", "{micro_batch_size}"), cwd="/code")
+WORKLOAD = Workload(model=SCRIPT, data=ScriptData(), seq_length=1, global_batch_size=64)
+BASELINE = Candidate(micro_batch_size=8)
+AMP = Precision(level="O1", dtype="bfloat16")
+
+
+def own(**values):
+    return tuple(OwnChoice(name=f"--{name}", value=value) for name, value in sorted(values.items()))
+
+
+def predictor(candidates, **options):
+    settings = {"baseline": BASELINE, "features": flat_params, "limit_bytes": 16e9, **options}
+    return RelativePredictor(WORKLOAD, candidates, **settings)
+
+
+def gains(candidates, **options):
+    found = predictor([BASELINE, *candidates], **options)
+    return [found.gain_of(row) for row in range(1, len(candidates) + 1)]
+
+
+def test_drawn_programs_have_exactly_the_means_and_spreads_of_the_table():
+    drawn = drawn_programs("accelerator")
+    values = np.hstack([drawn[effect.name] for effect in EFFECTS])
+    assert values.shape == (NUM_DRAWS, len(EFFECTS))
+    np.testing.assert_allclose(values.mean(0), [effect.mean for effect in EFFECTS], atol=1e-9)
+    np.testing.assert_allclose(np.cov(values.T, bias=True), np.diag([e.std**2 for e in EFFECTS]), atol=1e-9)
+    assert all(effect.source.endswith(".") for effect in EFFECTS)
+
+
+def test_what_knobs_usually_do_has_the_usual_order():
+    sizes = gains([Candidate(micro_batch_size=size) for size in (16, 32, 64)])
+    assert 1 < sizes[0] < sizes[1] < sizes[2] and sizes[2] / sizes[1] < sizes[1] / sizes[0], "with diminishing return"
+    workers = [Loader(), Loader(num_workers=2, prefetch_factor=2), Loader(num_workers=8, prefetch_factor=2)]
+    few = gains([dataclasses.replace(BASELINE, loader=loader) for loader in workers])
+    assert few[0] < few[1] < few[2]
+    amp, again = (
+        dataclasses.replace(BASELINE, precision=AMP),
+        dataclasses.replace(BASELINE, recompute=Recompute(full=((1,),))),
+    )
+    fast, slow = gains([amp, again])
+    assert 1.2 < fast < 2.5 and 0.7 < slow < 0.8
+    assert gains([amp], kind="cpu")[0] < 1
+
+
+def test_the_baseline_is_known_and_everything_else_is_uncertain():
+    found = predictor([BASELINE, Candidate(micro_batch_size=32), dataclasses.replace(BASELINE, own=own(tile=4))])
+    assert found.gain_of(0) == pytest.approx(1.0)
+    assert found.log_spread_of(0) == pytest.approx(0.08)
+    assert found.log_spread_of(2) > found.log_spread_of(0) and found.gain_of(2) == pytest.approx(1.0)
+    assert found.posterior({}).log_time[0] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "column"),
+    [
+        ("--num-workers", 4, ("num_workers", 4.0)),
+        ("data.loader:dataloader_num_workers", "2", ("num_workers", 2.0)),
+        ("--dtype", "bfloat16", ("low_precision", 1.0)),
+        ("--mixed_precision", "no", ("low_precision", 0.0)),
+        ("$TORCH_COMPILE", "1", ("compiled", 1.0)),
+        ("--gradient_checkpointing", True, ("repeated_share", 1.0)),
+        ("--channels-last", False, ("channels_last", 0.0)),
+        ("--save-checkpoint", True, None),
+        ("--persistent-workers", True, ("persistent", 1.0)),
+        ("--lr", 0.1, None),
+    ],
+)
+def test_names_of_own_knobs_say_what_they_usually_do(name, value, column):
+    assert column_of(name, value) == column
+
+
+def test_memory_is_learned_from_peaks_and_from_running_out():
+    sizes = [Candidate(micro_batch_size=size) for size in (8, 16, 32, 64)]
+    before = predictor(sizes).memory
+    assert np.all(np.diff(before.probability_fits()) < 0)
+    roomy = before.after({0: 0.1}, (), ())
+    assert roomy.probability_fits()[2] > before.probability_fits()[2]
+    after_oom = before.after({0: 0.4}, (), (2,)).probability_fits()
+    assert after_oom[3] < 0.1 < after_oom[1]
+
+
+def test_the_search_is_better_than_tpe_where_memory_binds_and_where_it_does_not():
+    for make, seeds in ((script_ranks, (0, 1)), (script_vision, (0, 1))):
+        made = [(seed, make(seed)) for seed in seeds]
+        by = {name: [search(program, name, seed, 30) for seed, program in made] for name in ("guided", "tpe")}
+        trials = {name: sum(one.to_best for one in found) for name, found in by.items()}
+        assert trials["guided"] < trials["tpe"]
+        assert sum(one.regret(10) for one in by["guided"]) < sum(one.regret(10) for one in by["tpe"])
+
+
+def test_earlier_sweeps_of_the_same_script_teach_the_next():
+    """An own knob of which nobody knows anything: the earlier sweep measured that a value halves the step."""
+    candidates = [dataclasses.replace(BASELINE, own=own(engine=engine)) for engine in "abcd"]
+    rng = random.Random(0)
+    earlier = [
+        EarlierTrial(
+            sweep="one",
+            workload=WORKLOAD,
+            candidate=candidate,
+            step_time_s=(0.5 if candidate.own[0].value == "c" else 1.0) * math.exp(rng.gauss(0.0, 0.01)),
+        )
+        for candidate in candidates
+    ]
+    taught = predictor(candidates, baseline=candidates[0], earlier=earlier)
+    assert len(taught.earlier) == 4 and taught.earlier_rows == {4, 5, 6, 7}
+    known = taught.earlier_times_s
+    from orchestrator.search.acquisition import Seen, expected_log_times
+
+    log_times = expected_log_times(taught.posterior(known), Seen(history=known))[:4]
+    assert np.argmin(log_times) == 2 and log_times[2] == pytest.approx(math.log(0.5), abs=0.1)
+
+
+def test_a_program_is_the_same_whatever_trials_fill_in():
+    more = dataclasses.replace(SCRIPT, run=(*SCRIPT.run, "--workers={workers}", "--tile", "{tile}"))
+    other = dataclasses.replace(SCRIPT, run=("python", "other.py", "--batch", "{micro_batch_size}"))
+    fixed = dataclasses.replace(SCRIPT, run=(*SCRIPT.run, "--width", "256"))
+    assert same_program(WORKLOAD, dataclasses.replace(WORKLOAD, model=more, global_batch_size=128))
+    assert not any(same_program(WORKLOAD, dataclasses.replace(WORKLOAD, model=model)) for model in (other, fixed))
+    assert not same_program(WORKLOAD, dataclasses.replace(WORKLOAD, seq_length=128))
+
+
+def test_layouts_count_without_a_cost_model():
+    spread = [Candidate(micro_batch_size=8, layout=Layout(dp_replicate=dp)) for dp in (2, 8)]
+    assert 1 > gains(spread)[0] > gains(spread)[1] > 0.5, "per device, what is sent costs"
+
+
+def test_plan_orders_scripts_and_says_by_what(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("print('step')\n", encoding="utf-8")
+    content = {
+        "name": "script",
+        "workload": {
+            "recipe": "custom",
+            "run": ["python", "train.py", "--batch-size", "{micro_batch_size}"],
+            "cwd": str(tmp_path),
+            "global_batch_size": 16,
+            "metrics": {"log": r"step (?P<step>\d+): loss (?P<loss>\S+), (?P<step_ms>\S+) ms"},
+        },
+        "cluster": {"kind": "local", "device": "cpu", "devices_per_node": 1},
+        "baseline": {"micro_batch_size": 4, "own": {"--workers": 0, "--tile": 8}},
+        "space": {"micro_batch_size": [4, 8], "own": {"--workers": [0, 2], "--tile": [8, 16]}},
+    }
+    file = write(tmp_path, content)
+    arguments = ["plan", str(file), "--home", str(tmp_path / "home")]
+    found = json.loads(CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False).stdout)
+    assert found["forecast"] is None and "dimensions are not known" in found["unpredicted"]
+    top = found["usual"]["top"]
+    assert len(top) == 8 and len({round(one["gain"], 6) for one in top}) > 2
+    assert all(one["gain_low"] < one["gain"] < one["gain_high"] for one in top)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(main, arguments, catch_exceptions=False).stdout
+    assert "not a model of this one" in shown and max(map(len, shown.splitlines())) <= 80
+    why = CliRunner().invoke(main, [*arguments, "--why", "{micro_batch_size: 8}"], catch_exceptions=False).stdout
+    assert "by what knobs usually do" in why and "x the baseline" in why
