@@ -53,7 +53,7 @@ from cluster.cost.inputs import Array
 from cluster.cost.published.table import PublishedRow
 from orchestrator.search.prediction.gaussian_process import ErrorModel, condition
 from orchestrator.search.prediction.model_families import physical_places
-from orchestrator.search.prediction.predictor import COMMON_STD, LOCAL_STD, linearised, narrowed
+from orchestrator.search.prediction.predictor import COMMON_STD, LOCAL_STD, linearised, of_candidates
 
 SHOTS = (0, 3, 5, 10)
 NUM_DRAWS = 3
@@ -156,7 +156,7 @@ def expected_log_s(family: Family, train: Rows, test: Rows) -> Array:
         return log_step_predictor(family.x.take(test))(prior.coefficients)
     x = family.x.take(np.concatenate([train, test]))
     measured_s = family.step_s[train] * x.world_size[: len(train)]
-    prior = narrowed(prior, LOCAL_STD["cuda"])
+    prior = of_candidates(prior, LOCAL_STD["cuda"])
     log_time, features, _ = linearised(prior, x, dict(enumerate(measured_s.tolist())))
     model = ErrorModel(
         features=features,

@@ -28,7 +28,7 @@ from orchestrator.search.prediction.predictor import (
     OWN_STD,
     SWEEP_STD,
     linearised,
-    narrowed,
+    of_candidates,
     trial_device_seconds,
 )
 from orchestrator.search.prediction.transfer import nearest
@@ -64,7 +64,7 @@ class Priors:
         if kind == "assumed":
             return cls(assumed_prior(TIME, LOCAL_STD["cuda"]), assumed_prior(MEMORY, 0.1))
         without = source if kind == "unseen" else None
-        return cls(narrowed(load_prior("time", without), LOCAL_STD["cuda"]), load_prior("memory", without))
+        return cls(of_candidates(load_prior("time", without), LOCAL_STD["cuda"]), load_prior("memory", without))
 
 
 class Posteriors:

@@ -20,7 +20,7 @@ from orchestrator.search.acquisition import Seen, probability_fits
 from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Residual, condition, learn
 from orchestrator.search.prediction.posterior import Posterior
-from orchestrator.search.prediction.predictor import LOCAL_STD, Predictor, narrowed
+from orchestrator.search.prediction.predictor import LOCAL_STD, Predictor, of_candidates
 from orchestrator.sweep.state import Trial, weighted_step_s
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate
@@ -126,7 +126,7 @@ class ModelView:
         prior = load_prior("time")
         if self._profile is not None:
             prior = with_probe(prior, self._profile, self._predictor.cluster)
-        prior = narrowed(prior, LOCAL_STD[self._predictor.device_kind])
+        prior = of_candidates(prior, LOCAL_STD[self._predictor.device_kind])
         rows = np.array(sorted(self._known_s), dtype=np.intp)
         if not rows.size:
             return Calibrated.of_prior(prior)

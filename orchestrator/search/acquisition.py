@@ -38,6 +38,8 @@ class Seen:
     """Standard deviations of the logarithms of measured times, where known."""
     peaks: Mapping[int, float] = field(default_factory=dict)
     """Measured peak bytes / limit, where known."""
+    ran: frozenset[int] = frozenset()
+    """Those that fitted in memory though neither time nor peak of them counts, like trials that were stopped early."""
     oom: frozenset[int] = frozenset()
     infeasible: frozenset[int] = frozenset()
     running: tuple[int, ...] = ()
@@ -237,7 +239,7 @@ def probability_fits(posterior: Posterior, seen: Seen, rows: NDArray[np.intp]) -
 
 def memory_after(posterior: Posterior, seen: Seen) -> MemoryBelief | None:
     """What is believed of memory after what was seen; None: memory is no concern."""
-    return posterior.memory_after(seen.peaks, seen.times_s.keys() - seen.peaks.keys(), seen.oom)
+    return posterior.memory_after(seen.peaks, (seen.times_s.keys() | seen.ran) - seen.peaks.keys(), seen.oom)
 
 
 def _learned(posterior: Posterior, seen: Seen) -> Residual:

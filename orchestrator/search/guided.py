@@ -32,7 +32,7 @@ from orchestrator.statistics import median
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.sweep.values import PredictedResult, Suggestion
 from orchestrator.units import rate
-from trials.outcome import Infeasible, OutOfMemory, StoppedEarly
+from trials.outcome import Infeasible, Measured, OutOfMemory, StoppedEarly
 from trials.spec import Candidate
 
 MAX_LEARNED = 256
@@ -206,6 +206,7 @@ class GuidedSearch:
             times_s={row: self._time_s(trial) for row, trial in learned.items()},
             noise_std={row: std for row, trial in learned.items() if (std := _noise_std(trial)) is not None},
             peaks={row: peak / self._limit_bytes for row, trial in learned.items() if (peak := _peak_bytes(trial))},
+            ran=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, Measured | StoppedEarly)),
             oom=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, OutOfMemory)),
             infeasible=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, Infeasible)),
             running=tuple(

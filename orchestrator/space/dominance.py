@@ -58,7 +58,8 @@ class Pruner:
         accumulates, of_batch = table.each(("micro_batch_size", "layout.dp"), self._accumulates)
         undirected, of_own = table.each(("own",), lambda candidate: _undirected(candidate, self._own))
         keys = [table.combinations(_GROUPED_BY)[1], np.array(accumulates, dtype=np.int32)[of_batch]]
-        keys.append(np.array([undirected.index(own) for own in undirected], dtype=np.int32)[of_own])
+        known: dict[Hashable, int] = {}
+        keys.append(np.array([known.setdefault(own, len(known)) for own in undirected], dtype=np.int32)[of_own])
         firsts, places = combined([(key, int(key.max(initial=0)) + 1) for key in keys])
         rows = np.split(np.argsort(places, kind="stable"), np.cumsum(np.bincount(places))[:-1])
         return {self._key(candidate): of_group for candidate, of_group in zip(table.take(firsts), rows, strict=True)}

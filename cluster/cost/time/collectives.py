@@ -79,10 +79,11 @@ def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, b
     """Seconds of ZeRO-3 communication per layer and micro-batch that computation does not hide.
 
     Weights are gathered before the forward and before the backward pass, or once for the whole step; gradients are
-    reduce-scattered, after every micro-batch or once.
+    reduce-scattered, after every micro-batch or once. Experts are, among those who hold the same.
     """
-    payload = (work.layer_params + work.expert_params + 4 * x.hidden) / x.tp
-    once = ring_seconds(x, k, payload, x.num_shards, x.tp) / 2
+    once = ring_seconds(x, k, (work.layer_params + 4 * x.hidden) / x.tp, x.num_shards, x.tp) / 2
+    shards = expert_shards_of(x)
+    once = once + ring_seconds(x, k, work.expert_params / x.tp, shards, x.tp * x.ep) / 2
     gathers = np.where(x.gathers_once > 0, 1 / x.num_microbatches, 2.0)
     scatters = x.reductions / x.num_microbatches
     moved = gathers * x.compute_bytes + scatters * np.minimum(x.gradient_bytes, 4)
@@ -147,11 +148,16 @@ def busiest_params(x: CostInputs, work: Work) -> Array:
     return np.asarray((layers + tables) / x.tp)
 
 
+def expert_shards_of(x: CostInputs) -> Array:
+    """Ranks over which ZeRO shards a routed expert."""
+    return np.maximum(1.0, x.num_shards / x.ep)
+
+
 def busiest_experts(x: CostInputs, work: Work) -> tuple[Array, Array, Array]:
     """Trained parameters of routed experts on the fullest pipeline rank, divided by tp; over how many ranks ZeRO shards
     them, and replicas of such a shard: peers that hold other experts have nothing of these."""
     params = np.max(x.stage_layers, axis=1) * work.expert_params / x.tp * x.trained_share
-    shards = np.maximum(1.0, x.num_shards / x.ep)
+    shards = expert_shards_of(x)
     return params, shards, np.maximum(1.0, x.dp * x.cp / x.ep / shards)
 
 

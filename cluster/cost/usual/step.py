@@ -15,8 +15,9 @@ from cluster.cost.usual.knobs import KnobColumns
 SHARPNESS = 6.0
 """Exponent p of (a^p + b^p)^(1/p) in the place of max(a, b): where reading and computing take equally long, their
 fluctuations show."""
-GATHERED = 1.5
-"""Bytes that ZeRO-3 sends relative to plain replication (Rajbhandari et al., arXiv 1910.02054, section 7)."""
+GATHERS = 2.0
+"""Times per micro-batch that ZeRO-3 gathers the weights, before forward and before backward passes, each half of what
+an all-reduce sends (Rajbhandari et al., arXiv 1910.02054, section 7)."""
 
 
 def kernel_effect(k: KnobColumns, usual: Draw) -> Array:
@@ -83,7 +84,7 @@ def _step(k: KnobColumns, baseline: KnobColumns, usual: Draw) -> Array:
     busy = computing * np.exp(spread) * bubble
     busy = busy + np.exp(usual["offload_activations"]) * k.offload_activations * computing
     host = np.exp(usual["offload_optimizer"]) * k.offload_optimizer
-    busy = busy + step * (np.exp(usual["exchange"]) * _sent(k) + np.exp(usual["update"]) / k.num_shards + host) / (
+    busy = busy + step * (np.exp(usual["exchange"]) * bytes_sent(k) + np.exp(usual["update"]) / k.num_shards + host) / (
         k.tp * k.pp
     )
     reading = np.exp(usual["reading"]) * samples * np.where(k.full_batch > 0, k.dp, 1.0)
@@ -105,8 +106,11 @@ def _computing(k: KnobColumns, first: float, usual: Draw) -> Array:
     return np.asarray(k.num_microbatches * (device + launches) * again)
 
 
-def _sent(k: KnobColumns) -> Array:
-    """Bytes that a rank sends in a step, in units of two replicas that reduce their gradients once."""
+def bytes_sent(k: KnobColumns) -> Array:
+    """Bytes that a rank sends in a step, in units of two replicas that reduce their gradients once.
+
+    Of an all-reduce one half scatters gradients, the other gathers them, or in its place new weights.
+    """
     others = 2 * (k.dp - 1) / k.dp
-    gathered = np.where(k.zero_stage == 3, k.num_microbatches * (GATHERED - 0.5), 0.0)
-    return np.asarray(others * (0.5 + 0.5 * k.reductions + gathered))
+    gathers = np.where(k.zero_stage == 3, k.num_microbatches * GATHERS, 1.0)
+    return np.asarray(others * 0.5 * (k.reductions + gathers))

@@ -38,8 +38,9 @@ from orchestrator.space.naming import Features
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of
 
-MAX_CANDIDATES = 1_000_000
-"""Candidates the cost model ranks one by one; each takes some 2 kB."""
+MAX_CANDIDATES = 1_100_000
+"""Candidates the cost model ranks one by one: as many as a plan lists, and room for the baseline and for what the stage
+balancer adds."""
 ROWS_AT_ONCE = 20_000
 """Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
 TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
@@ -142,7 +143,7 @@ class Predictor:
         except NotImplementedError as error:
             raise UnpredictableError(str(error)) from None
         self._features = features
-        self._prior = narrowed(prior or load_prior("time"), LOCAL_STD[self.device_kind])
+        self._prior = of_candidates(prior or load_prior("time"), LOCAL_STD[self.device_kind])
         self._kept: dict[tuple[tuple[int, float], ...], Posterior] = {}
 
     @functools.cached_property
@@ -308,8 +309,8 @@ def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[Ea
     return tuple(replace(trial, workload=replace(trial.workload, model=shape)) for trial in same)
 
 
-def narrowed(prior: Prior, local_std: float) -> Prior:
-    """The prior as the search takes it: with as much unexplained as a single candidate has."""
+def of_candidates(prior: Prior, local_std: float) -> Prior:
+    """The prior as the search takes it, of candidates instead of sources: what it leaves unexplained is ``local_std``."""
     return replace(prior, noise=local_std)
 
 

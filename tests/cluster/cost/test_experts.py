@@ -9,6 +9,7 @@ from cluster.cost.coefficients import MEMORY, TIME, assumed
 from cluster.cost.layers.experts import exchanged_bytes
 from cluster.cost.memory import stage_bytes
 from cluster.cost.published.experts import NotModelledError, expert_fields, mixture_shape
+from cluster.cost.time.collectives import gather_seconds
 from cluster.cost.time.step import step_seconds
 from cluster.cost.work import experts_params, layers_params, tables_params, work_of
 from tests.cluster.cost.rows import inputs, row
@@ -137,3 +138,13 @@ def test_a_mixture_that_cannot_be_modelled(moe, others, reason):
     )
     with pytest.raises(NotModelledError, match=reason):
         expert_fields(f, {**n, **others}, {"num_layers": 2.0, "hidden": 64.0, "gated": 1.0})
+
+
+def test_experts_are_gathered_from_those_who_hold_the_same():
+    """With as many expert-parallel ranks as shards nobody else holds a rank's experts, so none are gathered."""
+    spread = {**MIXTRAL, "dp_shard": 8, "zero_stage": 3}
+    x = inputs(row(**spread, ep=8), row(**{**spread, "expert_ffn": 0}, ep=8), row(**spread, ep=4), row(**spread, ep=1))
+    unhidden = np.zeros(len(x))
+    seconds = gather_seconds(x, work_of(x), assumed(TIME), unhidden, unhidden)
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
+    assert seconds[0] < seconds[2] < seconds[3]

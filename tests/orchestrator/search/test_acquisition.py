@@ -255,3 +255,11 @@ def test_what_a_noisy_measurement_says_counts_less():
     exact = learn(posterior.error, rows, errors, np.array([0.01, 0.01])).mean(np.array([61]))
     noisy = learn(posterior.error, rows, errors, np.array([0.01, 0.5])).mean(np.array([61]))
     assert abs(noisy[0]) < 0.7 * abs(exact[0])
+
+
+def test_trials_that_ran_without_a_figure_say_that_their_like_fit():
+    posterior, _ = grid()
+    posterior = with_memory(posterior, np.full(144, 0.1))
+    rows = np.array([5])
+    before = probability_fits(posterior, Seen(), rows)[0]
+    assert before < 0.5 < probability_fits(posterior, Seen(ran=frozenset({0})), rows)[0]

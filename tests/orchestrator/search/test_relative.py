@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from benchmarks.search.generic.programs import script_ranks, script_vision
 from benchmarks.search.generic.sweeps import search
 from cluster.cost.usual.effects import EFFECTS, NUM_DRAWS, drawn_programs
-from cluster.cost.usual.knobs import column_of
+from cluster.cost.usual.knobs import KnobColumns, column_of
+from cluster.cost.usual.step import bytes_sent
 from orchestrator.cli.main import main
 from orchestrator.search.prediction.relative import RelativePredictor
 from orchestrator.search.prediction.transfer import EarlierTrial, same_program
@@ -139,6 +140,16 @@ def test_a_program_is_the_same_whatever_trials_fill_in():
     assert same_program(WORKLOAD, dataclasses.replace(WORKLOAD, model=more, global_batch_size=128))
     assert not any(same_program(WORKLOAD, dataclasses.replace(WORKLOAD, model=model)) for model in (other, fixed))
     assert not same_program(WORKLOAD, dataclasses.replace(WORKLOAD, seq_length=128))
+
+
+def test_gathering_weights_twice_in_the_place_of_once_sends_half_as_much_again():
+    layouts = [Layout(dp_shard=4, zero_stage=stage) for stage in (1, 3)]
+    several = dataclasses.replace(WORKLOAD, global_batch_size=128)
+    pairs = [
+        (workload, Candidate(micro_batch_size=16, layout=one)) for workload in (WORKLOAD, several) for one in layouts
+    ]
+    replicated, gathered, _, again = bytes_sent(KnobColumns.of_pairs(pairs))
+    assert gathered / replicated == pytest.approx(1.5) and again / replicated == pytest.approx(3.0)
 
 
 def test_layouts_count_without_a_cost_model():
