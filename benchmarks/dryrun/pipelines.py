@@ -92,7 +92,7 @@ PIPELINES: dict[str, TrialSpec] = {
     "interleaved, ZeRO-1": pipeline(_CHUNKS, 16, schedule="interleaved", **_sharded(1)),
     "interleaved, ZeRO-2": pipeline(_CHUNKS, 16, schedule="interleaved", **_sharded(2)),
     "interleaved, ZeRO-3": pipeline(_CHUNKS, 16, schedule="interleaved", **_sharded(3)),
-    "interleaved, 4 chunks, ZeRO-3": pipeline(((1,) * 4,) * 4, 12, schedule="interleaved", **_sharded(3)),
+    "interleaved, 4 chunks, ZeRO-1": pipeline(((1,) * 4,) * 4, 24, schedule="interleaved", **_sharded(1)),
     "interleaved, uneven chunks": pipeline(((2, 1, 1, 3), (1, 2, 0, 1)), 12, schedule="interleaved"),
     "interleaved, full recompute": pipeline(
         _CHUNKS, 12, schedule="interleaved", candidate={"recompute": Recompute(full=((1, 1, 1, 1), (0, 1, 0, 1)))}

@@ -152,7 +152,7 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
     stage = _zero_stage(f, n, dp * cp)
     shard = min(n["shard_group"] or dp, dp) if stage else 1.0
     chunks = n["vpp"] or 1.0
-    micro, num = _batch(n, dp)
+    micro, num = _batch(n, dp, pp)
     megatron = "megatron" in f["framework"].lower()
     # Sequence parallelism came to Megatron in 2022, when bfloat16 had become usual.
     sequence_parallel = f["sp"] == "true" or (f["sp"] == "" and megatron and FORMATS[f["precision"]] != "float16")
@@ -202,15 +202,19 @@ def _zero_stage(f: Mapping[str, str], n: Numbers, num_peers: float) -> float:
     return 2.0 if "mind" in framework else 1.0
 
 
-def _batch(n: Numbers, dp: float) -> tuple[float, float]:
-    """Micro-batch size and number of micro-batches; one sequence per micro-batch when not stated."""
+def _batch(n: Numbers, dp: float, pp: float) -> tuple[float, float]:
+    """Micro-batch size and number of micro-batches; one sequence per micro-batch when not stated.
+
+    Pipelines of which no batch is stated are fed with four micro-batches per stage, from which on their bubble is
+    negligible (GPipe, Huang et al., arXiv 1811.06965, section 2.3).
+    """
     micro, num, batch = n["micro_batch"], n["n_micro_batches"], n["global_batch"]
     if micro and num:
         return micro, num
     if batch:
         micro = micro or max(1.0, batch / (dp * num) if num else 1.0)
         return micro, num or max(1.0, batch / (dp * micro))
-    return micro or 1.0, num or 1.0
+    return micro or 1.0, num or (4 * pp if pp > 1 else 1.0)
 
 
 def _with_format(f: Mapping[str, str], accelerator: Accelerator) -> Mapping[str, str]:

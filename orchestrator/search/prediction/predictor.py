@@ -310,7 +310,7 @@ def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[Ea
 
 
 def of_candidates(prior: Prior, local_std: float) -> Prior:
-    """The prior as the search takes it: what it leaves unexplained of a single candidate is ``local_std``."""
+    """The prior as the search takes it: of candidates, which leave ``local_std`` unexplained, in place of sources."""
     return replace(prior, noise=local_std)
 
 
