@@ -232,7 +232,8 @@ def _one_by_one(covariances: Array, centre: Array, side: Array, bound: Array) ->
     """
     after, mean, start = covariances.copy(), centre.copy(), centre.copy()
     precision, pull, log_sites = np.zeros(len(side)), np.zeros(len(side)), np.zeros(len(side))
-    spreads = np.sqrt(np.maximum(np.diag(covariances), 1e-12))  # measured peaks may leave hardly any, or less by rounding
+    # Measured peaks may leave hardly any variance, and less than none by rounding.
+    spreads = np.sqrt(np.maximum(np.diag(covariances), 1e-12))
     for _ in range(MAX_SWEEPS):
         before = mean.copy()
         for i in range(len(side)):
