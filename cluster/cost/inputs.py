@@ -89,6 +89,9 @@ class CostInputs:
     gathers_once: Array
     """1: ZeRO-3 gathers a layer's weights for the first micro-batch and keeps them for the step's others, forward and
     backward; 0: it gathers them for every pass."""
+    stays_gathered: Array
+    """1: ZeRO-3 frees weights after forward passes, but not after backward passes: the next forward pass finds them
+    gathered, and each micro-batch gathers them once."""
     sequence_parallel: Array
     num_copies: Array
     shard_embedding: Array
@@ -212,6 +215,7 @@ DEFAULTS: Mapping[str, float] = {
     "aged_attention": 0.0,
     "loose_norms": 0.0,
     "gathers_once": 0.0,
+    "stays_gathered": 0.0,
     "buffer_bytes": 0.0,
     "expert_share": 0.0,
     "num_experts": 1.0,

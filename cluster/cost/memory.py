@@ -183,10 +183,12 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
 
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:
     """Bytes of weights gathered by ZeRO-3, shape (n, stages): the block in use, the one prefetched, and the block's
-    unsharded gradients; or all weights of the rank, where they stay from the first micro-batch to the last."""
+    unsharded gradients; or all weights of the rank that stay from one micro-batch to the next."""
     block = np.maximum((work.layer_params + work.expert_params) / x.tp, x.vocab * x.hidden / x.tp) * 3
-    stays = x.gathers_once[:, None] > 0
-    blocks = np.where(stays, np.maximum(_held_params(x, work, 4), block[:, None]), block[:, None])
+    # Where backward passes have two parts, gradients that wait in full are counted; dry runs show not both at once.
+    splits = (x.pp > 1) & (x.schedule == SCHEDULES.index("zbv"))
+    stays = np.maximum(x.gathers_once, np.where(splits, 0.0, x.stays_gathered))[:, None]
+    blocks = np.maximum(stays * _held_params(x, work, 4), block[:, None])
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
     return np.where(sharded[:, None], blocks * x.compute_bytes[:, None], 0.0)
 

@@ -50,6 +50,12 @@ def test_parameters_and_flops_agree_with_the_trial_runner() -> None:
     assert 3 * forward[0] / work.tokens[0] == pytest.approx(model_flops_per_token(LLAMA, 8192), rel=1e-3)
 
 
+def test_pipelines_keep_what_backward_passes_gather() -> None:
+    layouts = (Layout(dp_shard=2, zero_stage=3), Layout(pp=2, dp_shard=2, zero_stage=3, stage_layers=((16, 16),)))
+    x = inputs_of([(WORKLOAD, Candidate(layout=layout, precision=BF16)) for layout in layouts], CLUSTER)
+    assert x.stays_gathered.tolist() == [0, 1]
+
+
 def test_layouts_and_recompute_arrive_per_stage() -> None:
     layout = Layout(pp=2, dp_shard=2, tp=2, zero_stage=1, schedule="interleaved", num_virtual_stages=2)
     layout = Layout(

@@ -74,6 +74,7 @@ LONG: dict[str, object] = {"seq_length": 2**18, "recompute": "full"}
         ("activations", {"tp": 2, "sequence_parallel": 1}, {"tp": 2, "sequence_parallel": 1, "keeps_gathered": 1}),
         ("head", {"tp": 2}, {}),
         ("gathered", {**LONG, "cp": 8}, {**LONG, "cp": 8, "cp_method": 0}),
+        ("gathered", {"zero_stage": 3, "pp": 2}, {"zero_stage": 3, "pp": 2, "stays_gathered": 1}),
         ("head", {"loss_bytes": 0}, {}),
         ("head", {"loss_chunks": 4}, {}),
         ("communication", {}, {"bucket_bytes": 1e9}),
@@ -123,6 +124,7 @@ def heads(number: int, size: int, **changes: float) -> dict[str, object]:
         ("sharding", {"dp_shard": 8, "zero_stage": 3}, {"dp_shard": 16, "zero_stage": 3}),
         ("sharding", {"zero_stage": 3, "reduces_last": 1}, {"zero_stage": 3}),
         ("sharding", {"zero_stage": 3, "gathers_once": 1}, {"zero_stage": 3}),
+        ("sharding", {"zero_stage": 3, "stays_gathered": 1}, {"zero_stage": 3}),
         ("gradient_reduction", {"zero_stage": 2, "reduces_last": 1}, {"zero_stage": 2}),
         ("gradient_reduction", {"network_bytes_per_s": 50e9, "dp_shard": 64}, {"dp_shard": 64}),
         # Weights are gathered among those who share states; only gradients' reduction hides.
