@@ -1,7 +1,7 @@
 """The truth of time: planted coefficients, errors of structure, and every candidate's own error.
 
-The terms are the cost model's, with coefficients of a drawn machine; errors of structure then bend them in ways that
-the product does not describe.
+The terms are the cost model's, with coefficients of a drawn machine; errors of structure then bend them beyond what
+the product describes.
 """
 
 from __future__ import annotations

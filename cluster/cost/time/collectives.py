@@ -8,7 +8,7 @@ from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.layers.experts import exchanged_bytes
 from cluster.cost.memory import layer_activation_bytes
-from cluster.cost.time.kernels import attention_flops_per_s
+from cluster.cost.time.kernels import attention_flops_per_s, low_precision_gain
 from cluster.cost.time.links import exposed, link_rate, neighbour_rate, network_rate, ring_seconds, turn_seconds
 from cluster.cost.work import Work
 
@@ -60,7 +60,7 @@ def exchange_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) ->
     inside = x.tp * x.cp <= x.domain_size
     bandwidth = np.where(inside, link_rate(x, k), network_rate(x, k))
     once = work.cp_bytes / bandwidth
-    attention = 3.5 * work.attention_flops / attention_flops_per_s(x, k, rate)
+    attention = 3.5 * work.attention_flops / attention_flops_per_s(x, k, rate / low_precision_gain(x, k))
     latency = k["collective_latency_s"]
     gathered = exposed(2 * once, attention / x.cp, k) + once + 3 * latency
     by_heads = 2 * once + 4 * latency

@@ -91,7 +91,7 @@ def attention_flops_per_s(x: CostInputs, k: Coefficients, rate: Array) -> Array:
 def layer_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> tuple[Array, Array]:
     """Seconds of forward and backward pass of one layer on the device, without communication. ``rate``: FLOPs per
     second of its matmuls."""
-    attention = work.attention_flops / attention_flops_per_s(x, k, rate / _gain(x, k))
+    attention = work.attention_flops / attention_flops_per_s(x, k, rate / low_precision_gain(x, k))
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
     matmul = (
         work.matmul_flops / rate + expert_seconds(x, work, k) + x.num_copies * work.weight_traffic_bytes / bandwidth
@@ -106,7 +106,7 @@ def layer_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> tu
     return matmul + attention + elementwise, backward
 
 
-def _gain(x: CostInputs, k: Coefficients) -> Array:
+def low_precision_gain(x: CostInputs, k: Coefficients) -> Array:
     """How much faster matmuls are than in 16 bits."""
     return np.maximum(1.0, 1 + k["low_precision_gain"] * (x.peak_flops_per_s / x.base_flops_per_s - 1))
 

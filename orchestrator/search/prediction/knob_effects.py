@@ -209,7 +209,8 @@ class UnmodelledKnobs:
             columns = np.eye(len(distinct))[code]
             hot.append(columns)
             if all(isinstance(value, int | float) for value in distinct):
-                columns = (np.log2(1.0 + np.array(distinct, dtype=float)) / 1.5)[code][:, None]
+                numbers = np.array(distinct, dtype=float)
+                columns = (np.sign(numbers) * np.log2(1.0 + np.abs(numbers)) / 1.5)[code][:, None]
             places.append(columns)
         self.one_hot: Array = np.hstack(hot)
         self.places: Array = np.hstack(places)

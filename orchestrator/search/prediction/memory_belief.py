@@ -232,6 +232,8 @@ def _one_by_one(covariances: Array, centre: Array, side: Array, bound: Array) ->
     """
     after, mean, start = covariances.copy(), centre.copy(), centre.copy()
     precision, pull, log_sites = np.zeros(len(side)), np.zeros(len(side)), np.zeros(len(side))
+    # Measured peaks may leave hardly any variance, and less than none by rounding.
+    spreads = np.sqrt(np.maximum(np.diag(covariances), 1e-12))
     for _ in range(MAX_SWEEPS):
         before = mean.copy()
         for i in range(len(side)):
@@ -245,7 +247,7 @@ def _one_by_one(covariances: Array, centre: Array, side: Array, bound: Array) ->
             after -= np.outer(column, column) * (change / (1 + change * spread))
             mean = start + after @ (pull - precision * start)
             log_sites[i] = log_mass - _log_between(left, offset, new, pull[i])
-        if np.max(np.abs(mean - before) / np.sqrt(np.diag(covariances))) < TOLERANCE:
+        if np.max(np.abs(mean - before) / spreads) < TOLERANCE:
             break
     return precision, pull, float(log_sites.sum())
 

@@ -32,6 +32,13 @@ def test_terms_sum_to_step_and_peak_and_none_is_negative() -> None:
         assert (total > 0).all()
 
 
+def test_attention_hides_a_ring_as_long_in_8_bits_as_in_16() -> None:
+    plain = {"cp": 4, "seq_length": 2**14, "peak_flops_per_s": 1e15, "base_flops_per_s": 1e15}
+    seconds = estimate(row(**plain), row(**plain | {"peak_flops_per_s": 2e15})).step_terms_s
+    assert seconds["context_parallel"][0] == pytest.approx(seconds["context_parallel"][1])
+    assert seconds["forward"][0] > seconds["forward"][1]
+
+
 def test_estimates_do_not_depend_on_the_other_rows() -> None:
     x = varied(40)
     together = MODEL.estimate(x)

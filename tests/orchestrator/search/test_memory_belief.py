@@ -130,3 +130,9 @@ def test_log_normal_cdf(z):
     assert found == pytest.approx(math.log(0.5 * math.erfc(-z / math.sqrt(2))), abs=3e-4)
     if z > -3:
         assert found == pytest.approx(math.log(normal_cdf(np.array([z]))[0]))
+
+
+def test_where_nothing_is_left_uncertain_sides_of_the_limit_change_nothing():
+    certain = belief_of((1.0, [-0.1, 0.1], np.zeros((2, 0)), 0.0))
+    after = certain.after({}, fitted=[1], oom=[0])
+    np.testing.assert_allclose(after.probability_fits(), certain.probability_fits(), atol=1e-6)

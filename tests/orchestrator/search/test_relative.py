@@ -11,10 +11,12 @@ from click.testing import CliRunner
 
 from benchmarks.search.generic.programs import script_ranks, script_vision
 from benchmarks.search.generic.sweeps import search
+from cluster.candidate_table import CandidateTable
 from cluster.cost.usual.effects import EFFECTS, NUM_DRAWS, drawn_programs
 from cluster.cost.usual.knobs import KnobColumns, column_of
 from cluster.cost.usual.step import bytes_sent
 from orchestrator.cli.main import main
+from orchestrator.search.prediction.knob_effects import UnmodelledKnobs
 from orchestrator.search.prediction.relative import RelativePredictor
 from orchestrator.search.prediction.transfer import EarlierTrial, same_program
 from orchestrator.space.naming import flat_params
@@ -90,6 +92,13 @@ def test_the_baseline_is_known_and_everything_else_is_uncertain():
 )
 def test_names_of_own_knobs_say_what_they_usually_do(name, value, column):
     assert column_of(name, value) == column
+
+
+def test_numbers_below_zero_have_places_too():
+    values = [-4, -1, 0, 2]
+    table = CandidateTable.of([dataclasses.replace(BASELINE, own=own(limit=value)) for value in values])
+    (places,) = UnmodelledKnobs(table, [], flat_params).places.T
+    assert np.isfinite(places).all() and np.all(np.diff(places) > 0)
 
 
 def test_memory_is_learned_from_peaks_and_from_running_out():
