@@ -138,7 +138,7 @@ def duration(seconds: float) -> str:
 def device_time(device_seconds: float) -> str:
     """``0.42 device-hours``; minutes, or seconds, where that would show as nothing."""
     if device_seconds >= 360:
-        return f"{device_seconds / 3600:.2f} device-hours"
+        return f"{device_seconds / 3600:,.2f} device-hours"
     return (
         f"{device_seconds / 60:.1f} device-minutes" if device_seconds >= 6 else f"{device_seconds:.1f} device-seconds"
     )

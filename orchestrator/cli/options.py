@@ -29,9 +29,13 @@ def program_options() -> tuple[str, ...]:
 
 
 def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
-    """Print ``body`` as JSON, or what ``render`` makes of it for people."""
+    """Print ``body`` as JSON, or what ``render`` makes of it for people.
+
+    Args:
+        body: what is printed as JSON, or what makes it, where that takes time.
+    """
     if as_json:
-        click.echo(json.dumps(body, indent=2))
+        click.echo(json.dumps(body() if callable(body) else body, indent=2))
         return
     from orchestrator.terminal.layout import print_for_people
 

@@ -36,7 +36,7 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
     from orchestrator.terminal.plan import render_planned_file
 
     planned = plan_file(file, Home(home), why=why, cluster=cluster)
-    print_result(as_json, planned.to_json(), lambda: render_planned_file(planned))
+    print_result(as_json, planned.to_json, lambda: render_planned_file(planned))
 
 
 @click.command()

@@ -147,7 +147,7 @@ NUM_TIME_TERMS, NUM_MEMORY_TERMS = 2, 1
 def render_predictions(predictions: PlanPredictions) -> RenderableType:
     """The candidates expected to be fastest, with what their time and memory consist of."""
     head = Text.assemble(
-        (f"{predictions.num_fitting} of {predictions.num_candidates} candidates expected to fit", "bold"),
+        (f"{predictions.num_fitting:,} of {predictions.num_candidates:,} candidates expected to fit", "bold"),
         f" on {predictions.hardware} (catalogue: {predictions.accelerator}{_probed(predictions)}); "
         f"about {device_time(predictions.device_hours * 3600)} for {count(predictions.num_trials, 'trial')}",
     )
@@ -172,13 +172,16 @@ def render_usual(ranking: UsualRanking, unpredicted: str) -> RenderableType:
     columns = [Column(title="#", is_number=True), Column(title="configuration", min_width=24)]
     columns += [Column(title="speed-up", is_number=True), Column(title="two of three", priority=9)]
     columns += [Column(title="fits", priority=8, is_number=True)] if has_limit else []
-    table = FittedTable(title="usually the fastest", columns=columns)
+    table = FittedTable(title="usually the best", columns=columns)
     for one in ranking.top:
         fits = (f"{one.probability_fits:.0%}",) if has_limit else ()
         between = f"{one.low:.2f}x to {one.high:.2f}x"
         table.add_row(str(one.number), short_name(one.candidate), f"{one.gain:.2f}x", between, *fits)
-    note = Text("speed-up over the baseline: the median over programs, and where two of three lie", style="dim")
-    return Group(head, Text(""), table, note, render_legend(legend(one.candidate for one in ranking.top)))
+    order = "; ordered by speed-up x probability of fitting" if has_limit else ""
+    note = f"speed-up over the baseline: the median over programs, and where two of three lie{order}"
+    return Group(
+        head, Text(""), table, Text(note, style="dim"), render_legend(legend(one.candidate for one in ranking.top))
+    )
 
 
 def _ranking_columns(unit: str, *, has_sizes: bool) -> tuple[Column, ...]:

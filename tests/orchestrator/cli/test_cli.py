@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from configs import CONFIGS
 from orchestrator.cli.main import main
+from orchestrator.planning.plan import Plan
 from tests.support import sweeps
 
 
@@ -145,6 +146,16 @@ def test_plan_lists_candidates_and_reasons_as_text_and_json(tmp_path):
     assert {row["rule"] for row in body["rejected"]} >= {"fits-lease"}
     total = body["num_legal"] + body["num_duplicates"] + sum(row["count"] for row in body["rejected"])
     assert total == body["product_size"]
+
+
+def test_candidates_are_named_one_by_one_only_for_json(tmp_path, monkeypatch):
+    described = []
+    monkeypatch.setattr(Plan, "to_json", lambda plan: described.append(len(plan.candidates)) or {})
+    file = sweeps.write(tmp_path)
+    assert "legal candidates" in run("plan", file).stdout
+    assert not described, "a million candidates would be put in words for a table of ten"
+    assert run("plan", file, "--json").exit_code == 0
+    assert len(described) == 1
 
 
 def test_the_shipped_sweeps_can_be_planned():

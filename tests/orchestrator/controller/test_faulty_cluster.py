@@ -32,7 +32,7 @@ from trials.outcome import Evidence, GangLost
 from trials.spec import Candidate, Layout, LlamaModel, Precision, Protocol, Recompute, TextData, TrialSpec, Workload
 
 NUM_NODES = 1000
-TOPOLOGY = uniform_topology(NUM_NODES, 8, device_name="A100-80GB", memory_bytes=80 * 10**9)
+TOPOLOGY = uniform_topology(NUM_NODES, 8, device_name="A100-40GB", memory_bytes=40 * 10**9)
 CLUSTER = describe_topology(TOPOLOGY)
 MODEL = LlamaModel(
     hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=32, ffn_hidden_size=11008, vocab_size=32000

@@ -97,7 +97,7 @@ def test_the_device_holds_no_states(name: str, precision: Precision, device_byte
         simulated(dataclasses.replace(base, candidate=dataclasses.replace(base.candidate, **knobs)))
         for knobs in ({"precision": precision}, {"precision": precision, "offload": ON})
     )
-    place = "forward/1/0 after"
+    place = "forward/1/0.0 last-0"
     fallen = kept.peaks[place].total_bytes - moved.peaks[place].total_bytes
     assert fallen == pytest.approx(device_bytes * kept.num_parameters, rel=0.02)
     # Beside the states there are two groups of gradients on the way, and new weights in 16 bits.
