@@ -17,7 +17,7 @@ GATHERED_AGAIN = [[1] + [2] * 10 + [1, 1] + [2] * 3, [2] * 16, [2] * 13 + [1, 2,
 MEASURES: Mapping[str, Mapping[str, Any]] = {
     "full_batch false": {"full_batch": False},
     # ZeRO-1 keeps its own wrapper around the whole model; stage 2 shards by units.
-    "shard embedding": {"zero_stage": 2, "shard_embedding": True},
+    "shard embedding": {"zero_stage": 2, "gradient_reduction": "last", "shard_embedding": True},
     "multi-copy": {"num_copies": 2},
     "interleave": {"schedule": "interleaved", "num_virtual_stages": 3},
     "offset": {"stage_layers": {"offset": OFFSET}},
