@@ -45,6 +45,13 @@ def rate(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
 
 
+def chance(probability: float) -> str:
+    """A probability that is believed, never one that is certain: ``85%``, ``under 1%``, ``over 99%``."""
+    if probability < 0.01:
+        return "under 1%"
+    return "over 99%" if probability > 0.99 else f"{probability:.0%}"
+
+
 def interval(ci95: Interval | None) -> str:
     """An interval of speeds: ``14,900 – 15,500``."""  # noqa: RUF002
     return f"{rate(ci95.low)} {DASH} {rate(ci95.high)}" if ci95 else "interval unknown"

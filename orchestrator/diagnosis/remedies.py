@@ -15,7 +15,7 @@ from orchestrator.space.large import without_effect
 from orchestrator.space.naming import diff
 from orchestrator.statistics import MIN_DIFFERENCE, Estimate, speed_ratio, verdict
 from orchestrator.sweep.state import Trial
-from orchestrator.units import changes_words, num_bytes, status_words, trial_id
+from orchestrator.units import chance, changes_words, num_bytes, status_words, trial_id
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate, LlamaModel, OwnModel, ResNetModel, Workload, decoder_of
 
@@ -269,7 +269,7 @@ def memory_words(found: Remedy, limit_bytes: float | None) -> str:
         return ""
     words = f"peak {num_bytes(found.peak_bytes)} of {num_bytes(limit_bytes)}"
     sure = found.probability_fits
-    return words if found.source == "measured" or sure is None else f"{words}, fits with {sure:.0%}"
+    return words if found.source == "measured" or sure is None else f"{words}, fits with {chance(sure)}"
 
 
 def _none_of(own: Sequence[KnobChange]) -> str:

@@ -16,7 +16,7 @@ from orchestrator.status.logs import RankLog, attempt_logs
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import find_trial, nodes_of
 from orchestrator.text import Follower, plain
-from orchestrator.units import signal_name
+from orchestrator.units import chance, signal_name
 from trials.codec import to_json
 from trials.outcome import Evidence, Measurement
 
@@ -92,7 +92,7 @@ def _predicted(found: Explanation) -> list[list[str]]:
     expected = found.trial.expected
     if expected is None:
         return []
-    fits = f"; fits with a probability of {expected.probability_fits:.0%}" if expected.probability_fits < 1 else ""
+    fits = f"; fits with a probability of {chance(expected.probability_fits)}" if expected.probability_fits < 1 else ""
     rows = [["step time", f"{units.milliseconds(expected.step_time_s)}, give or take {expected.log_spread:.0%}{fits}"]]
     if found.surprise is not None:
         rows.append(["measured over predicted", f"{found.surprise:.2f}x"])

@@ -31,7 +31,7 @@ from orchestrator.search.rounds import as_of, first_trial, round_start
 from orchestrator.statistics import median
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.sweep.values import PredictedResult, Suggestion
-from orchestrator.units import rate
+from orchestrator.units import chance, rate
 from trials.outcome import Infeasible, Measured, OutOfMemory, StoppedEarly
 from trials.spec import Candidate
 
@@ -314,7 +314,8 @@ def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
     workload = state.sweep.workload
     speed = f"{rate(workload.tokens_per_step / proposal.time_s)} {state.unit}"
     spread = math.expm1(proposal.log_std)
-    improves = measured and not proposal.is_plain
-    how = "largest expected improvement per device-second" if improves else "best prediction before any trial"
-    fits = f", fits with {proposal.probability_fits:.0%}" if proposal.probability_fits < 0.995 else ""
-    return f"{how}: {speed} expected (give or take {spread:.0%}{fits})"
+    how = "largest expected improvement per device-second:"
+    if proposal.is_plain or not measured:
+        how = "best prediction before any trial" + ("; by now" if measured else ":")
+    fits = f", fits with {chance(proposal.probability_fits)}" if proposal.probability_fits < 0.995 else ""
+    return f"{how} {speed} expected (give or take {spread:.0%}{fits})"

@@ -16,7 +16,7 @@ from orchestrator.sweep.state import Trial, nodes_of
 from orchestrator.terminal.layout import indented, label_grid, mark
 from orchestrator.terminal.table import status_text
 from orchestrator.text import plain
-from orchestrator.units import count, signal_name
+from orchestrator.units import chance, count, signal_name
 from trials.outcome import Evidence
 
 MAX_LOG_LINES = 12
@@ -60,7 +60,7 @@ def _proposed(explained: Explanation) -> RenderableType:
     if expected := trial.expected:
         words = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
         peak = "" if expected.peak_bytes is None else f"peak {units.num_bytes(expected.peak_bytes)}, "
-        memory = f"{peak}fits with a probability of {expected.probability_fits:.0%}"
+        memory = f"{peak}fits with a probability of {chance(expected.probability_fits)}"
         grid.add_row("expected", Text(f"{words}, {memory}"))
     if measured:
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""

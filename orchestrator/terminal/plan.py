@@ -21,7 +21,7 @@ from orchestrator.space.naming import short_name
 from orchestrator.space.notation import legend
 from orchestrator.terminal.layout import render_legend
 from orchestrator.terminal.table import Column, FittedTable
-from orchestrator.units import count, device_time, milliseconds, num_bytes, rate
+from orchestrator.units import chance, count, device_time, milliseconds, num_bytes, rate
 from trials.spec import Candidate
 
 MAX_CANDIDATES = 20
@@ -222,7 +222,7 @@ def render_why(why: Why) -> RenderableType:
 
 
 def _usual(found: UsualGain) -> Text:
-    fits = "" if found.probability_fits >= SURELY_FITS else f"; fits with {found.probability_fits:.0%}"
+    fits = "" if found.probability_fits >= SURELY_FITS else f"; fits with {chance(found.probability_fits)}"
     return Text(
         f"by what knobs usually do {found.gain:.2f}x the baseline, "
         f"{found.low:.2f}x to {found.high:.2f}x in two programs of three{fits}"
@@ -266,7 +266,7 @@ def _terms(prediction: Prediction) -> RenderableType:
     head = Text(
         f"expected {speed}, within a factor of {math.exp(prediction.log_spread):.2f} two times out of three; "
         f"{num_bytes(prediction.peak_bytes)} of {num_bytes(prediction.limit_bytes)} on stage "
-        f"{prediction.fullest_stage}, fits with {prediction.probability_fits:.0%}"
+        f"{prediction.fullest_stage}, fits with {chance(prediction.probability_fits)}"
     )
     names = Column(title="term", min_width=20)
     table = FittedTable(columns=(names, Column(title="value", is_number=True), Column(title="share", is_number=True)))
