@@ -60,7 +60,7 @@ def test_many_chunks_round_the_gradient_of_the_head_as_little_as_the_whole() -> 
         float((head_gradient(loss, torch.bfloat16) - exact).norm() / exact.norm())
         for loss in (projected_loss, functools.partial(chunked_loss, num_chunks=64, group=None))
     )
-    assert chunked < 1.2 * whole < 1e-2, (chunked, whole)
+    assert chunked < 1.5 * whole < 1e-2, (chunked, whole)
 
 
 def head_gradient(loss: object, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from trials.models import GivenModel
 from trials.models.llama import Head, Llama
 from trials.parallel.collectives import Group, reduced
 from trials.parallel.shards import LocalShard, ShardMap
@@ -40,9 +41,18 @@ def split_vocabulary(model: Llama, crossing: Borders, mesh: DeviceMesh | None) -
     return ShardMap(shards={name: LocalShard(dim=0, index=group.rank, num_shards=group.size) for name in split})
 
 
+def split_head(model: GivenModel, crossing: Borders, mesh: DeviceMesh) -> None:
+    """Split the head of a decoder that is not ours over the group, in place, as DTensors.
+
+    One that shares its weights with the embedding stays whole, like one whose vocabulary the group does not divide.
+    """
+    if model.output is not None and not model.has_tied_head and model.output.out_features % crossing.group.size == 0:
+        model.output = VocabParallelHead(model.output, crossing, mesh)
+
+
 def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     """Compute head and loss in so many parts of the positions, in place."""
-    if num_chunks > 1 and isinstance(model, Llama) and model.output is not None:
+    if num_chunks > 1 and isinstance(model, Llama | GivenModel) and model.output is not None:
         head = model.output
         if isinstance(head, VocabParallelHead):
             head.num_chunks = num_chunks
