@@ -122,6 +122,8 @@ class CostInputs:
     """Bytes read and written per logit from head to gradient of the logits, forward and backward."""
     loss_chunks: Array
     """Parts of a micro-batch whose logits exist one after the other; above 1 they are computed again."""
+    head_sums_bytes: Array
+    """Bytes per weight of the head of the sums in which the gradients of the parts of its positions are added up."""
     hides_sums: Array
     """1: tensor parallelism sums the gradients of projections' inputs while those of their weights are computed."""
     weight_bytes: Array
@@ -211,6 +213,7 @@ class CostInputs:
 
 
 DEFAULTS: Mapping[str, float] = {
+    "head_sums_bytes": 0.0,
     "hides_collectives": 0.0,
     "hides_transfers": 0.0,
     "hides_gathering": 0.0,

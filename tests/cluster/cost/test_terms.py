@@ -77,6 +77,7 @@ LONG: dict[str, object] = {"seq_length": 2**18, "recompute": "full"}
         ("gathered", {"zero_stage": 3, "pp": 2}, {"zero_stage": 3, "pp": 2, "stays_gathered": 1}),
         ("head", {"loss_bytes": 0}, {}),
         ("head", {"loss_chunks": 4}, {}),
+        ("head", {"loss_chunks": 4}, {"loss_chunks": 4, "head_sums_bytes": 4}),
         ("communication", {}, {"bucket_bytes": 1e9}),
         ("constant", {}, {"tp": 2}),
     ],
@@ -100,6 +101,7 @@ def heads(number: int, size: int, **changes: float) -> dict[str, object]:
         ("tensor_parallel", {"tp": 4, "hides_sums": 1}, {"tp": 4}),
         ("tensor_parallel", {"tp": 4, "hides_sums": 1}, {"tp": 4, "sequence_parallel": 1, "hides_sums": 1}),
         ("forward", {}, {"loss_chunks": 4}),
+        ("forward", {"loss_chunks": 4}, {"loss_chunks": 4, "head_sums_bytes": 4}),
         ("bubble", {"pp": 4, "num_virtual_stages": 4, "schedule": 2}, {"pp": 4}),
         (
             "bubble",
