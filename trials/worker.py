@@ -157,6 +157,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
         )
         with contextlib.nullcontext() if profiler is None else profiler.watching(trainer, tuner.last_step):
             recording = measurer.run(_protocol(trial, tuner.last_step))
+        trainer.settle()
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
     num_steps = len(recording.step_times_s)
