@@ -40,6 +40,11 @@ def test_a_rank_says_that_its_torch_is_too_old_before_it_misses_a_name(run_with_
     assert imported.stderr.strip().splitlines()[-1] == f"ImportError: {WORDS}"
 
 
+def test_the_benchmark_of_a_machine_says_so_once(run_with_old_torch):
+    done = run_with_old_torch("-m", "benchmarks.gpu", "--device", "cpu", "--quick")
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (1, "", f"error: {WORDS}")
+
+
 @pytest.mark.parametrize("name", ["forward_sync_buffers", "broadcast_buffers"])
 def test_replicas_keep_their_buffers_whatever_the_argument_is_called(name, monkeypatch):
     replica = type("Replica", (), {})
