@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cluster.hardware.topology import Topology
 from configs import CONFIGS
 
@@ -245,6 +243,8 @@ def _accelerator(path: Path) -> Accelerator:
 
 
 def _read(path: Path, required: set[str], optional: set[str]) -> Any:
+    import yaml  # agents come without it as long as nobody asks for a figure
+
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
