@@ -41,6 +41,11 @@ class Accelerator:
     sources: Mapping[str, str]
     """Where each figure comes from, by its name."""
 
+    @property
+    def is_core(self) -> bool:
+        """Whether the device is a core of a processor."""
+        return self.name == "cpu"
+
     def peak(self, number_format: str) -> float | None:
         """Dense peak; a format without units of its own runs as the next wider one. None when that is unknown too."""
         for name in _WIDER[number_format]:

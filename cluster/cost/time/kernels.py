@@ -43,7 +43,7 @@ REFERENCE_HEAD = 128.0
 
 
 def matmul_flops_per_s(
-    k: Coefficients, *, peak: Array, base: Array, rows: Array, columns: Array, depth: Array, on_cores: Array
+    k: Coefficients, *, peak: Array, base: Array, rows: Array, columns: Array, depth: Array, on_cores: Array | bool
 ) -> Array:
     """FLOPs per second that matmuls reach, shape (n,).
 
@@ -67,10 +67,10 @@ def _large_flops_per_s(k: Coefficients, peak: Array, base: Array) -> Array:
     return np.asarray(sustained * k["matmul_efficiency"] * (base / REFERENCE_PEAK_FLOPS_PER_S) ** -k["peak_exponent"])
 
 
-def _slowness(k: Coefficients, rows: Array, columns: Array, depth: Array, on_cores: Array) -> Array:
+def _slowness(k: Coefficients, rows: Array, columns: Array, depth: Array, on_cores: Array | bool) -> Array:
     """How much longer a matmul takes per FLOP than a large one."""
-    per_wave = np.where(on_cores > 0, CORE_TILE, TILE * NUM_UNITS) * k["half_waves"]
-    half_depth = np.where(on_cores > 0, CORE_SHARE, 1.0) * k["half_depth"]
+    per_wave = np.where(np.asarray(on_cores) > 0, CORE_TILE, TILE * NUM_UNITS) * k["half_waves"]
+    half_depth = np.where(np.asarray(on_cores) > 0, CORE_SHARE, 1.0) * k["half_depth"]
     return np.asarray((1 + per_wave / (rows * columns)) * (1 + half_depth / depth))
 
 
