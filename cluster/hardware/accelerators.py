@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cluster.hardware.topology import Topology
 from configs import CONFIGS
 
@@ -42,6 +40,11 @@ class Accelerator:
     """Devices joined by the fast links; above ``devices_per_node`` in rack-scale systems."""
     sources: Mapping[str, str]
     """Where each figure comes from, by its name."""
+
+    @property
+    def is_core(self) -> bool:
+        """Whether the device is a core of a processor."""
+        return self.name == "cpu"
 
     def peak(self, number_format: str) -> float | None:
         """Dense peak; a format without units of its own runs as the next wider one. None when that is unknown too."""
@@ -245,6 +248,8 @@ def _accelerator(path: Path) -> Accelerator:
 
 
 def _read(path: Path, required: set[str], optional: set[str]) -> Any:
+    import yaml  # agents come without it as long as nobody asks for a figure
+
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
