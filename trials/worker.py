@@ -82,6 +82,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     if identity.world_size != wanted:
         raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
     device = open_device(trial.device, identity.local_rank)
+    own = RankDevice(trial, device)
     check_device(trial.candidate.precision, device)
     if trial.candidate.precision.level == FLOAT8:
         check_float8(device)
@@ -93,7 +94,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
         process_group(identity, device),
         kernel_settings(trial, device),
     ):
-        report = _train(trial, identity, device, beats)
+        report = _train(trial, identity, own, beats)
     return to_json(report)  # type: ignore[no-any-return]
 
 
@@ -130,12 +131,12 @@ def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
     return build_dataset(trial.workload, share)
 
 
-def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progress: ProgressSink) -> RankReport:
+def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: ProgressSink) -> RankReport:
     """Build, tune what is tuned before training, warm up and measure; gives the rank's report."""
-    candidate = trial.candidate
+    candidate, device = trial.candidate, own.device
     kernels = candidate.kernels
     import_code(trial.workload.model)
-    own = RankDevice(trial, device)
+    own.limit_memory()
     if kernels.compile != "off":
         forget_compilations()
     memory = PeakMemory(device)

@@ -39,7 +39,7 @@ from cluster.gang.messages import (
 )
 from cluster.gang.outcome import COLLATERAL
 from cluster.node.clocks import GangClocks
-from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_names, watched_names, why_not_free
+from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_handles, watched_handles, why_not_free
 from cluster.node.forked import (
     ForkedRank,
     how_it_ended,
@@ -93,7 +93,7 @@ class Warden:
         self._launch: NodeLaunch = from_json(NodeLaunch, messages.pop(0))
         self._link.watch(self._selector, self._obey)
         self._clocks = GangClocks(self._launch, self._ranks)
-        self._load = LoadWatch(self._launch.node, watched_names(self._launch), Path(self._launch.directory))
+        self._load = LoadWatch(self._launch.node, watched_handles(self._launch), Path(self._launch.directory))
         self._start()
         self._obey(messages)
         while any(rank.is_running for rank in self._ranks) and time.monotonic() < self._release_due_s:
@@ -267,7 +267,7 @@ class Warden:
         """The most memory, in bytes, that the rank's program is known to have taken on a device; 0: nobody told."""
         if self._launch.device_kind == "cpu":
             return rank.program_peak_bytes
-        return most_used(self._load.samples, slot_names(self._launch, rank.slot))
+        return most_used(self._load.samples, slot_handles(self._launch, rank.slot))
 
     def _note(self, category: str, message: str, at_s: float | None = None) -> None:
         at_s = at_s or time.time()
