@@ -46,6 +46,7 @@ def test_slices_are_devices_of_their_own_with_their_own_memory(host):
     node = discover_node()
     assert node.device_name == "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
     assert [one.name for one in node.handles] == ["MIG-aaaa", "MIG-bbbb", "MIG-cccc"]
+    assert [one.gpu_uuid for one in node.handles] == ["GPU-0000", "GPU-0000", "GPU-1111"]
     assert [one.memory_bytes for one in node.handles] == [40448 * MIB, 40448 * MIB, 40 * 10**9]
     assert node.device_memory_bytes == 40 * 10**9, "what the name of the profile promises where no figure is printed"
     uses = device_uses("cuda", node.handles)
