@@ -137,6 +137,12 @@ class Trainer:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
+    def settle(self) -> None:
+        """Wait for all weights, which after a step may be on their way from other ranks: before reading them, and
+        before the gang ends."""
+        for held in self.gradients.held:
+            held.settle()
+
     def findings(self, num_steps: int) -> Findings:
         """What this rank found out over the last ``num_steps`` steps."""
         return Findings(
