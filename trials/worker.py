@@ -22,6 +22,14 @@ from typing import Any
 import torch
 import torch._dynamo  # optimisers import it at first use; here a fork server does it once for all ranks
 
+from trials import torch_support
+
+if _problem := torch_support.problem(torch_support.installed_version()):
+    # Imports below would fail too, by the name of the first thing that is missing.
+    if __name__ == "__main__":
+        sys.exit(f"error: {_problem}. {torch_support.REMEDY}")
+    raise ImportError(_problem)
+
 from trials import flops
 from trials.accelerator.device import device_name, is_host, open_device
 from trials.codec import from_json, to_json
@@ -158,6 +166,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         )
         with contextlib.nullcontext() if profiler is None else profiler.watching(trainer, tuner.last_step):
             recording = measurer.run(_protocol(trial, tuner.last_step))
+        trainer.settle()
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
     num_steps = len(recording.step_times_s)

@@ -6,6 +6,7 @@ Programs find each other through ``MASTER_ADDR`` and ``MASTER_PORT`` as under to
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections.abc import Mapping
@@ -100,12 +101,19 @@ def _patience_s(launch: NodeLaunch) -> int:
     return int(min(most_s, MAX_TIMEOUT_S - TIMEOUT_MARGIN_S) + TIMEOUT_MARGIN_S)
 
 
+def told_env(launch: NodeLaunch) -> dict[str, str]:
+    """What others say of the environment of ranks, to which defaults give way: the node's own, the launch, and what the
+    sweep file has for a program of the user's own."""
+    pairs = launch.spec.get("env", ()) if launch.is_script else ()
+    return {**os.environ, **launch.env, **{pair[0]: pair[1] for pair in pairs if len(pair) == 2}}
+
+
 def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
     """What one rank sees beside the node's own environment, which goes over the defaults; what the launch says goes
     over everything."""
-    patience_s = _patience_s(launch)
+    patience_s, host = _patience_s(launch), told_env(launch)
     return {
-        **default_env(launch.device_kind, launch.num_nodes, launch.interface, patience_s=patience_s),
+        **default_env(launch.device_kind, launch.num_nodes, launch.interface, patience_s=patience_s, host=host),
         "RANK": str(slot.rank),
         "WORLD_SIZE": str(launch.world_size),
         "LOCAL_RANK": str(slot.local_rank),

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cluster.hardware.topology import Topology
 from configs import CONFIGS
 
@@ -47,6 +45,11 @@ class Accelerator:
     multiprocessors: Mapping[str, int] = field(default_factory=dict)
     """Number of them in the whole accelerator ("whole") and in its slices (MIG) by profile ("3g.40gb"); empty where
     nobody says."""
+
+    @property
+    def is_core(self) -> bool:
+        """Whether the device is a core of a processor."""
+        return self.name == "cpu"
 
     def peak(self, number_format: str) -> float | None:
         """Dense peak; a format without units of its own runs as the next wider one. None when that is unknown too."""
@@ -279,6 +282,8 @@ def _accelerator(path: Path) -> Accelerator:
 
 
 def _read(path: Path, required: set[str], optional: set[str]) -> Any:
+    import yaml  # agents come without it as long as nobody asks for a figure
+
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cluster.gang.defaults import NUMA_VARIABLE
-from cluster.gang.environment import rank_env
+from cluster.gang.environment import rank_env, told_env
 from cluster.gang.messages import (
     NodeLaunch,
     RankFailure,
@@ -98,7 +98,7 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: in
         }
     )
     folder = Path(launch.directory)
-    os.environ.update(recorder_env(folder, os.environ))
+    os.environ.update(recorder_env(folder, told_env(launch)))
     if not launch.is_script:
         recorded = RecordedRank(rank=slot.rank, folder=folder, asking=-1)
         answer_requests(pipes.asked, recorded.answer)

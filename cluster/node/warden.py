@@ -48,8 +48,8 @@ from cluster.node.forked import (
     with_logged_cause,
     with_program_memory,
 )
-from cluster.node.hang.recorder import RecordedRank
-from cluster.node.hang.stacks import HangingRank, examine
+from cluster.node.hang.hanging import HangingSlot
+from cluster.node.hang.stacks import examine
 from cluster.node.host_memory import OomKills, shortage
 from cluster.node.load_watch import LoadWatch, most_used
 from cluster.node.rank import RankPipes, rank_main
@@ -296,23 +296,29 @@ class Warden:
             self._stop(reason, is_hang=True)
 
     def _look(self, message: str) -> None:
-        """See what the ranks are doing that have no result, and make that their result."""
-        hanging = [rank for rank in self._clocks.watched() if rank.is_running]
+        """See what the ranks are doing that have no result, and make that their result; those too that leave it to
+        others to report, as they may be the ones that the others wait for."""
+        hanging = [rank for rank in self._clocks.unsettled() if rank.is_running]
         looks = examine([self._to_look_at(rank) for rank in hanging])
+        slowest = self._clocks.slowest()
         for rank in hanging:
             look = looks[rank.slot.rank]
             failure = self._failure(rank, "deadline", message, log_tail=look.tail)
-            rank.result = replace(failure, sight=look.sight)
+            phase = (rank.clock if self._clocks.speaks(rank) else slowest).phase
+            rank.result = replace(failure, phase=phase, sights=look.sights)
 
-    def _to_look_at(self, rank: ForkedRank) -> HangingRank:
-        is_script, folder = self._launch.is_script, Path(self._launch.directory)
-        return HangingRank(
+    def _to_look_at(self, rank: ForkedRank) -> HangingSlot:
+        is_script = self._launch.is_script
+        return HangingSlot(
+            rank=rank.slot.rank,
             pid=rank.pid,
             log=rank.log,
             device=self._launch.device_kind,
-            progress=rank.clock.position,
-            recorded=RecordedRank(rank=rank.slot.rank, folder=folder, asking=-1 if is_script else rank.asking),
+            progress=rank.clock.position if self._clocks.speaks(rank) else None,
+            folder=Path(self._launch.directory),
+            asking=-1 if is_script else rank.asking,
             reports=report_folder(rank_folder(self._launch), rank.slot.rank) if is_script else None,
+            starts=rank.slot.starts,
         )
 
     def _stop(self, reason: str, *, is_hang: bool = False) -> None:

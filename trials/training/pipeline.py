@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -147,6 +148,15 @@ class Stage(PipelineStage):
         # must not detach the one, and cannot detach the other.
         is_buffer = bool(args) and output is args[0]
         return output.clone() if is_buffer or (isinstance(output, Tensor) and output._is_view()) else output
+
+    def _shape_inference(self, *args: Any, **options: Any) -> Any:
+        """What torch before 2.12 has in place of :meth:`_compute_outputs`, which it calls as the stage's module."""
+        module = self.submod
+        self.submod = functools.partial(self._compute_outputs, module=module)  # type: ignore[assignment]
+        try:
+            return super()._shape_inference(*args, **options)  # type: ignore[misc]
+        finally:
+            self.submod = module
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **options: Any) -> Any:
         """Run the stage without gradients, before the first step, for the schedule to find out shapes and types."""

@@ -53,6 +53,26 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(
         assert float((value - wanted).abs().max() / wanted.abs().max()) < tolerance
 
 
+def test_many_chunks_round_the_gradient_of_the_head_as_little_as_the_whole() -> None:
+    """Each adds to what is summed up in fp32: in bfloat16 the error would grow with their number."""
+    exact = head_gradient(projected_loss, torch.float64)
+    whole, chunked = (
+        float((head_gradient(loss, torch.bfloat16) - exact).norm() / exact.norm())
+        for loss in (projected_loss, functools.partial(chunked_loss, num_chunks=64, group=None))
+    )
+    assert chunked < 1.5 * whole < 1e-2, (chunked, whole)
+
+
+def head_gradient(loss: object, dtype: torch.dtype) -> Tensor:
+    """Gradient of a head's weights after 512 positions; drawn so that bfloat16 holds all of the inputs."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(4, 128, 32, generator=generator).bfloat16().to(dtype)
+    weight = torch.randn(500, 32, generator=generator).mul_(0.02).bfloat16().to(dtype).requires_grad_()
+    loss(x, weight, torch.randint(500, (4, 128), generator=generator)).backward()  # type: ignore[operator]
+    assert weight.grad is not None
+    return weight.grad.double()
+
+
 def test_no_rank_holds_the_logits_of_the_whole_vocabulary() -> None:
     """A rank holds its part of them once, in their own type, a piece of that in fp32, and little else."""
     sizes = {"tp_engine": "local"}, {"tp_engine": "dtensor"}, {"tp_engine": "local", "sequence_parallel": True}
