@@ -46,7 +46,7 @@ def test_whoever_has_the_result_told_first_leaves_last(monkeypatch):
 class Options(dist.ProcessGroupGloo._Options):
     """Stands in for NCCL's, which only builds of torch for CUDA have: gloo takes them as its own."""
 
-    made: list["Options"] = []  # noqa: RUF012
+    made: list["Options"] = []
 
     def __init__(self, *, is_high_priority_stream=False):
         super().__init__()
