@@ -98,7 +98,9 @@ def _hang(root: RankFailure, failures: Sequence[RankFailure]) -> Failure:
             if rank != found.suspects[0]
         ),
     )
-    return GangLost(evidence=evidence) if found.kind == "link" else TimedOut(phase=suspect.phase, evidence=evidence)
+    if found.kind == "link":
+        return GangLost(evidence=evidence, is_hang=True)
+    return TimedOut(phase=suspect.phase, evidence=evidence)
 
 
 def _where(sight: RankSight, failure: RankFailure) -> str:

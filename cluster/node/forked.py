@@ -213,6 +213,18 @@ def with_program_memory(success: RankSuccess, peak_bytes: int, device: DeviceKin
     return replace(success, report=replace(report, peak_allocated_bytes=peak_bytes, findings=findings))
 
 
+def died_of_sigterm(result: RankResult | None) -> bool:
+    """Whether a SIGTERM killed the rank."""
+    return isinstance(result, RankFailure) and result.exit_code == -signal.SIGTERM
+
+
+def as_preempted(result: RankResult) -> RankResult:
+    """The result by what is known at the end where the warden got a SIGTERM: so a rank that it killed was preempted."""
+    if isinstance(result, RankFailure) and died_of_sigterm(result):
+        return replace(result, category="preempted")
+    return result
+
+
 def with_log(result: RankResult, log: Path) -> RankResult:
     """``result``, with the last lines of the rank's log where it is a failure without any."""
     if not isinstance(result, RankFailure) or result.category == "stopped" or result.log_tail:

@@ -42,7 +42,9 @@ from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_han
 from cluster.node.forked import (
     ForkedRank,
     SecondRun,
+    as_preempted,
     asked_again,
+    died_of_sigterm,
     fork_rank,
     how_it_ended,
     with_host_cause,
@@ -354,7 +356,7 @@ class Warden:
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
         elif self._ranks and not self._link.is_closed and (problem := why_not_free(self._launch, SETTLE_AFTER_S)):
             self._note("device_busy", f"{self._launch.node} is not free after the gang: {problem}")
-        if any(isinstance(rank.result, RankFailure) and _is_sigterm(rank.result) for rank in self._ranks):
+        if any(died_of_sigterm(rank.result) for rank in self._ranks):
             time.sleep(SIGTERM_GRACE_S)
         if self._preempted_at_s is not None:
             self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
@@ -378,21 +380,16 @@ class Warden:
             with contextlib.suppress(OSError):  # a full disk: the log stays as it is, for its owner alone
                 redact_file(rank.log)
         settled = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
+        if self._preempted_at_s is not None:
+            settled = [as_preempted(result) for result in settled]
         self._link.finish(
             NodeGone(
                 attempt_id=self._launch.attempt_id,
                 token=self._launch.token,
-                results=(*(self._judged(result) for result in settled), *self._notes),
+                results=(*settled, *self._notes),
                 disturbance=self._load.found,
             )
         )
-
-    def _judged(self, result: RankResult) -> RankResult:
-        """The result by what is known at the end: a rank that SIGTERM killed was preempted if the warden got one
-        too."""
-        if self._preempted_at_s is not None and isinstance(result, RankFailure) and _is_sigterm(result):
-            return replace(result, category="preempted")
-        return result
 
 
 def warden_main(fd: int) -> None:
@@ -400,7 +397,3 @@ def warden_main(fd: int) -> None:
     close_inherited(keep=(fd,))
     adopt_orphans()
     Warden(socket.socket(fileno=fd)).run()
-
-
-def _is_sigterm(failure: RankFailure) -> bool:
-    return failure.exit_code == -signal.SIGTERM
