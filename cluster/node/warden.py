@@ -36,15 +36,18 @@ from cluster.gang.messages import (
     RankSlot,
     StopGang,
 )
-from cluster.gang.outcome import COLLATERAL
+from cluster.gang.outcome import MAY_HAVE_A_CAUSE
 from cluster.node.clocks import GangClocks
 from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_handles, watched_handles, why_not_free
 from cluster.node.forked import (
     ForkedRank,
     SecondRun,
+    as_preempted,
     asked_again,
+    died_of_sigterm,
     fork_rank,
     how_it_ended,
+    with_devices,
     with_host_cause,
     with_log,
     with_logged_cause,
@@ -62,7 +65,7 @@ from trials.script.places import remove_scratch, report_folder
 from trials.secrets import redact_file
 
 COLLATERAL_GRACE_S = 2.0
-"""How long a lost connection may wait for the failure that caused it before the gang is killed for it."""
+"""How long a failure may wait for the one that caused it before the gang is killed for it."""
 SIGTERM_GRACE_S = 0.5
 """How far apart a batch system's signals to the processes of one node may arrive."""
 SIGTERM_SEEN = "the node's processes were told to end (SIGTERM), as batch systems do"
@@ -240,13 +243,15 @@ class Warden:
         )
 
     def _settle(self, rank: ForkedRank, result: RankResult) -> None:
-        """Keep the rank's result. Kill the gang for a root cause at once, for a collateral error after a moment."""
+        """Keep the rank's result. Kill the gang for a root cause at once, for what may have a cause after a moment."""
         self._load.end()
         if isinstance(rank.result, RankFailure):  # it hung; how it ended then tells nothing
             return
         if isinstance(result, RankFailure):
-            result = with_logged_cause(with_host_cause(result, self._oom_kills), rank.log)
-            if not self._is_stopping and result.category in COLLATERAL:
+            result = with_host_cause(result, self._oom_kills)
+            result = with_logged_cause(result, rank.log, self._launch.device_kind)
+            result = with_devices(result, slot_names(self._launch, rank.slot))
+            if not self._is_stopping and result.category in MAY_HAVE_A_CAUSE:
                 self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
             else:
                 self._stop(result.message)
@@ -354,7 +359,7 @@ class Warden:
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
         elif self._ranks and not self._link.is_closed and (problem := why_not_free(self._launch, SETTLE_AFTER_S)):
             self._note("device_busy", f"{self._launch.node} is not free after the gang: {problem}")
-        if any(isinstance(rank.result, RankFailure) and _is_sigterm(rank.result) for rank in self._ranks):
+        if any(died_of_sigterm(rank.result) for rank in self._ranks):
             time.sleep(SIGTERM_GRACE_S)
         if self._preempted_at_s is not None:
             self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
@@ -378,21 +383,16 @@ class Warden:
             with contextlib.suppress(OSError):  # a full disk: the log stays as it is, for its owner alone
                 redact_file(rank.log)
         settled = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
+        if self._preempted_at_s is not None:
+            settled = [as_preempted(result) for result in settled]
         self._link.finish(
             NodeGone(
                 attempt_id=self._launch.attempt_id,
                 token=self._launch.token,
-                results=(*(self._judged(result) for result in settled), *self._notes),
+                results=(*settled, *self._notes),
                 disturbance=self._load.found,
             )
         )
-
-    def _judged(self, result: RankResult) -> RankResult:
-        """The result by what is known at the end: a rank that SIGTERM killed was preempted if the warden got one
-        too."""
-        if self._preempted_at_s is not None and isinstance(result, RankFailure) and _is_sigterm(result):
-            return replace(result, category="preempted")
-        return result
 
 
 def warden_main(fd: int) -> None:
@@ -400,7 +400,3 @@ def warden_main(fd: int) -> None:
     close_inherited(keep=(fd,))
     adopt_orphans()
     Warden(socket.socket(fileno=fd)).run()
-
-
-def _is_sigterm(failure: RankFailure) -> bool:
-    return failure.exit_code == -signal.SIGTERM

@@ -1,6 +1,7 @@
 """Gangs whose ranks run a program of the user's own: where they meet, what is known of them, how a hang is told."""
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.cluster.gangs import events_until_end, launch, run
 from trials.outcome import GangLost, Measured, TimedOut
 
 pytestmark = pytest.mark.slow
+SLOW_START = Deadlines(starting_s=110.0)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,54 @@ def test_a_port_that_is_taken_is_no_fault_of_the_candidate(cluster, tmp_path):
     assert isinstance(outcome, GangLost), outcome
     assert outcome.cause == "infrastructure"
     assert "address already in use" in outcome.evidence.message.lower()
+
+
+ABORTS = """
+import os, sys, time
+print("CUDA out of memory. Tried to allocate 3.00 GiB. Ignoring this choice.", flush=True)
+if os.environ.get("RANK", "1") == "1":
+    why = "Process group watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered"
+    sys.stderr.write(f"[rank1]:[E1103 08:24:03.805 ProcessGroupNCCL.cpp:2068] [PG 0 Rank 1] {why}\\n")
+    sys.stderr.flush()
+    os.abort()
+time.sleep(600)
+"""
+"""What NCCL's watchdog does to a rank; another one waits for it."""
+
+ABORTS_AS_A_CHILD = f"""
+import torch.multiprocessing
+def work(number):
+    exec({ABORTS!r})
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, nprocs=2)
+"""
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank")
+ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1")
+
+
+@pytest.mark.parametrize(
+    ("head", "program"),
+    [
+        pytest.param((sys.executable, *TORCHRUN), ABORTS, id="torchrun"),
+        pytest.param(("/bin/sh", "-c", 'PYTHON "$0"; exit $?'), ABORTS, id="shell"),
+        pytest.param((sys.executable, *DEEPSPEED), ABORTS, id="deepspeed", marks=pytest.mark.exhaustive),
+        pytest.param((sys.executable, *ACCELERATE), ABORTS, id="accelerate", marks=pytest.mark.exhaustive),
+        pytest.param((sys.executable,), ABORTS_AS_A_CHILD, id="spawn", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_abort_of_a_rank_that_the_command_starts_itself_is_what_its_log_says(cluster, tmp_path, head, program):
+    """Its launcher ends with a code of its own. What a kernel under tuning found no memory for was survived."""
+    path = scripts.write(tmp_path / "own", program)
+    argv = [word.replace("PYTHON", sys.executable) for word in (*head, str(path))]
+    spec = scripts.spec(path, num_devices=2, launcher="own") | {"argv": argv}
+    end = run(cluster, scripts.RUNNER, spec=spec, options={"one_rank_per_node": True}, deadlines=SLOW_START)
+    assert isinstance(end.outcome, GangLost), end.outcome
+    evidence = end.outcome.evidence
+    assert evidence.node == cluster.topology.nodes[0].name
+    first = evidence.message.splitlines()[0]
+    assert "uncorrectable ECC error encountered" in first and "reset or replace the device" in first
 
 
 REGISTERS = """

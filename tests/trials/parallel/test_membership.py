@@ -57,7 +57,7 @@ def test_a_process_that_ends_leaves_all_backends_but_gloo_to_that():
 class Options(dist.ProcessGroupGloo._Options):
     """Stands in for NCCL's, which only builds of torch for CUDA have: gloo takes them as its own."""
 
-    made: list["Options"] = []  # noqa: RUF012
+    made: list["Options"] = []
 
     def __init__(self, *, is_high_priority_stream=False):
         super().__init__()
