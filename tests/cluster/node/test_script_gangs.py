@@ -170,8 +170,10 @@ import os, subprocess, sys, threading, time
 if "RANK" not in os.environ:
     size = os.environ["NPROC_PER_NODE"]
     each = [{**os.environ, "RANK": str(rank), "WORLD_SIZE": size} for rank in range(int(size))]
-    ranks = [subprocess.Popen([sys.executable, __file__], env=environment) for environment in each]
+    ranks = [subprocess.Popen([sys.executable, *sys.argv], env=environment) for environment in each]
     sys.exit(max(rank.wait() for rank in ranks))
+"""
+RECORDS = """
 import torch, torch.distributed as dist
 rank, dump = int(os.environ["RANK"]), torch._C._distributed_c10d._dump_fr_trace
 dist.init_process_group("gloo")
@@ -198,7 +200,7 @@ for step in range(1, 9):
 
 def test_ranks_that_a_program_starts_itself_are_told_apart_by_their_own_records(cluster, tmp_path):
     """One slot, three ranks: the records name ranks, of which the slot's number is one by chance only."""
-    spec = scripts.spec(scripts.write(tmp_path / "own", STARTS_RANKS), num_devices=3, launcher="own")
+    spec = scripts.spec(scripts.write(tmp_path / "own", STARTS_RANKS + RECORDS), num_devices=3, launcher="own")
     options = {"one_rank_per_node": True}
     deadlines = Deadlines(stall_s=3.0, starting_s=60.0)
     end = run(cluster, scripts.RUNNER, world_size=3, spec=spec, deadlines=deadlines, options=options)
@@ -208,6 +210,19 @@ def test_ranks_that_a_program_starts_itself_are_told_apart_by_their_own_records(
     assert "waits for it in all_reduce number 4 of group default_pg" in message
     assert [text.partition(":")[0] for text in end.outcome.evidence.collateral] == ["rank 0", "rank 2"]
     assert end.outcome.evidence.rank == 0, "the slot's number, after which its log is called"
+
+
+def test_ranks_of_one_slot_tell_their_stacks_one_by_one(cluster, tmp_path):
+    """They write to one log, and only the one that said it would is asked."""
+    text = f"{STARTS_RANKS}{scripts.STEPS}{REGISTERS}train(2) if os.environ['RANK'] == '0' else None\nstuck()\n"
+    for told in ("0", "1"):
+        spec = scripts.spec(scripts.write(tmp_path / told, text), num_devices=2, launcher="own")
+        spec["argv"].append(told)
+        options = {"one_rank_per_node": True}
+        end = run(cluster, scripts.RUNNER, spec=spec, deadlines=Deadlines(stall_s=1.5), options=options)
+        assert isinstance(end.outcome, TimedOut), end.outcome
+        seen = (end.outcome.evidence.message, *end.outcome.evidence.collateral)
+        assert ["it was in stuck (train.py:" in words for words in seen] == [told == "0", told == "1"], seen
 
 
 def test_a_rank_that_reports_nothing_is_looked_at_as_well(cluster, tmp_path):
