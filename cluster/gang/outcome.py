@@ -98,7 +98,9 @@ def _hang(root: RankFailure, failures: Sequence[RankFailure]) -> Failure:
             if rank != found.suspects[0]
         ),
     )
-    return GangLost(evidence=evidence) if found.kind == "link" else TimedOut(phase=suspect.phase, evidence=evidence)
+    if found.kind == "link":
+        return GangLost(evidence=evidence, is_hang=True)
+    return TimedOut(phase=suspect.phase, evidence=evidence)
 
 
 def _where(sight: RankSight, failure: RankFailure) -> str:
@@ -308,8 +310,10 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
 def _merge_graphs(ranks: Sequence[GraphReport]) -> GraphReport | None:
     if not ranks:
         return None
+    again_s = [graph.again_s for graph in ranks if graph.again_s is not None]
     return replace(
         max(ranks, key=lambda graph: (graph.num_recompilations, graph.compile_s)),
+        again_s=max(again_s) if len(again_s) == len(ranks) else None,
         cache_hits=sum(graph.cache_hits for graph in ranks),
         cache_misses=sum(graph.cache_misses for graph in ranks),
     )

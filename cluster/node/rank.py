@@ -216,9 +216,14 @@ def is_memory_full(device: DeviceKind) -> bool:
     return bool(free < FULL_FRACTION * total)
 
 
+def result_file(slot: RankSlot) -> str:
+    """Name of the file in the attempt's folder that keeps the rank's result."""
+    return f"rank{slot.rank}.json"
+
+
 def _store(launch: NodeLaunch, slot: RankSlot, result: RankResult) -> None:
     """Keep the result on disk before telling, so that it outlives the controller."""
-    path = Path(launch.directory) / f"rank{slot.rank}.json"
+    path = Path(launch.directory) / result_file(slot)
     write_atomically(path, [line({"token": launch.token, "result": to_json(result)})])
 
 

@@ -66,7 +66,7 @@ def head_of(built: Built, tokens: Tensor) -> str | None:
     """Path of the module whose outputs for all ``tokens`` are the decoder's logits, where it is linear without a bias;
     None where there is none, or where the decoder does more with its outputs: caps or scales them, or changes their
     type."""
-    head = built.module.get_output_embeddings()  # type: ignore[operator]
+    head: Any = built.module.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear or head.bias is not None:
         return None
     made: list[Tensor] = []

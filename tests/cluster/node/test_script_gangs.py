@@ -123,7 +123,10 @@ if "RANK" not in os.environ:
     ranks = [subprocess.Popen([sys.executable, __file__], env=environment) for environment in each]
     sys.exit(max(rank.wait() for rank in ranks))
 import torch, torch.distributed as dist
-rank = int(os.environ["RANK"])
+rank, dump = int(os.environ["RANK"]), torch._C._distributed_c10d._dump_fr_trace
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+dump()  # the first takes seconds
 def listen():
     pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{rank}.pipe"
     os.mkfifo(pipe)
@@ -131,9 +134,8 @@ def listen():
     while not os.read(asked, 1):
         time.sleep(0.1)
     with open(f"{os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}{rank}", "wb") as file:
-        file.write(torch._C._distributed_c10d._dump_fr_trace())
+        file.write(dump())
 threading.Thread(target=listen, daemon=True).start()
-dist.init_process_group("gloo")
 for step in range(1, 9):
     if step == 3 and rank == 1:
         time.sleep(600)
@@ -153,7 +155,7 @@ def test_ranks_that_a_program_starts_itself_are_told_apart_by_their_own_records(
     assert isinstance(end.outcome, TimedOut), end.outcome
     message = end.outcome.evidence.message
     assert "; rank 1: its program had printed nothing for " in message
-    assert "waits for it in all_reduce number 3 of group default_pg" in message
+    assert "waits for it in all_reduce number 4 of group default_pg" in message
     assert [text.partition(":")[0] for text in end.outcome.evidence.collateral] == ["rank 0", "rank 2"]
     assert end.outcome.evidence.rank == 0, "the slot's number, after which its log is called"
 
