@@ -127,7 +127,7 @@ class Trainer:
         scaler.update(finite=finite)
 
     def _is_finite(self, totals: Tensor) -> bool:
-        return bool(torch.isfinite(totals[1]))
+        return bool(torch.isfinite(totals[1]).item())
 
     def _update(self) -> None:
         if self.optimizer is not None:

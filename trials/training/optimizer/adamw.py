@@ -138,7 +138,7 @@ class LocalAdamW(torch.optim.Optimizer):
             if grad.dtype == torch.float32 and grad.stride() == state.master.stride():
                 grads.append(grad)
                 continue
-            grads.append(torch.empty_like(state.master))
+            grads.append(self._fp32_room(state.master))
             grads[-1].copy_(grad)
             if grad.dtype != torch.float32:
                 short.append(grads[-1])
@@ -146,6 +146,10 @@ class LocalAdamW(torch.optim.Optimizer):
         if short and scale != 1.0:
             torch._foreach_mul_(short, 1.0 / scale)
         return grads
+
+    def _fp32_room(self, master: Tensor) -> Tensor:
+        """Memory for the fp32 copy of a gradient, laid out as ``master``."""
+        return torch.empty_like(master)
 
 
 def publish(group: list[Slice]) -> None:
