@@ -25,9 +25,10 @@ Measured = tuple[str, TrialSpec, float]
 
 def dry_runs(setting: Setting) -> None:
     """Tell a row as each simulation ends, so that a slow one costs no other's."""
-    waiting = dict(enumerate(measured(setting)))
-    if not waiting:
+    found = measured(setting)
+    if not found:
         raise NotHereError("no trial was measured before; run it together with training, knobs or layouts")
+    waiting = dict(enumerate(found))
     for index, reply in _replies(setting, [spec for _, spec, _ in waiting.values()]):
         name, _, peak = waiting.pop(index)
         row: dict[str, Any] = {"trial": name, "measured MiB": peak}
