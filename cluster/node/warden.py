@@ -36,7 +36,7 @@ from cluster.gang.messages import (
     RankSlot,
     StopGang,
 )
-from cluster.gang.outcome import COLLATERAL
+from cluster.gang.outcome import MAY_HAVE_A_CAUSE
 from cluster.node.clocks import GangClocks
 from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_handles, watched_handles, why_not_free
 from cluster.node.forked import (
@@ -47,6 +47,7 @@ from cluster.node.forked import (
     died_of_sigterm,
     fork_rank,
     how_it_ended,
+    with_devices,
     with_host_cause,
     with_log,
     with_logged_cause,
@@ -64,7 +65,7 @@ from trials.script.places import remove_scratch, report_folder
 from trials.secrets import redact_file
 
 COLLATERAL_GRACE_S = 2.0
-"""How long a lost connection may wait for the failure that caused it before the gang is killed for it."""
+"""How long a failure may wait for the one that caused it before the gang is killed for it."""
 SIGTERM_GRACE_S = 0.5
 """How far apart a batch system's signals to the processes of one node may arrive."""
 SIGTERM_SEEN = "the node's processes were told to end (SIGTERM), as batch systems do"
@@ -242,13 +243,15 @@ class Warden:
         )
 
     def _settle(self, rank: ForkedRank, result: RankResult) -> None:
-        """Keep the rank's result. Kill the gang for a root cause at once, for a collateral error after a moment."""
+        """Keep the rank's result. Kill the gang for a root cause at once, for what may have a cause after a moment."""
         self._load.end()
         if isinstance(rank.result, RankFailure):  # it hung; how it ended then tells nothing
             return
         if isinstance(result, RankFailure):
-            result = with_logged_cause(with_host_cause(result, self._oom_kills), rank.log)
-            if not self._is_stopping and result.category in COLLATERAL:
+            result = with_host_cause(result, self._oom_kills)
+            result = with_logged_cause(result, rank.log, self._launch.device_kind)
+            result = with_devices(result, slot_names(self._launch, rank.slot))
+            if not self._is_stopping and result.category in MAY_HAVE_A_CAUSE:
                 self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
             else:
                 self._stop(result.message)
