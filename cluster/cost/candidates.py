@@ -81,6 +81,7 @@ def _hardware(_workload: Workload, _candidate: Candidate, cluster: ClusterDescri
         "memory_bytes": cluster.accelerator.usable_memory_bytes,
         "memory_bytes_per_s": cluster.accelerator.memory_bytes_per_s,
         "host_bytes_per_s": cluster.accelerator.host_bytes_per_s,
+        "on_cores": float(cluster.accelerator.is_core),
         "node_size": cluster.devices_per_node,
         "link_bytes_per_s": cluster.accelerator.link_bytes_per_s,
         "network_bytes_per_s": cluster.network_bytes_per_s,

@@ -159,6 +159,8 @@ class CostInputs:
     memory_bytes_per_s: Array
     host_bytes_per_s: Array
     """Per device and direction, between its memory and the host's."""
+    on_cores: Array
+    """1: devices are cores of a processor."""
     node_size: Array
     """Devices that share the processors of a host."""
     link_bytes_per_s: Array
@@ -220,6 +222,7 @@ DEFAULTS: Mapping[str, float] = {
     "gathers_once": 0.0,
     "stays_gathered": 0.0,
     "buffer_bytes": 0.0,
+    "on_cores": 0.0,
     "expert_share": 0.0,
     "num_experts": 1.0,
     "experts_per_token": 1.0,

@@ -71,14 +71,9 @@ def device_names(launch: NodeLaunch) -> tuple[str, ...]:
     return tuple(handle.name for handle in held_handles(launch))
 
 
-def slot_names(launch: NodeLaunch, slot: RankSlot) -> tuple[str, ...]:
-    """Those of one slot."""
-    return tuple(handle.name for handle in slot_handles(launch, slot))
-
-
-def watched_names(launch: NodeLaunch) -> tuple[str, ...]:
-    """Names of the devices whose clocks and strangers can be watched: nvidia-smi alone tells of them."""
-    return device_names(launch) if launch.device_kind == "cuda" else ()
+def watched_handles(launch: NodeLaunch) -> tuple[DeviceHandle, ...]:
+    """The devices whose clocks and strangers can be watched: nvidia-smi alone tells of them."""
+    return held_handles(launch) if launch.device_kind == "cuda" else ()
 
 
 def why_not_free(launch: NodeLaunch, timeout_s: float) -> str | None:

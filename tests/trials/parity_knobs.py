@@ -127,6 +127,7 @@ OFFLOADS = {
     "device": Offload(),
     "host-activations": Offload(activations=True),
     "host-optimizer": Offload(optimizer=True),
+    "host-both": Offload(activations=True, optimizer=True),
 }
 OTHERS: dict[str, Mapping[str, Any]] = {
     "recompute": RECOMPUTES,

@@ -12,6 +12,10 @@ from trials.spec import Layout
 FRAGMENTATION = 0.05
 """Share of its live memory that an allocator holds beyond it. See docs/dry-run.md for where the figure comes from."""
 
+HOST_FRAGMENTATION = 0.1
+"""Share of what a rank has in its host's memory that is locked beyond it: what is left of slabs
+(:mod:`trials.offload.host`), under 9 % for decoders of 16 layers and more."""
+
 CUDA_CONTEXT_BYTES = 512 << 20
 """Device memory of a process besides its tensors: the context, torch's kernels, cuBLAS's handles. An assumption: some
 hundred MiB, by device and by torch's build."""

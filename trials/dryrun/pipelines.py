@@ -13,6 +13,7 @@ from trials.dryrun.fake import replaced
 from trials.failure import InfeasibleSpec
 from trials.precision.mixed import parameter_dtype
 from trials.spec import LinearModel, LlamaModel, TrialSpec
+from trials.torch_support import NEEDED_BY_DRY_RUNS, lacking
 from trials.training.build import ModelPart
 from trials.training.pipeline import Stage
 
@@ -26,7 +27,13 @@ with warnings.catch_warnings():
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Skip the vote of all stages on whether shapes are known: it reads numbers the neighbours sent."""
+    """Skip the vote of all stages on whether shapes are known: it reads numbers the neighbours sent.
+
+    Raises:
+        RuntimeError: torch is older than 2.12, which brought the vote.
+    """
+    if missing := lacking(NEEDED_BY_DRY_RUNS):
+        raise RuntimeError(f"torch {torch.__version__} is too old for dry runs of pipelines: it has no {missing[0]}")
 
     def agree(_schedule: Any, stages: list[Stage], *_: Any) -> None:
         for stage in stages:

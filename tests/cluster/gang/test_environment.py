@@ -1,5 +1,6 @@
 """The environment that ranks start in."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,12 @@ def test_compilers_caches_are_the_sweeps(monkeypatch: pytest.MonkeyPatch):
     )
     assert caches("a", TRITON_CACHE_DIR="/fast/triton")["TRITON_CACHE_DIR"] == "/fast/triton"
     assert caches("a", runner="trials.script.runner:run_rank") == {}, "its program gets them with its own environment"
+
+
+def test_what_the_launch_or_a_program_of_the_users_own_says_under_an_older_name_is_not_overridden():
+    cuda = dataclasses.replace(launch("a"), device_kind="cuda")
+    assert rank_env(cuda, SLOT)["TORCH_NCCL_ENABLE_TIMING"] == "1"
+    told = dataclasses.replace(cuda, env={"NCCL_ENABLE_TIMING": "0"})
+    assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(told, SLOT)
+    script = {"runner": "trials.script.runner:run_rank", "spec": {"env": [["NCCL_ENABLE_TIMING", "0"]]}}
+    assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(dataclasses.replace(cuda, **script), SLOT)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.trials.ranks import run_ranks
 from trials.parallel import mesh
@@ -41,6 +42,16 @@ def test_whoever_has_the_result_told_first_leaves_last(monkeypatch):
     assert mesh.leave_gang(ends_process=True)
     assert not dist.is_initialized()
     assert mesh.leave_gang(), "there is nothing to leave any more"
+
+
+def test_a_process_that_ends_leaves_all_backends_but_gloo_to_that():
+    """NCCL's destruction waits for all ranks, and the driver frees what the process had. torch's own stand-in for a
+    backend is no gloo either."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    assert not mesh.leave_gang(ends_process=True)
+    assert dist.is_initialized(), "left to the end of the process"
+    assert mesh.leave_gang(), "where the process goes on, the group must not"
+    assert not dist.is_initialized()
 
 
 class Options(dist.ProcessGroupGloo._Options):
