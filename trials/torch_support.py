@@ -9,6 +9,7 @@ not public: these are looked for by name. Standard library only, until :func:`pr
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -53,10 +54,9 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 """What trials import of torch that not every release has: names by module."""
 NEEDED_BY_DRY_RUNS: Mapping[str, tuple[str, ...]] = {
-    "torch.distributed.pipelining._utils": ("InferenceMode", "_StageMeta", "extract_tensor_metas"),
     "torch.distributed.tensor._sharding_prop": ("ShardingPropagator",),
 }
-"""What dry runs need besides. The first row came with 2.12; without it all but pipelines can be simulated."""
+"""What dry runs need besides."""
 
 
 def installed_version() -> str | None:
@@ -94,6 +94,22 @@ def lacking(needed: Mapping[str, tuple[str, ...]]) -> list[str]:
             continue
         missing += [f"{module}.{name}" for name in names if not hasattr(found, name)]
     return missing
+
+
+def replicas_keep_buffers() -> dict[str, Any]:
+    """Arguments by which ``DistributedDataParallel`` never sends buffers; before 2.13 one had another name."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    accepted = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"
+    return {"init_sync": False, name: False}
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """The groups of parameters that an FSDP2 state gathers and reduces together; before 2.12 there is at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def probe() -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Measures one machine with accelerators, and tries on it what machines without cannot show. Needs torch alone."""
+"""Measures one machine with accelerators, and tries on it what machines without cannot show. Needs torch and numpy."""

@@ -22,7 +22,7 @@ NOT_HERE = 64
 """Exit status of a part that cannot run here; the last line it printed says why."""
 
 
-OURS = ("benchmarks", "cluster", "trials")
+OURS = ("benchmarks", "cluster", "torch", "trials")
 """Packages in which a name that cannot be imported is a fault, not something that is not installed."""
 
 

@@ -30,17 +30,22 @@ FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_
 
 
 def measure(setting: Setting) -> None:
-    sizes = SMALL_SIZES if setting.is_small else SIZES
-    arguments = ["--device", setting.device, "--sizes", ",".join(map(str, sizes))]
-    run = run_ranks(setting, "benchmarks.gpu.collectives", arguments, world_size=setting.num_devices)
-    if run.report is None:
-        setting.tell({"failed": run.why})
-        return
     n = setting.num_devices
+    sizes = [divisible(size, n) for size in (SMALL_SIZES if setting.is_small else SIZES)]
+    arguments = ["--device", setting.device, "--sizes", ",".join(map(str, sizes))]
+    run = run_ranks(setting, "benchmarks.gpu.collectives", arguments, world_size=n)
+    if run.report is None:
+        setting.tell(run.failure())
+        return
     for name, num_bytes, seconds in run.report:
         bus = FACTORS[name] * (n - 1) / n * num_bytes / seconds / GIB
-        row = {"collective": name, "MiB": num_bytes / MIB, "us": round(seconds * 1e6, 1)}
+        row = {"collective": name, "MiB": round(num_bytes / MIB, 3), "us": round(seconds * 1e6, 1)}
         setting.tell(row | {"bus GiB/s": round(bus, 2)})
+
+
+def divisible(num_bytes: int, num_ranks: int) -> int:
+    """The next number of bytes that ranks share out evenly in 16-bit numbers."""
+    return -(-num_bytes // (2 * num_ranks)) * 2 * num_ranks
 
 
 def main() -> None:

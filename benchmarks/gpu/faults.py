@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.gpu import cases
 from benchmarks.gpu.host import NVIDIA_SMI
-from benchmarks.gpu.parts import Setting
+from benchmarks.gpu.parts import LEFT_OUT, Setting
 from cluster.base import Deadlines, GangEnded, GangLaunch, GangProgress
 from cluster.hardware.discovery import discover_node
 from cluster.hardware.placement import Pool
@@ -31,22 +31,26 @@ WANTED = {
 
 def on_one_device(setting: Setting) -> None:
     spec = cases.trial(setting, precision=cases.O1, micro_batch_size=1)
-    _run(setting, spec, [name for name in WANTED if name != "lets_others_wait"])
+    _run(setting, spec, [name for name in WANTED if name != "lets_others_wait"], blamed=None)
 
 
 def hang(setting: Setting) -> None:
     n = setting.num_devices
     spec = cases.trial(setting, layout=Layout(dp_shard=n, zero_stage=3), precision=cases.O1)
-    _run(setting, spec, ["lets_others_wait"])
+    _run(setting, spec, ["lets_others_wait"], blamed=n - 1)
 
 
-def _run(setting: Setting, spec: TrialSpec, runners: Sequence[str]) -> None:
+def _run(setting: Setting, spec: TrialSpec, runners: Sequence[str], *, blamed: int | None) -> None:
+    """Tell a row for the gang of each runner; ``blamed`` is the rank at fault, None where that is not asked."""
     folder = Path(setting.folder) / f"cluster-{time.monotonic_ns()}"
     folder.mkdir()
     node = discover_node(device=setting.device, num_devices=setting.num_devices)  # type: ignore[arg-type]
     preload = ("trials.worker", "benchmarks.gpu.runners")
     with LocalCluster(folder, node, preload=preload) as cluster:
         for number, runner in enumerate(runners):
+            row: dict[str, Any] = {"gang": runner, "wanted": WANTED[runner]}
+            if setting.lacks_time(row):
+                continue
             used_before = _used_mib()
             launch = GangLaunch(
                 attempt_id=f"a{number}-{runner}",
@@ -58,11 +62,13 @@ def _run(setting: Setting, spec: TrialSpec, runners: Sequence[str]) -> None:
                 ),
                 deadlines=Deadlines(stall_s=STALL_S),
             )
-            row = _watched(setting, cluster, launch)
+            row |= _watched(setting, cluster, launch)
             used_after = _used_mib()
             if used_before is not None and used_after is not None:
                 row["MiB left behind"] = used_after - used_before
-            setting.tell({"gang": runner, "wanted": WANTED[runner], **row})
+            if blamed is not None and LEFT_OUT not in row:
+                row |= {"at fault": blamed, "blames it": row["rank"] == blamed}
+            setting.tell(row)
 
 
 def _watched(setting: Setting, cluster: LocalCluster, launch: GangLaunch) -> dict[str, Any]:
@@ -75,7 +81,7 @@ def _watched(setting: Setting, cluster: LocalCluster, launch: GangLaunch) -> dic
                 last_s = time.monotonic()
             elif isinstance(event, GangEnded):
                 return _ended(event, time.monotonic() - start_s, time.monotonic() - last_s)
-    return {"ended": "no end in time"}
+    return {LEFT_OUT: f"cut off after {time.monotonic() - start_s:.0f} s"}
 
 
 def _ended(event: GangEnded, took_s: float, since_s: float) -> dict[str, Any]:

@@ -7,36 +7,43 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks.gpu.child import environment
 from benchmarks.gpu.parts import Setting
+from cluster.hardware.listing.tools import QUERY_TIMEOUT_S
 
 IMPORTS = ("torch", "trials.worker", "trials.dryrun.simulate", "cluster.local")
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits")
-NVIDIA_SMI_LIMIT_S = 15.0
-"""How long agents wait for the driver's tool."""
 
 
 def start(setting: Setting) -> None:
     """The driver's tool, imports in fresh interpreters, and the first tensor in a child of the fork server."""
     if shutil.which(NVIDIA_SMI[0]):
         for state in ("first", "again"):
-            start_s = time.monotonic()
-            done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=50, check=False)
-            took_s = time.monotonic() - start_s
-            words = (done.stdout or done.stderr).strip().splitlines()[0]
-            row = {"what": f"nvidia-smi, {state}", "s": round(took_s, 2), "within": took_s < NVIDIA_SMI_LIMIT_S}
-            setting.tell(row | {"told": words})
+            row = _timed(f"nvidia-smi, {state}", NVIDIA_SMI, setting.left_s)
+            setting.tell(row | {"within what agents wait": row["worked"] and row["s"] < QUERY_TIMEOUT_S})
     for module in IMPORTS:
-        command = [sys.executable, "-c", f"import {module}"]
-        start_s = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
-        told = "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
-        setting.tell({"what": f"import {module}", "s": round(time.monotonic() - start_s, 2), "told": told})
+        setting.tell(_timed(f"import {module}", [sys.executable, "-c", f"import {module}"], setting.left_s))
     import trials.worker  # noqa: F401  # as the fork server has it
 
     _tell_forked(setting, "fork, then the first tensor on the device", _first_tensor)
+
+
+def _timed(what: str, command: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """A row: how long a command takes, and the first line of what it says or the last of why it fails."""
+    start_s = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment(), timeout=max(1.0, limit_s), check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        return {"what": what, "s": round(error.timeout, 2), "told": "no answer by then", "worked": False}
+    worked = done.returncode == 0
+    lines = (done.stdout if worked else done.stderr or done.stdout).strip().splitlines()
+    told = "" if not lines else lines[0] if worked else lines[-1]
+    return {"what": what, "s": round(time.monotonic() - start_s, 2), "told": told, "worked": worked}
 
 
 def _first_tensor(kind: str) -> str:

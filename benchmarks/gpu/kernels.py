@@ -17,6 +17,7 @@ from trials.accelerator.device import open_device, synchronize
 from trials.models import build_model
 from trials.spec import Layout
 from trials.stages import all_chunks
+from trials.training.optimizer.adamw import has_fused_adamw
 
 
 def optimizer(setting: Setting) -> None:
@@ -76,7 +77,7 @@ def synchronisation(setting: Setting) -> None:
     for name, (width, rows) in sizes.items():
         layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8)]
         model = nn.Sequential(*layers).to(device)
-        adamw = torch.optim.AdamW(model.parameters(), fused=True)
+        adamw = torch.optim.AdamW(model.parameters(), fused=has_fused_adamw(device.type))
         inputs = torch.randn(rows, width, device=device)
         steps = 5 if setting.quick else 50
 

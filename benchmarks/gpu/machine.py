@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.gpu.child import run_process
+from trials.torch_support import NEEDED, installed_version, lacking, problem
 
 ASKING_S = 120.0
 """Seconds in which torch must have found its devices."""
@@ -63,11 +64,15 @@ def _version(package: str) -> str | None:
 
 
 def main() -> None:
-    """Print what torch finds."""
+    """Print what torch finds; says in a line what is wrong with it where trials cannot run with it."""
     try:
         import torch
     except ImportError as error:
         sys.exit(f"torch cannot be imported by {sys.executable}: {error}")
+    if known := problem(installed_version()):
+        sys.exit(known)
+    if missing := lacking(NEEDED):
+        sys.exit(f"torch {torch.__version__} lacks {', '.join(missing[:3])}, which trials need")
     from trials.accelerator.device import DeviceUnavailableError, device_name, installed_kind, open_device
 
     kind = installed_kind() if sys.argv[1] == "auto" else sys.argv[1]

@@ -1,4 +1,7 @@
-"""The parts of the benchmark, in the order in which they run, and what each of them is given. Standard library only."""
+"""The parts of the benchmark, in the order in which they run, and what each of them is given. Standard library only.
+
+The order is that of what is least known of accelerators; the dry run comes last, to see all that was trained.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ class Part:
     """``module:function``, called with a :class:`Setting`."""
     shows: str
     """What its rows show, in a sentence."""
-    limit_s: float
-    """Seconds it may take on an accelerator."""
+    share_s: float
+    """Seconds it may take of the usual budget on one accelerator; of another budget it gets as large a part."""
     least_s: float = 10.0
     """Seconds without which it is not begun."""
     least_devices: int = 1
@@ -35,71 +38,72 @@ PARTS = (
         name="start",
         function="benchmarks.gpu.host:start",
         shows="What a rank waits for before it begins: the driver's tool, imports, the first tensor after a fork.",
-        limit_s=60,
-    ),
-    Part(
-        name="weights",
-        function="benchmarks.gpu.host:weights",
-        shows="Initial weights drawn on the device: values per second, and whether they are those of the CPU.",
-        limit_s=30,
+        share_s=40,
     ),
     Part(
         name="training",
         function="benchmarks.gpu.training:matrix",
         shows="One device, precision by compilation by micro-batch, each trial by `python -m trials.worker`.",
-        limit_s=200,
+        share_s=125,
         least_s=30,
     ),
     Part(
         name="probe",
         function="benchmarks.gpu.training:probe",
         shows="Rates of all devices at once, by `python -m trials.probe.worker`.",
-        limit_s=60,
+        share_s=35,
     ),
     Part(
         name="compile",
         function="benchmarks.gpu.training:cold_compile",
-        shows="The first step with an empty compiler cache, and again with a filled one, against the stall deadline.",
-        limit_s=130,
+        shows="The first step with an empty compiler cache, and with a filled one, against the deadline for compiling.",
+        share_s=110,
         least_s=30,
-    ),
-    Part(
-        name="memory",
-        function="benchmarks.gpu.memory:dry_runs",
-        shows="The dry run's peak against the allocator's, for every trial that was measured before.",
-        limit_s=60,
     ),
     Part(
         name="optimizer",
         function="benchmarks.gpu.kernels:optimizer",
         shows="One AdamW step over the parameters of the model by each of torch's ways, and what it takes besides.",
-        limit_s=40,
+        share_s=20,
     ),
     Part(
         name="synchronisation",
         function="benchmarks.gpu.kernels:synchronisation",
         shows="A training loop that waits for the device after every step, and one that never does.",
-        limit_s=40,
+        share_s=15,
     ),
     Part(
         name="cluster",
         function="benchmarks.gpu.faults:on_one_device",
         shows="The local backend: a trial, one out of memory, one killed, one stopped; how each ends and what is left.",
-        limit_s=90,
+        share_s=65,
+        least_s=30,
+    ),
+    Part(
+        name="weights",
+        function="benchmarks.gpu.host:weights",
+        shows="Initial weights drawn on the device: values per second, and whether they are those of the CPU.",
+        share_s=15,
+    ),
+    Part(
+        name="knobs",
+        function="benchmarks.gpu.training:knobs",
+        shows="One device, one knob at a time turned away from O2 with the smaller micro-batch.",
+        share_s=75,
         least_s=30,
     ),
     Part(
         name="collectives",
         function="benchmarks.gpu.collectives:measure",
         shows="Bandwidth of collectives over all devices, as nccl-tests count it.",
-        limit_s=60,
+        share_s=40,
         least_devices=2,
     ),
     Part(
         name="layouts",
         function="benchmarks.gpu.training:layouts",
         shows="All devices, one layout after the other.",
-        limit_s=240,
+        share_s=170,
         least_s=30,
         least_devices=2,
     ),
@@ -107,19 +111,35 @@ PARTS = (
         name="hang",
         function="benchmarks.gpu.faults:hang",
         shows="One rank leaves the others waiting in a collective: who is blamed, and what the flight recorder left.",
-        limit_s=60,
+        share_s=40,
         least_s=30,
         least_devices=2,
     ),
     Part(
-        name="knobs",
-        function="benchmarks.gpu.training:knobs",
-        shows="One device, one knob at a time turned away from O2 with the smaller micro-batch.",
-        limit_s=180,
-        least_s=30,
+        name="memory",
+        function="benchmarks.gpu.memory:dry_runs",
+        shows="The dry run's peak against the allocator's, for every trial that was measured before.",
+        share_s=40,
     ),
 )
 NAMES = tuple(part.name for part in PARTS)
+
+
+LEFT_OUT = "left out"
+"""Column of a row that was not measured for lack of time."""
+LEAST_S = 10.0
+"""Seconds without which nothing is begun that starts processes."""
+
+
+def rows_path(folder: str | Path, part: str) -> Path:
+    """Where the rows of a part are."""
+    return Path(folder, f"{part}.rows")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows that a part has told by now; not one that is being written."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,16 +152,16 @@ class Setting:
     quick: bool
     """Tiny models and few repetitions."""
     folder: str
-    """For files that later parts may read."""
-    rows: str
-    """Takes a line of JSON per row."""
+    """For files; the rows of part NAME are in ``NAME.rows``, a line of JSON each."""
+    part: str
+    """Name of the part that this is told to."""
     until_s: float
     """Wall-clock time at which the part is killed."""
 
     @property
     def left_s(self) -> float:
         """Seconds that are left, but for what ending takes."""
-        return self.until_s - time.time() - 1.0
+        return self.until_s - time.time() - 3.0
 
     @property
     def is_small(self) -> bool:
@@ -150,18 +170,19 @@ class Setting:
 
     def tell(self, row: Mapping[str, Any]) -> None:
         """Add a row; what was told before a part is killed is kept."""
-        with Path(self.rows).open("a", encoding="utf-8") as file:
+        with rows_path(self.folder, self.part).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    def note(self, file_name: str, **values: Any) -> None:
-        """Keep something for later parts in a file."""
-        with Path(self.folder, file_name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+    def lacks_time(self, row: Mapping[str, Any]) -> bool:
+        """Whether too little is left to begin what would give this row; says so in its place."""
+        if self.left_s >= LEAST_S:
+            return False
+        self.tell({**row, LEFT_OUT: "no time was left"})
+        return True
 
-    def notes(self, file_name: str) -> list[dict[str, Any]]:
-        """What earlier parts have kept in a file."""
-        path = Path(self.folder, file_name)
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    def rows_of(self, part: str) -> list[dict[str, Any]]:
+        """The rows of an earlier part, told in this run or in the one that it continues."""
+        return read_rows(rows_path(self.folder, part))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

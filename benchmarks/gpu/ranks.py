@@ -17,11 +17,14 @@ from typing import Any
 from uuid import uuid4
 
 from benchmarks.gpu.child import environment
-from benchmarks.gpu.parts import Setting
+from benchmarks.gpu.parts import LEFT_OUT, Setting
 from trials.codec import to_json
 from trials.spec import TrialSpec
 
 GIB = 2**30
+MIB = 2**20
+ALLOCATED = "allocated MiB"
+"""Column of what a trial's allocator handed out at its peak."""
 LOSS_STEP = 4
 """Step whose loss is shown; every trial has it, whatever the number of its warm-up steps, so that losses compare."""
 
@@ -34,7 +37,13 @@ class Run:
     """What rank 0 wrote; None where the ranks failed."""
     why: str
     """What went wrong; empty where nothing did."""
+    cut_off: bool
+    """Whether that is only that the part's time was up."""
     took_s: float
+
+    def failure(self) -> dict[str, Any]:
+        """Columns that say why there is no report."""
+        return {LEFT_OUT if self.cut_off else "failed": self.why}
 
 
 def run_ranks(
@@ -44,7 +53,6 @@ def run_ranks(
     *,
     world_size: int,
     env: Mapping[str, str] | None = None,
-    timeout_s: float | None = None,
 ) -> Run:
     """Run ``python -m MODULE ARGUMENTS --out FILE`` as each rank; the first failure ends them all."""
     folder = Path(setting.folder) / f"ranks-{uuid4().hex[:8]}"
@@ -60,14 +68,16 @@ def run_ranks(
             processes.append(
                 subprocess.Popen(command, stdout=log, stderr=log, env=environment({**shared, **own, **(env or {})}))
             )
-    limit_s = min(setting.left_s, timeout_s or setting.left_s)
-    why = _wait(processes, folder, limit_s)
+    why = _wait(processes, folder, setting.left_s)
+    took_s = time.monotonic() - start_s
+    if why is None:
+        return Run(report=None, why=f"cut off after {took_s:.0f} s", cut_off=True, took_s=took_s)
     report = json.loads(out.read_text(encoding="utf-8")) if not why else None
-    return Run(report=report, why=why, took_s=time.monotonic() - start_s)
+    return Run(report=report, why=why, cut_off=False, took_s=took_s)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> str:
-    """Wait until all have ended, or one has failed; what went wrong."""
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> str | None:
+    """Wait until all have ended, or one has failed; what went wrong, None where the time was up."""
     until_s = time.monotonic() + limit_s
     try:
         while True:
@@ -78,7 +88,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, limit_s: float
             if all(code == 0 for code in codes):
                 return ""
             if time.monotonic() > until_s:
-                return f"no end within {limit_s:.0f} s"
+                return None
             time.sleep(0.05)
     finally:
         for process in processes:
@@ -93,17 +103,19 @@ def _reason(log: Path, code: int | None) -> str:
     return f"{words} ({signal.Signals(-code).name})" if code is not None and code < 0 else words
 
 
-def run_trial(
-    setting: Setting, spec: TrialSpec, *, env: Mapping[str, str] | None = None, timeout_s: float | None = None
-) -> Run:
-    """Run a trial by ``python -m trials.worker``."""
+def run_trial(setting: Setting, spec: TrialSpec, *, env: Mapping[str, str] | None = None) -> Run:
+    """Run a trial by ``python -m trials.worker``; what is compiled is kept for later ones unless ``env`` says where."""
     path = Path(setting.folder) / f"spec-{uuid4().hex[:8]}.json"
     path.write_text(json.dumps(to_json(spec)), encoding="utf-8")
     world_size = spec.candidate.layout.world_size
-    env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)), **(env or {})}
-    return run_ranks(
-        setting, "trials.worker", ["--spec", str(path)], world_size=world_size, env=env, timeout_s=timeout_s
-    )
+    threads = {"OMP_NUM_THREADS": "1" if setting.is_small else str(max(1, (os.cpu_count() or 1) // world_size))}
+    env = {**threads, **caches(Path(setting.folder, "compiled")), **(env or {})}
+    return run_ranks(setting, "trials.worker", ["--spec", str(path)], world_size=world_size, env=env)
+
+
+def caches(folder: Path) -> dict[str, str]:
+    """Variables that have compilers keep what they make in a folder."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
 def figures(report: Mapping[str, Any], device_peak: Any = None) -> dict[str, Any]:
@@ -121,9 +133,9 @@ def figures(report: Mapping[str, Any], device_peak: Any = None) -> dict[str, Any
         "data ms": round(report["breakdown"]["data_s"] * 1e3, 2),
         "optimizer ms": round(report["breakdown"]["optimizer_s"] * 1e3, 2),
         "compile s": round(report["compile_s"], 1) or None,
-        "allocated GiB": round(report["peak_allocated_bytes"] / GIB, 3),
-        "reserved GiB": round(report["peak_reserved_bytes"] / GIB, 3),
-        "outside GiB": None if not memory else round(memory["outside_bytes"] / GIB, 3),
+        ALLOCATED: round(report["peak_allocated_bytes"] / MIB, 1),
+        "reserved MiB": round(report["peak_reserved_bytes"] / MIB, 1),
+        "outside MiB": None if not memory else round(memory["outside_bytes"] / MIB, 1),
         "retries": (memory or {}).get("num_retries") or None,
         f"loss of step {LOSS_STEP}": round(report["losses"][LOSS_STEP - 1], 4),
     }

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def file_name(machine: Mapping[str, Any]) -> str:
-    """``gpu-nvidia-h200``; with a count where there are several."""
+def file_name(machine: Mapping[str, Any], *, quick: bool) -> str:
+    """``gpu-nvidia-h200``; with a count where there are several; quick runs have files of their own."""
     slug = re.sub(r"[^a-z0-9]+", "-", machine["name"].lower()).strip("-")
     count = f"-x{machine['num_devices']}" if machine["num_devices"] > 1 and machine["kind"] != "cpu" else ""
-    return f"gpu-{slug}{count}"
+    return f"gpu-{slug}{count}{'-quick' if quick else ''}"
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -20,10 +20,14 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [f"# Measured on {_count(machine)}", "", "```", command, "```", "", _versions(machine)]
     if result["quick"]:
         lines += ["", "A quick run with tiny models: it shows what works; its times, and memory on CPUs, mean nothing."]
+    if machine["kind"] != "cpu" and not machine["packages"].get("PyYAML"):
+        lines += ["", "No MFU: the catalogue of peaks is read by PyYAML, which is not installed."]
     for part in result["parts"]:
         lines += ["", f"## {part['name'].capitalize()}", "", part["shows"]]
         if part["rows"]:
             lines += ["", *_table(part["rows"])]
+        if (part["torch"], part["commit"]) != (machine["torch"], machine["commit"]):
+            lines += ["", f"Measured by an earlier call: torch {part['torch']}, commit {part['commit'] or 'unknown'}."]
         if part["why"]:
             lines += ["", f"{'Then: ' if part['rows'] else 'No figures: '}{part['why']}."]
     return "\n".join(lines)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import cases
+from benchmarks.gpu.cases import Case
 from benchmarks.gpu.parts import Setting
-from benchmarks.gpu.ranks import GIB, Run, figures, run_ranks, run_trial
-from trials.codec import from_json, to_json
+from benchmarks.gpu.ranks import GIB, Run, caches, figures, run_ranks, run_trial
+from cluster.base import Deadlines
+from trials.codec import from_json
+from trials.failure import InfeasibleSpec
+from trials.legality.rules import check
 from trials.reports.rates import RankRates, Rate
-from trials.spec import Kernels, TrialSpec
-
-STALL_S = 120.0
-"""Deadline for the time between two signs of life of a rank (``deadlines.stall_s``)."""
+from trials.spec import Kernels
 
 
 def device_peaks() -> Callable[[str, str], float | None] | None:
@@ -29,31 +31,39 @@ def device_peaks() -> Callable[[str, str], float | None] | None:
 
 
 def matrix(setting: Setting) -> None:
-    for name, spec in cases.matrix(setting):
-        _measure(setting, name, spec)
+    _measure_all(setting, cases.matrix(setting))
 
 
 def knobs(setting: Setting) -> None:
-    for name, spec, env in cases.knobs(setting):
-        _measure(setting, name, spec, env)
+    _measure_all(setting, cases.knobs(setting))
 
 
 def layouts(setting: Setting) -> None:
-    for name, spec in cases.layouts(setting):
-        _measure(setting, name, spec)
+    _measure_all(setting, cases.layouts(setting))
 
 
-def _measure(setting: Setting, name: str, spec: TrialSpec, env: Mapping[str, str] | None = None) -> None:
-    """Run a trial and tell its row; the dry run looks at it later."""
-    run = run_trial(setting, spec, env=env)
-    setting.tell({"trial": name, **_columns(run), "took s": round(run.took_s, 1)})
-    if run.report is not None and not env:
-        peak_bytes = run.report["peak_allocated_bytes"]
-        setting.note("trials", name=name, spec=to_json(spec), peak_bytes=peak_bytes)
+def _measure_all(setting: Setting, wanted: Iterable[Case]) -> None:
+    """Tell a row for each trial: its figures, or how it failed, or why it was not tried."""
+    peaks = device_peaks()
+    for case in wanted:
+        row = {"trial": case.name}
+        if why := impossible(case):
+            setting.tell({**row, "not here": why})
+        elif not setting.lacks_time(row):
+            run = run_trial(setting, case.spec, env=case.env)
+            columns = run.failure() if run.report is None else figures(run.report, peaks)
+            setting.tell({**row, **columns, "took s": round(run.took_s, 1)})
 
 
-def _columns(run: Run) -> dict[str, Any]:
-    return {"failed": run.why} if run.report is None else figures(run.report, device_peaks())
+def impossible(case: Case) -> str:
+    """Why a trial cannot run on so many devices or with these packages; empty where it can."""
+    if case.spec.candidate.precision.level == cases.FP8.level and importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed"
+    try:
+        check(case.spec)
+    except InfeasibleSpec as error:
+        return str(error).partition(";")[0]
+    return ""
 
 
 def cold_compile(setting: Setting) -> None:
@@ -65,26 +75,25 @@ def cold_compile(setting: Setting) -> None:
     }
     if setting.quick:
         modes = {"block, aot_eager": Kernels(compile="block", backend="aot_eager")}
-    for name, kernels in modes.items():
-        spec = cases.trial(setting, precision=cases.O2, kernels=kernels, micro_batch_size=2)
-        with tempfile.TemporaryDirectory(dir=setting.folder) as cache:
-            env = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-            for state in ("empty", "filled"):
-                run = run_trial(setting, spec, env=env)
-                setting.tell({"compiled": name, "cache": state, **_compile_columns(run)})
+    for state in ("empty", "filled"):
+        for number, (name, kernels) in enumerate(modes.items()):
+            row = {"compiled": name, "cache": state}
+            if not setting.lacks_time(row):
+                spec = cases.trial(setting, precision=cases.O2, kernels=kernels, micro_batch_size=2)
+                run = run_trial(setting, spec, env=caches(Path(setting.folder, f"compiled-{number}")))
+                setting.tell({**row, **_compile_columns(run), "took s": round(run.took_s, 1)})
 
 
 def _compile_columns(run: Run) -> dict[str, Any]:
     if run.report is None:
-        return {"failed": run.why, "took s": round(run.took_s, 1)}
+        return run.failure()
     compile_s, graph = run.report["compile_s"], run.report["findings"]["graph"]
     return {
         "hits": graph["cache_hits"],
         "misses": graph["cache_misses"],
         "compile s": round(compile_s, 1),
-        "within the stall deadline": compile_s < STALL_S,
+        "within deadlines.compile_s": compile_s < Deadlines().compile_s,
         "step ms": figures(run.report)["step ms"],
-        "took s": round(run.took_s, 1),
     }
 
 
@@ -92,7 +101,7 @@ def probe(setting: Setting) -> None:
     world_size = setting.num_devices
     run = run_ranks(setting, "trials.probe.worker", ["--device", setting.device], world_size=world_size)
     if run.report is None:
-        setting.tell({"failed": run.why})
+        setting.tell(run.failure())
         return
     for one in run.report:
         rates = from_json(RankRates, one)

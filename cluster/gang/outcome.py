@@ -10,6 +10,7 @@ from typing import TypeVar
 from cluster.gang.blame import verdict
 from cluster.gang.messages import RankFailure, RankPlace, RankResult, RankSuccess
 from cluster.gang.plausible import refusal
+from cluster.gang.sights import RankSight
 from cluster.hardware.accelerators import dense_peak
 from trials.failure import TREATMENTS, Treatment
 from trials.outcome import (
@@ -80,22 +81,35 @@ def fold(results: Iterable[RankResult], disturbances: Sequence[Disturbance] = ()
 
 def _hang(root: RankFailure, failures: Sequence[RankFailure]) -> Failure:
     """The outcome of a gang that made no progress, by what was seen of all of its ranks."""
-    seen = {failure.rank: failure for failure in failures if failure.sight is not None and failure.rank is not None}
-    if not seen:
+    sights = {sight.rank: sight for failure in failures for sight in failure.sights}
+    if not sights:
         return _outcome(root, collateral=[failure for failure in failures if failure is not root])
-    found = verdict({rank: failure.sight for rank, failure in seen.items() if failure.sight is not None})
-    suspect = seen[found.suspects[0]]
-    nodes = {seen[rank].node for rank in found.suspects}
-    is_told_apart = found.kind == "rank" and len(nodes) == 1 and (len(found.suspects) < len(seen) or len(seen) == 1)
-    where = suspect.sight.where if suspect.sight is not None and found.kind in ("rank", "unknown") else ""
+    of = {sight.rank: failure for failure in failures for sight in failure.sights}
+    found = verdict(sights)
+    suspect = of[found.suspects[0]]
+    nodes = {of[rank].node for rank in found.suspects}
+    is_told_apart = found.kind == "rank" and len(nodes) == 1 and (len(found.suspects) < len(of) or len(of) == 1)
+    is_one = found.kind in ("rank", "unknown")
+    where = _where(sights[found.suspects[0]], suspect) if is_one else ""
     evidence = Evidence(
         message=redact("; ".join(part for part in (root.message, where, found.why) if part)),
-        rank=suspect.rank if found.kind in ("rank", "unknown") else None,
+        rank=suspect.rank if is_one else None,
         node=suspect.node if is_told_apart else None,
         log_tail=tuple(map(redact, suspect.log_tail)),
-        collateral=tuple(_describe(seen[rank]) for rank in sorted(seen) if seen[rank] is not suspect),
+        collateral=tuple(
+            redact(f"rank {rank}: {failure.category}: {sights[rank].where}")
+            for rank, failure in sorted(of.items())
+            if rank != found.suspects[0]
+        ),
     )
-    return GangLost(evidence=evidence) if found.kind == "link" else TimedOut(phase=suspect.phase, evidence=evidence)
+    if found.kind == "link":
+        return GangLost(evidence=evidence, is_hang=True)
+    return TimedOut(phase=suspect.phase, evidence=evidence)
+
+
+def _where(sight: RankSight, failure: RankFailure) -> str:
+    """Where a rank was; with its number where its process is one of several in a slot."""
+    return sight.where if sight.rank == failure.rank else f"rank {sight.rank}: {sight.where}"
 
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
@@ -176,8 +190,7 @@ def _with_remedy(message: str, doubt: str, remedy: str) -> str:
 
 def _describe(failure: RankFailure) -> str:
     where = failure.node if failure.rank is None else f"rank {failure.rank}"
-    what = failure.message if failure.sight is None else failure.sight.where
-    return redact(f"{where}: {failure.category}: {what}")
+    return redact(f"{where}: {failure.category}: {failure.message}")
 
 
 def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
@@ -307,8 +320,10 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
 def _merge_graphs(ranks: Sequence[GraphReport]) -> GraphReport | None:
     if not ranks:
         return None
+    again_s = [graph.again_s for graph in ranks if graph.again_s is not None]
     return replace(
         max(ranks, key=lambda graph: (graph.num_recompilations, graph.compile_s)),
+        again_s=max(again_s) if len(again_s) == len(ranks) else None,
         cache_hits=sum(graph.cache_hits for graph in ranks),
         cache_misses=sum(graph.cache_misses for graph in ranks),
     )

@@ -12,12 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from trials.datasets.base import Batch, Share, StepBatches
 from trials.failure import DataError
 from trials.spec import ImageFolderData, ResNetModel
+
+try:  # here, so that a fork server does it once for all readers; other models train without
+    from PIL import Image
+except ImportError as _error:
+    _LACKING = str(_error)
+else:
+    _LACKING = ""
 
 NUM_MADE_UP = 256
 _REPEATS = 1024
@@ -40,8 +46,10 @@ def open_images(data: ImageFolderData, model: ResNetModel) -> Sequence[Picture]:
     """The images of a folder, or made-up ones.
 
     Raises:
-        DataError: no folder, no images, or more classes than the model tells apart.
+        DataError: no folder, no images, more classes than the model tells apart, or no Pillow to decode with.
     """
+    if _LACKING:
+        raise DataError(f"images are decoded by Pillow, but: {_LACKING}; pip install pillow where trials run")
     if data.path is None:
         return make_up_images(model.image_size, model.num_classes) * _REPEATS
     return _list_images(Path(data.path), model.num_classes)
@@ -89,7 +97,7 @@ def decode(picture: Picture, image_size: int) -> Tensor:
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             pixels = np.array(_middle(image.convert("RGB"), image_size))
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode image {source!s:.300}: {error}; replace or remove the file") from error
     return torch.from_numpy(pixels).permute(2, 0, 1).float().div_(255.0).sub_(_MEAN).div_(_STD)
 

@@ -21,6 +21,7 @@ from trials.parallel.mesh import DATA_AXES, SHARD_AXES, flat_mesh, shard_mesh
 from trials.parallel.shards import ShardMap
 from trials.precision.mixed import mixed_precision_policy
 from trials.spec import Layout, Precision
+from trials.torch_support import parameter_groups, replicas_keep_buffers
 
 _ENDS = ("tok_embeddings", "output")
 """Names of the modules with a weight of the size of the vocabulary."""
@@ -64,7 +65,7 @@ def apply_ddp(model: TrainModel, mesh: DeviceMesh, layout: Layout, device: torch
     """Replicate over all data-parallel ranks; they are equal already, so nothing is sent."""
     options: dict[str, Any] = {} if is_host(device) else {"device_ids": [device.index]}
     # Every rank keeps its own batch-norm statistics; training does not read them.
-    options |= {"init_sync": False, "forward_sync_buffers": False, "gradient_as_bucket_view": True}
+    options |= replicas_keep_buffers() | {"gradient_as_bucket_view": True}
     assert layout.tp == 1 or layout.tp_engine == "local"
     group = flat_mesh(mesh, DATA_AXES).get_group()
     return DistributedDataParallel(model, process_group=group, **options)
@@ -79,12 +80,25 @@ def apply_buckets(model: TrainModel, mesh: DeviceMesh, layout: Layout, shard_map
             kinds[parameter] = Kind(parameter.dtype, held.num_replicas, held.is_partial)
     replicas = mesh["dp_replicate"].get_group() if layout.dp_replicate > 1 else None
     device = next(iter(kinds)).device
-    return BucketedReplica(model, kinds, Peers(flat_mesh(mesh, SHARD_AXES).get_group(), replicas), device)
+    peers = Peers(flat_mesh(mesh, SHARD_AXES).get_group(), replicas)
+    return BucketedReplica(model, kinds, peers, device, _units(model))
+
+
+def _units(model: TrainModel) -> list[nn.Module]:
+    """Modules that wait for their own weights; none where the model is one graph. Code that is not ours may read a
+    weight wherever it likes."""
+    if model.is_own or model._compiled_call_impl is not None:
+        return []
+    ends = [module for name, module in model.named_children() if name != "layers"]
+    return [*model.layers.values(), *ends]
 
 
 def held_tensors(module: nn.Module, model: TrainModel, shard_map: ShardMap, layout: Layout) -> Sequence[HeldTensor]:
-    """What this rank updates of ``model``, which ``module`` wraps."""
-    return module.buckets if isinstance(module, BucketedReplica) else held_parameters(model, shard_map, layout)
+    """What this rank updates of ``model``, which ``module`` wraps, in the order in which it is updated.
+
+    What the next forward pass needs first is the last to get gradients, so it comes first.
+    """
+    return module.buckets[::-1] if isinstance(module, BucketedReplica) else held_parameters(model, shard_map, layout)
 
 
 def begin_backward(module: nn.Module, *, is_last: bool, each: bool) -> None:
@@ -136,6 +150,6 @@ def reduce_gradients(root: FSDPModule) -> None:
     """Reduce what has added up under ``root``, as pipeline schedules do at the end of a step."""
     state = fully_shard.state(root)  # type: ignore[attr-defined]
     for part in reversed(state._state_ctx.all_states):
-        for group in reversed(part._fsdp_param_groups):
+        for group in reversed(parameter_groups(part)):
             group.post_backward()
     state._root_post_backward_final_callback()

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trials.operators import in_backward
 from trials.parallel.shards import plain_name
+from trials.torch_support import parameter_groups
 
 GRADIENTS = "gradients"
 """Stands for a module where gradients are reduced outside of any: in DDP's buckets."""
@@ -78,7 +79,7 @@ class ModuleTracker:
             self._undo.callback(handle.remove)
         if isinstance(module, FSDPModule):
             # It gathers ahead, for a module that is not running yet, and reduces after.
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in parameter_groups(module._get_fsdp_state()):
                 self._undo.enter_context(self._named(group, "unshard", name, None))
                 self._undo.enter_context(self._named(group, "post_backward", name, "backward"))
 

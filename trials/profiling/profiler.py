@@ -179,6 +179,7 @@ class Profiler(StepClock):
             record_shapes=True,
             profile_memory=self._spec.memory,
             with_stack=self._spec.stack,
+            acc_events=True,  # of the one cycle there is; older torch warns of losing those of others
         )
         profiler.prepare_trace()
         return profiler

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -147,6 +149,20 @@ class Stage(PipelineStage):
         # must not detach the one, and cannot detach the other.
         is_buffer = bool(args) and output is args[0]
         return output.clone() if is_buffer or (isinstance(output, Tensor) and output._is_view()) else output
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """What torch before 2.12 connects ranks with, first of all; not with themselves, where a V turns."""
+        rank = dist.get_rank()
+        return [operation for operation in super()._get_init_p2p_neighbors_ops() if operation.peer != rank]
+
+    def _shape_inference(self, *args: Any, **options: Any) -> Any:
+        """What torch before 2.12 has in place of :meth:`_compute_outputs`, which it calls as the stage's module."""
+        module = self.submod
+        self.submod = functools.partial(self._compute_outputs, module=module)  # type: ignore[assignment]
+        try:
+            return super()._shape_inference(*args, **options)  # type: ignore[misc]
+        finally:
+            self.submod = module
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **options: Any) -> Any:
         """Run the stage without gradients, before the first step, for the schedule to find out shapes and types."""
