@@ -34,6 +34,8 @@ ABORT_TAIL_BYTES = 1 << 16
 WEIGH_S = 0.5
 SYSTEM = "system"
 """Source of what the operating system tells of a program."""
+SECOND_RUN_GRACE_S = 10.0
+"""How much longer than the first the second run of a gang may take: nodes need not begin it at the same moment."""
 _ABORTED = re.compile(rf"\bkilled by signal {int(signal.SIGABRT)}\b")
 """How the message of a rank reads that aborted, or whose program did: libraries do so after saying why in the log."""
 _ABOUT_OUR_VARIABLES = re.compile(r"variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated")
