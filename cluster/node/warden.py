@@ -40,6 +40,7 @@ from cluster.gang.outcome import MAY_HAVE_A_CAUSE
 from cluster.node.clocks import GangClocks
 from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_handles, watched_handles, why_not_free
 from cluster.node.forked import (
+    SECOND_RUN_GRACE_S,
     ForkedRank,
     SecondRun,
     as_preempted,
@@ -360,14 +361,14 @@ class Warden:
         if self._preempted_at_s is not None:
             self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
 
-    def _compile_again(self, most_s: float) -> None:
-        """Run the gang again where its ranks ask for that, for so long at most; it takes nothing from their results."""
+    def _compile_again(self, took_s: float) -> None:
+        """Run the gang again where its ranks ask for that, hardly longer than before; their results stand anyhow."""
         if self._is_stopping or self._notes or not (runner := asked_again(self._ranks)):
             return
         again = SecondRun(self._launch, runner)
         with contextlib.suppress(OSError):  # no space for its files, or no process
             again.start(self._selector)
-        self._release_due_s = time.monotonic() + most_s
+        self._release_due_s = time.monotonic() + took_s + SECOND_RUN_GRACE_S
         while again.is_running and not self._is_stopping and time.monotonic() < self._release_due_s:
             self._wait()
         self._release()
