@@ -99,6 +99,10 @@ class RankReport:
     """Difference between step times that can be told apart, where they were read as rounded figures."""
     device_memory: DeviceMemory | None = None
     """The device's memory beside the allocator's peaks; None on the CPU, and where nobody told."""
+    again: str = ""
+    """Runner, as ``module:function``, to be called once more with the same specification, in fresh processes and after
+    this result is safe, for its findings of compilation; alike on all ranks of a gang. Empty: nothing is left to find
+    out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +295,8 @@ class GangLost:
     consequence: ClassVar[Consequence] = "retry"
     evidence: Evidence
     cause: LossCause = "infrastructure"
+    is_hang: bool = False
+    """Whether it hung with all ranks in one operation: the fault of a link, or the candidate's where nobody sees it."""
 
 
 Failure = StoppedEarly | OutOfMemory | HostOutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost

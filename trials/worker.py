@@ -50,7 +50,7 @@ from trials.parallel.mesh import RankIdentity, build_mesh, process_group
 from trials.precision.float8 import check_float8
 from trials.precision.mixed import check_device
 from trials.profiling.profiler import Profiler, check_profile, folder_of_environment, long_enough
-from trials.reports.findings import Findings, LoaderTuningReport
+from trials.reports.findings import Findings, GraphReport, LoaderTuningReport
 from trials.reports.profile import FOLDER_VARIABLE
 from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload
 from trials.stages import coordinates, data_parallel_rank
@@ -59,6 +59,8 @@ from trials.training.device.rank_device import RankDevice
 from trials.training.measure import Measurer, Recording
 from trials.training.memory_format import settle_memory_format
 from trials.training.step import Trainer, max_over_ranks
+
+COMPILE_AGAIN = "trials.worker:compile_again"
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     if identity.world_size != wanted:
         raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
     device = open_device(trial.device, identity.local_rank)
+    own = RankDevice(trial, device)
     check_device(trial.candidate.precision, device)
     if trial.candidate.precision.level == FLOAT8:
         check_float8(device)
@@ -93,8 +96,31 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
         process_group(identity, device),
         kernel_settings(trial, device),
     ):
-        report = _train(trial, identity, device, beats)
+        report = _train(trial, identity, own, beats)
     return to_json(report)  # type: ignore[no-any-return]
+
+
+def compile_again(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
+    """Run this process's rank of a trial for two steps: as far as it takes to compile what a whole trial compiles.
+
+    Arguments, result and errors are those of :func:`run_rank`; of the report nothing but what compilation came to says
+    anything.
+    """
+    trial: TrialSpec = from_json(TrialSpec, spec)
+    candidate = trial.candidate
+    loss_scale = candidate.precision.loss_scale
+    precision = dataclasses.replace(
+        candidate.precision,  # two steps are too few to come down from a scale that overflows
+        loss_scale=None if loss_scale is None else dataclasses.replace(loss_scale, initial=1.0),
+    )
+    short = dataclasses.replace(
+        candidate,
+        precision=precision,
+        loader=dataclasses.replace(candidate.loader, tuning=None),
+        kernels=dataclasses.replace(candidate.kernels, cudnn_tuning_range=()),
+    )
+    protocol = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=1, max_steps=1)
+    return run_rank(to_json(dataclasses.replace(trial, candidate=short, protocol=protocol, profile=None)), progress)
 
 
 @contextlib.contextmanager
@@ -130,12 +156,12 @@ def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
     return build_dataset(trial.workload, share)
 
 
-def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progress: ProgressSink) -> RankReport:
+def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: ProgressSink) -> RankReport:
     """Build, tune what is tuned before training, warm up and measure; gives the rank's report."""
-    candidate = trial.candidate
+    candidate, device = trial.candidate, own.device
     kernels = candidate.kernels
     import_code(trial.workload.model)
-    own = RankDevice(trial, device)
+    own.limit_memory()
     if kernels.compile != "off":
         forget_compilations()
     memory = PeakMemory(device)
@@ -165,6 +191,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
         )
         with contextlib.nullcontext() if profiler is None else profiler.watching(trainer, tuner.last_step):
             recording = measurer.run(_protocol(trial, tuner.last_step))
+        trainer.settle()
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
     num_steps = len(recording.step_times_s)
@@ -178,7 +205,16 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
     report = _report(trial, identity, device, recording, memory, findings)
-    return dataclasses.replace(report, device_memory=own.memory())
+    return dataclasses.replace(report, device_memory=own.memory(), again=_again(findings.graph, device))
+
+
+def _again(graph: GraphReport | None, device: torch.device) -> str:
+    """What is left to be run when the result is safe: where any rank had to compile, all compile once more, from the
+    cache that is warm now."""
+    if graph is None:
+        return ""
+    has_compiled = max_over_ranks(float(graph.cache in ("cold", "mixed")), device)
+    return COMPILE_AGAIN if has_compiled else ""
 
 
 def _each(*told: Callable[[int], None]) -> Callable[[int], None]:

@@ -81,6 +81,7 @@ def _hardware(_workload: Workload, _candidate: Candidate, cluster: ClusterDescri
         "memory_bytes": cluster.accelerator.usable_memory_bytes,
         "memory_bytes_per_s": cluster.accelerator.memory_bytes_per_s,
         "host_bytes_per_s": cluster.accelerator.host_bytes_per_s,
+        "on_cores": float(cluster.accelerator.is_core),
         "node_size": cluster.devices_per_node,
         "link_bytes_per_s": cluster.accelerator.link_bytes_per_s,
         "network_bytes_per_s": cluster.network_bytes_per_s,
@@ -123,6 +124,8 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "zero_stage": layout.zero_stage,
         "reduces_last": float(layout.gradient_reduction == "last"),
         "sequence_parallel": float(layout.sequence_parallel),
+        # Layers wait for their own weights, a model that is one graph for all of them.
+        "hides_gathering": float(layout.zero_stage == 1 and candidate.kernels.compile != "model"),
         # Stages of torch's pipelines free weights after forward passes only.
         "stays_gathered": float(layout.pp > 1),
         "num_copies": layout.num_copies,
@@ -130,8 +133,15 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "schedule": SCHEDULES.index(layout.schedule),
         "num_virtual_stages": layout.num_virtual_stages,
         "stage_layers": _per_stage(layout.stage_layers, layout) if layout.stage_layers else [workload.num_layers],
-        "hides_sums": float(layout.tp > 1 and layout.tp_engine == "local" and layout.schedule != "zbv"),
     }
+
+
+def _sums(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    """Whether sums over tp hide behind matmuls, see :mod:`trials.parallel.tensor.local`: zbv takes the backward pass
+    apart itself, and in 8-bit matmuls gradients of input and weight are one operator."""
+    layout, takes_apart = candidate.layout, candidate.precision.level != "O1-fp8"
+    hides = layout.tp > 1 and layout.tp_engine == "local" and layout.schedule != "zbv" and takes_apart
+    return {"hides_sums": float(hides)}
 
 
 def _per_stage(counts: Counts, layout: Layout) -> list[int]:
@@ -172,13 +182,14 @@ def _loss(_workload: Workload, candidate: Candidate, _cluster: ClusterDescriptio
 
     In parts, by tp or in chunks, gradients are written in the place of the logits; by count of the operators of
     :mod:`trials.parallel.tensor.vocabulary`, 7 times the logits themselves are read or written and 10 times their
-    values in fp32.
+    values in fp32. Chunks add up the gradient of the head's weights in fp32.
     """
     size = 4.0 if candidate.precision.level == "O0" else 2.0
     chunks = candidate.kernels.loss_chunks
     if candidate.layout.tp == 1 and chunks == 1:
-        return {"loss_bytes": 8.0, "loss_traffic": 3 * (size + 8), "loss_chunks": 1.0}
-    return {"loss_bytes": 0.0, "loss_traffic": 7 * size + 10 * 4, "loss_chunks": chunks}
+        return {"loss_bytes": 8.0, "loss_traffic": 3 * (size + 8), "loss_chunks": 1.0, "head_sums_bytes": 0.0}
+    sums = 4.0 if chunks > 1 else 0.0
+    return {"loss_bytes": 0.0, "loss_traffic": 7 * size + 10 * 4, "loss_chunks": chunks, "head_sums_bytes": sums}
 
 
 def _offload(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
@@ -247,6 +258,7 @@ _PARTS = (
     _Part((), _model),
     _Part((), _hardware),
     _Part(("layout",), _layout),
+    _Part(("layout.tp", "layout.tp_engine", "layout.schedule", "precision.level"), _sums),
     _Part(("layout", "recompute"), _recompute),
     _Part(("layout", "precision.level"), _precision),
     _Part(("precision", "kernels.matmul_precision"), _peaks),

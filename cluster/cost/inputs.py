@@ -122,6 +122,8 @@ class CostInputs:
     """Bytes read and written per logit from head to gradient of the logits, forward and backward."""
     loss_chunks: Array
     """Parts of a micro-batch whose logits exist one after the other; above 1 they are computed again."""
+    head_sums_bytes: Array
+    """Bytes per weight of the head of the sums in which the gradients of the parts of its positions are added up."""
     hides_sums: Array
     """1: tensor parallelism sums the gradients of projections' inputs while those of their weights are computed."""
     weight_bytes: Array
@@ -157,6 +159,8 @@ class CostInputs:
     memory_bytes_per_s: Array
     host_bytes_per_s: Array
     """Per device and direction, between its memory and the host's."""
+    on_cores: Array
+    """1: devices are cores of a processor."""
     node_size: Array
     """Devices that share the processors of a host."""
     link_bytes_per_s: Array
@@ -209,6 +213,7 @@ class CostInputs:
 
 
 DEFAULTS: Mapping[str, float] = {
+    "head_sums_bytes": 0.0,
     "hides_collectives": 0.0,
     "hides_transfers": 0.0,
     "hides_gathering": 0.0,
@@ -217,6 +222,7 @@ DEFAULTS: Mapping[str, float] = {
     "gathers_once": 0.0,
     "stays_gathered": 0.0,
     "buffer_bytes": 0.0,
+    "on_cores": 0.0,
     "expert_share": 0.0,
     "num_experts": 1.0,
     "experts_per_token": 1.0,

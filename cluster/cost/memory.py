@@ -78,7 +78,8 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
     held, repeated = (k["activation_factor"] * part for part in _activation_bytes(x, work))
     held = held * np.where(x.pp > 1, k["pipeline_held"], 1.0)[:, None]
     logits = work.tokens * x.vocab / x.tp / x.loss_chunks
-    head = is_last(x) * (logits * (x.compute_bytes + x.loss_bytes) * k["head_factor"])[:, None]
+    sums = x.vocab * x.hidden / x.tp * x.head_sums_bytes
+    head = is_last(x) * ((logits * (x.compute_bytes + x.loss_bytes) + sums) * k["head_factor"])[:, None]
     exchanged = np.where(held > 0, _exchanged_bytes(x, work)[:, None], 0.0)
     at_loss = head >= repeated + exchanged
     keeps = np.maximum(x.keeps_gradients, x.num_microbatches > 1)[:, None] > 0

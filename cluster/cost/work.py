@@ -76,7 +76,8 @@ def work_of(x: CostInputs) -> Work:
         elementwise_bytes=elementwise,
         weight_traffic_bytes=(layer_params + expert_params) / x.tp * x.compute_bytes,
         head_flops=2 * tokens * x.hidden * x.vocab / x.tp,
-        head_bytes=tokens * x.vocab / x.tp * x.loss_traffic,
+        # Every part's product is written and read in half the bytes of the sums, which are read and written.
+        head_bytes=x.vocab / x.tp * (tokens * x.loss_traffic + 3 * x.hidden * x.loss_chunks * x.head_sums_bytes),
         tp_bytes=np.where(x.tp > 1, tokens * x.hidden * x.compute_bytes, 0.0),
         cp_bytes=2 * tokens * (x.cp - 1) * x.compute_bytes * exchanged_width / x.tp,
         pp_bytes=np.where(x.pp > 1, tokens * x.hidden * x.compute_bytes / x.tp, 0.0),

@@ -3,6 +3,10 @@
 Whoever has begun a collective waits for the members of its group that have not. Followed to its end, such a chain leads
 to a rank that waits for nobody: the culprit. Where no record says more, the stacks decide. A gang whose ranks all stand
 in the same collective has no culprit among them: what joins them stands still.
+
+On a device, a rank has begun what its host has only queued there: the host runs ahead. A device that hangs in a kernel
+of its own is told from those that wait for it only where NCCL keeps timings. Then what it has queued is behind what the
+others are at; else its record says what theirs do, and the verdict is ``link``.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.gang.sights import Blame, PendingCall, RankSight
+from cluster.gang.sights import Blame, FlightRecord, PendingCall, RankSight
 
 _SAME_SIZES = frozenset({"all_reduce", "allreduce", "barrier"})
 """Collectives to which every rank of a group brings tensors of the same shape."""
@@ -33,9 +37,9 @@ def verdict(sights: Mapping[int, RankSight]) -> HangVerdict:
     """Judge a gang by what was seen of its ranks, at least one, by rank."""
     waits = {rank: _waits_for(rank, sights) for rank in sights}
     behind = {peer: rank for rank, peers in waits.items() for peer in sorted(peers)}
-    least = min(sight.progress for sight in sights.values())
+    least = min((sight.progress for sight in sights.values() if sight.progress is not None), default=None)
     levels = {
-        rank: _level(sight, bool(waits[rank]), rank in behind, _is_in_call(rank, sights), least)
+        rank: _level(sight, bool(waits[rank]) or _is_in_call(rank, sights), rank in behind, least)
         for rank, sight in sights.items()
     }
     worst = min(levels.values())
@@ -70,42 +74,53 @@ def _is_missing(rank: int, peer: int, call: PendingCall, sights: Mapping[int, Ra
     sight = sights[peer]
     if sight.record is None:  # it did not even answer: it is missing unless it evidently waits as well
         return sight.blame is not Blame.WAITING
-    if call.peer is not None:
-        return not any(other.peer == rank and other.group == call.group for other in sight.record.calls)
-    place = sight.record.place(call.group)
-    if place is None:
-        return sight.record.is_complete
-    if place.entered < call.number:
+    same = _counterparts(rank, call, peer, sight.record)
+    if call.peer is None:
+        place = sight.record.place(call.group)
+        if place is None:
+            return sight.record.is_complete
+        if place.entered < call.number:
+            return True
+    elif not same:
         return True
-    same = [other for other in sight.record.calls if (other.group, other.number) == (call.group, call.number)]
-    return call.is_started and bool(same) and not same[0].is_started
+    return call.is_started and bool(same) and not any(other.is_started for other in same)
+
+
+def _counterparts(rank: int, call: PendingCall, peer: int, record: FlightRecord) -> list[PendingCall]:
+    """What ``peer`` has begun of the operation that ``call`` is of ``rank``: a send meets a receive, and no send."""
+    if call.peer is None:
+        return [it for it in record.calls if it.peer is None and (it.group, it.number) == (call.group, call.number)]
+    if call.peer != peer:
+        return []
+    return [it for it in record.calls if it.peer == rank and it.group == call.group and it.name != call.name]
 
 
 def _is_in_call(rank: int, sights: Mapping[int, RankSight]) -> bool:
     """Whether the rank is in an operation that its device is at work on, as far as is known."""
     record = sights[rank].record
     calls = () if record is None else record.calls
-    return any(call.is_started or not _is_started_by_any(call, sights) for call in calls)
+    return any(call.is_started or not _is_started_by_any(rank, call, sights) for call in calls)
 
 
-def _is_started_by_any(call: PendingCall, sights: Mapping[int, RankSight]) -> bool:
-    others = (other for sight in sights.values() if sight.record for other in sight.record.calls)
-    return any(other.is_started and (other.group, other.number) == (call.group, call.number) for other in others)
+def _is_started_by_any(rank: int, call: PendingCall, sights: Mapping[int, RankSight]) -> bool:
+    known = ((peer, sight.record) for peer, sight in sights.items() if sight.record is not None)
+    return any(other.is_started for peer, record in known for other in _counterparts(rank, call, peer, record))
 
 
-def _level(sight: RankSight, is_waiting: bool, is_behind: bool, is_in_call: bool, least: tuple[int, int]) -> Blame:
-    """How likely a rank is the culprit, by its records first and by its stack where they say nothing."""
+def _level(sight: RankSight, is_in_call: bool, is_behind: bool, least: tuple[int, int] | None) -> Blame:
+    """How likely a rank is the culprit, by its records first and by its stack where they say nothing.
+
+    ``is_in_call``: it is in an operation that it has begun, whoever else has: wherever its host is meanwhile, the
+    others do not wait for that.
+    """
     if sight.blame is Blame.STOPPED:
         return Blame.STOPPED
-    if is_waiting:
+    if is_in_call:
         return Blame.WAITING
-    if is_behind and not is_in_call:
+    if is_behind:
         # gloo records neither sends nor what goes through a store: a rank that waits there is behind by no own fault
         return Blame.UNCLEAR if sight.blame is Blame.WAITING and not _records_all(sight) else Blame.ELSEWHERE
-    if is_in_call:
-        unsure = Blame.ELSEWHERE if is_behind else Blame.UNCLEAR
-        return unsure if sight.blame is Blame.ELSEWHERE else Blame.WAITING
-    return sight.blame if sight.progress == least else Blame.WAITING
+    return sight.blame if sight.progress in (None, least) else Blame.WAITING
 
 
 def _records_all(sight: RankSight) -> bool:
@@ -141,7 +156,11 @@ def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) ->
         return HangVerdict(kind="disagreement", suspects=ranks, why=why)
     stuck = sorted(rank for rank in calls if not waits[rank])
     call = calls[stuck[0]][0]
-    if not all(_may_be_in(call, sights[rank]) for rank in _members(stuck[0], call, sights) if rank in sights):
+    members = _members(stuck[0], call, sights)
+    if unseen := sorted(set(members) - set(ranks)):
+        why = f"rank {stuck[0]} is in {_call(call)} with rank {unseen[0]}, of which nothing was seen"
+        return HangVerdict(kind="unknown", suspects=ranks, why=why)
+    if not all(_may_be_in(call, sights[rank]) for rank in members):
         return HangVerdict(kind="unknown", suspects=ranks, why="every rank seems to wait for its peers")
     number = "" if call.peer is not None else f" (number {call.number} of group {_label(stuck[0], call, sights)})"
     why = f"ranks {', '.join(map(str, stuck))} all wait in {_call(call)}{number}: what joins them stands still"

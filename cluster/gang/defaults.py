@@ -16,7 +16,7 @@ NUMA_VARIABLE = "TUNE_CLUSTER_NUMA"
 INTERFACE = "{interface}"
 """Stands in a default's value for the network interface of the address by which other nodes reach this one."""
 PATIENCE = "{patience}"
-"""Stands there for the seconds that all deadlines of the gang allow together, and some more."""
+"""Stands there for the seconds that all deadlines of the gang allow together, and some more, within the bounds."""
 _NVIDIA_LIKE: tuple[DeviceKind, ...] = ("cuda", "rocm")
 
 
@@ -33,6 +33,10 @@ class Default:
     """Whether only gangs on several nodes get it, or only those on one; None: all."""
     is_set_here: bool = True
     """Whether :func:`default_env` gives it; else it is what the rank sees to when it starts."""
+    synonyms: tuple[str, ...] = ()
+    """Other names under which the same is read: whoever sets one of them has had his say."""
+    bounds: tuple[int, int] | None = None
+    """Least and most seconds that the library takes; None: any."""
 
     def applies(self, kind: DeviceKind, num_nodes: int) -> bool:
         """Whether ranks on this kind of device, in a gang on so many nodes, get it."""
@@ -80,11 +84,46 @@ DEFAULTS: tuple[Default, ...] = (
         kinds=_NVIDIA_LIKE,
     ),
     Default(
+        name="TORCH_NCCL_ENABLE_TIMING",
+        value="1",
+        why="tells a device that hangs in a kernel of its own from those that wait for it; one more event a collective",
+        kinds=_NVIDIA_LIKE,
+        synonyms=("NCCL_ENABLE_TIMING",),
+    ),
+    Default(
+        name="TORCH_NCCL_DUMP_ON_TIMEOUT",
+        value="1",
+        why="where torch leaves it off, NCCL looks only once a heartbeat whether a record is asked for",
+        kinds=_NVIDIA_LIKE,
+        synonyms=("TORCH_FR_DUMP_ON_TIMEOUT",),
+    ),
+    Default(
         name="TORCH_FR_BUFFER_SIZE",
         value="2000",
         why="the flight recorder's last collectives tell which rank is behind when a gang hangs",
         kinds=_NVIDIA_LIKE,
         is_set_here=False,
+    ),
+    Default(
+        name="TORCH_HCCL_TRACE_BUFFER_SIZE",
+        value="2000",
+        why="the same for HCCL, whose recorder is off without it",
+        kinds=("npu",),
+        is_set_here=False,
+    ),
+    Default(
+        name="HCCL_CONNECT_TIMEOUT",
+        value=PATIENCE,
+        why="HCCL would give up after 120 s on a peer that still loads or compiles; it takes 7200 s at most",
+        kinds=("npu",),
+        bounds=(120, 7200),
+    ),
+    Default(
+        name="HCCL_EXEC_TIMEOUT",
+        value=PATIENCE,
+        why="HCCL would end a collective after half an hour, whatever the deadlines; it takes 17340 s at most",
+        kinds=("npu",),
+        bounds=(68, 17340),
     ),
     Default(
         name="PYTORCH_CUDA_ALLOC_CONF",
@@ -115,7 +154,7 @@ def default_env(
     patience_s: int = 1800,
     host: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """The defaults of ranks on a host with this environment, which goes before them.
+    """The defaults of ranks on a host with this environment, which goes before them under whatever name.
 
     Args:
         interface: network interface by which other nodes reach this one; None where nobody knows.
@@ -124,7 +163,8 @@ def default_env(
     found = {}
     for default in defaults_of(kind, num_nodes):
         is_known = INTERFACE not in default.value or interface is not None
-        if default.is_set_here and is_known and default.name not in host:
-            value = default.value.replace(INTERFACE, interface or "").replace(PATIENCE, str(patience_s))
-            found[default.name] = value
+        if default.is_set_here and is_known and not {default.name, *default.synonyms} & host.keys():
+            least_s, most_s = default.bounds or (patience_s, patience_s)
+            seconds = str(min(max(patience_s, least_s), most_s))
+            found[default.name] = default.value.replace(INTERFACE, interface or "").replace(PATIENCE, seconds)
     return found

@@ -6,6 +6,7 @@ Programs find each other through ``MASTER_ADDR`` and ``MASTER_PORT`` as under to
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from trials.accelerator.kinds import FAMILIES
 from trials.script.environment import CACHES
 
 LOOPBACK = "127.0.0.1"
+RENDEZVOUS = "TUNE_CLUSTER_RENDEZVOUS"
+AGAIN = "TUNE_CLUSTER_RENDEZVOUS_AGAIN"
+"""Where the ranks meet that are started once more after those of the trial."""
 PORTS = range(20000, 32000)
 """Ports for ranks to meet at: below those that Linux gives to outgoing connections, which would take one in between."""
 MAX_TRIES = 50
@@ -48,13 +52,16 @@ def owner_of(name: str) -> str | None:
 
 def single_node_env(directory: str) -> dict[str, str]:
     """Environment of ranks that share a node: they meet at a file."""
-    return {"TUNE_CLUSTER_RENDEZVOUS": (Path(directory) / "rendezvous").as_uri()}
+    folder = Path(directory)
+    return {RENDEZVOUS: (folder / "rendezvous").as_uri(), AGAIN: (folder / "rendezvous-again").as_uri()}
 
 
-def several_nodes_env(address: str, port: int) -> dict[str, str]:
-    """Environment of ranks on several nodes, which meet at a TCP store that rank 0 opens on the first."""
+def several_nodes_env(address: str, port: int, port_again: int) -> dict[str, str]:
+    """Environment of ranks on several nodes, which meet at a TCP store that rank 0 opens on the first; those that are
+    started once more when these are gone, at another one."""
     return {
-        "TUNE_CLUSTER_RENDEZVOUS": f"tcp://{address}:{port}",
+        RENDEZVOUS: f"tcp://{address}:{port}",
+        AGAIN: f"tcp://{address}:{port_again}",
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
@@ -100,12 +107,19 @@ def _patience_s(launch: NodeLaunch) -> int:
     return int(min(most_s, MAX_TIMEOUT_S - TIMEOUT_MARGIN_S) + TIMEOUT_MARGIN_S)
 
 
+def told_env(launch: NodeLaunch) -> dict[str, str]:
+    """What others say of the environment of ranks, to which defaults give way: the node's own, the launch, and what the
+    sweep file has for a program of the user's own."""
+    pairs = launch.spec.get("env", ()) if launch.is_script else ()
+    return {**os.environ, **launch.env, **{pair[0]: pair[1] for pair in pairs if len(pair) == 2}}
+
+
 def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
     """What one rank sees beside the node's own environment, which goes over the defaults; what the launch says goes
     over everything."""
-    patience_s = _patience_s(launch)
+    patience_s, host = _patience_s(launch), told_env(launch)
     return {
-        **default_env(launch.device_kind, launch.num_nodes, launch.interface, patience_s=patience_s),
+        **default_env(launch.device_kind, launch.num_nodes, launch.interface, patience_s=patience_s, host=host),
         "RANK": str(slot.rank),
         "WORLD_SIZE": str(launch.world_size),
         "LOCAL_RANK": str(slot.local_rank),
@@ -115,18 +129,23 @@ def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
         "OMP_NUM_THREADS": str(launch.num_threads),
         "TUNE_CLUSTER_ATTEMPT_DIR": str(rank_folder(launch)),
         "TUNE_CLUSTER_NUM_DEVICES": str(len(slot.devices)),
-        "TUNE_CLUSTER_CACHE_DIR": str(cache_folder(Path(launch.directory).parent, launch.node)),
-        **_compiler_caches(launch),
+        **_caches(launch),
         "TUNE_CLUSTER_COLLECTIVE_TIMEOUT_S": str(patience_s),
         "TUNE_CLUSTER_LEAVES_LAST": "1",  # no result is to be lost for a hang in tear-down
         **launch.env,
     }
 
 
-def _compiler_caches(launch: NodeLaunch) -> dict[str, str]:
-    """Where compilers in ranks of ours keep what they made: nothing comes in from the user's own runs, or from another
-    sweep. Programs of the user's own are given theirs by :mod:`trials.script`."""
-    if launch.is_script:
-        return {}
+def _caches(launch: NodeLaunch) -> dict[str, str]:
+    """Where is kept what attempts leave for later ones. Nothing of compilers comes in from the user's own runs, or from
+    another sweep; programs of the user's own are given their folders by :mod:`trials.script`."""
     folder = cache_folder(Path(launch.directory).parent, launch.node)
-    return {name: str(folder / beneath) for name, beneath in CACHES.items()}
+    compilers = {} if launch.is_script else {name: str(folder / beneath) for name, beneath in CACHES.items()}
+    return {"TUNE_CLUSTER_CACHE_DIR": str(folder), **compilers}
+
+
+def started_again(launch: NodeLaunch, runner: str) -> NodeLaunch:
+    """The launch of fresh ranks with another runner, after those of ``launch`` are gone: they meet elsewhere and write
+    to a folder of their own, and find in the same caches what the others left."""
+    environment = {**_caches(launch), **launch.env, RENDEZVOUS: launch.env.get(AGAIN, "")}
+    return replace(launch, runner=runner, directory=str(rank_folder(launch) / "again"), env=environment)

@@ -64,8 +64,8 @@ class RankFailure:
     exit_code: int | None = None
     phase: str = "starting"
     log_tail: tuple[str, ...] = ()
-    sight: RankSight | None = None
-    """What the rank was doing when its gang hung; None for other failures."""
+    sights: tuple[RankSight, ...] = ()
+    """What the rank was doing when its gang hung, or the gang's ranks that it had started; empty for other failures."""
 
 
 RankResult = RankSuccess | RankFailure
@@ -93,6 +93,8 @@ class RankSlot:
     """Position of its device among those visible to the agent."""
     held: tuple[int, ...] = ()
     """Positions of all its devices, where it starts ranks for them itself; else it has the one at ``index``."""
+    starts: tuple[int, ...] = ()
+    """The gang's ranks on them by the placement, where it starts those itself: then ``rank`` is its node's position."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -268,6 +270,7 @@ def node_launch(
 def _slots(launch: GangLaunch, node: str) -> tuple[RankSlot, ...]:
     placed = [(rank, device.index) for rank, device in enumerate(launch.placement.ranks) if device.node == node]
     if launch.one_rank_per_node:
-        held = tuple(index for _, index in placed)
-        return (RankSlot(rank=launch.placement.nodes.index(node), local_rank=0, index=held[0], held=held),)
+        starts, held = tuple(rank for rank, _ in placed), tuple(index for _, index in placed)
+        number = launch.placement.nodes.index(node)
+        return (RankSlot(rank=number, local_rank=0, index=held[0], held=held, starts=starts),)
     return tuple(RankSlot(rank=rank, local_rank=i, index=index) for i, (rank, index) in enumerate(placed))

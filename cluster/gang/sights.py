@@ -50,9 +50,10 @@ class PendingCall:
     sizes: str
     """Shapes of the inputs."""
     is_started: bool
-    """Whether the device is known to be at work on it; nobody knows unless NCCL keeps timings."""
+    """Whether the device is known to be at work on it; nobody knows unless NCCL keeps timings
+    (``TORCH_NCCL_ENABLE_TIMING``)."""
     peer: int | None = None
-    """The other rank of a send or receive."""
+    """The other rank of a ``send`` or ``recv``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +74,13 @@ class FlightRecord:
 class RankSight:
     """What one rank was doing when somebody looked."""
 
+    rank: int
     stack: Literal["stopped", "elsewhere", "unclear", "waiting"]
     """What its stack says of it: a :class:`Blame` in lower case."""
     where: str
     """Function, file and line in which it was, as a clause for people."""
-    progress: tuple[int, int]
-    """Phase and step that it had reported, as numbers."""
+    progress: tuple[int, int] | None
+    """Phase and step that it had reported, as numbers; None where it is not one to report any: that tells nothing."""
     record: FlightRecord | None = None
     """None where it gave none."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ class Accelerator:
     """Devices joined by the fast links; above ``devices_per_node`` in rack-scale systems."""
     sources: Mapping[str, str]
     """Where each figure comes from, by its name."""
+    models: tuple[str, ...] = ()
+    """The aliases, as drivers say them, of which the peaks are; empty where that holds of all aliases."""
+    multiprocessors: Mapping[str, int] = field(default_factory=dict)
+    """Number of them in the whole accelerator ("whole") and in its slices (MIG) by profile ("3g.40gb"); empty where
+    nobody says."""
+
+    @property
+    def is_core(self) -> bool:
+        """Whether the device is a core of a processor."""
+        return self.name == "cpu"
 
     def peak(self, number_format: str) -> float | None:
         """Dense peak; a format without units of its own runs as the next wider one. None when that is unknown too."""
@@ -86,7 +96,7 @@ def catalogue() -> Mapping[str, Accelerator]:
 
 def find_accelerator(device_name: str) -> Accelerator:
     """The accelerator that ``device_name`` (a label, or what the driver says) means; of a MIG slice, its share of the
-    whole one.
+    whole one: by multiprocessors where those are known, else by sevenths.
 
     Raises:
         CatalogueError: no alias is part of the name.
@@ -94,21 +104,28 @@ def find_accelerator(device_name: str) -> Accelerator:
     found = _match(device_name)
     if found is None:
         raise CatalogueError(f"no accelerator called {device_name!r}; the catalogue has {', '.join(catalogue())}")
-    share = _MIG.search(device_name)
-    return found[1] if share is None else _slice(found[1], int(share["compute"]), float(share["gigabytes"]))
+    part = _MIG.search(device_name)
+    return found[1] if part is None else _slice(found[1], part)
 
 
 def dense_peak(device_name: str, number_format: str) -> float | None:
     """Dense peak of a device in this very number format, by what the driver calls it; None where that is not known.
 
     Unlike :meth:`Accelerator.peak` it is never that of another format, but for float32 products that may run as TF32 on
-    a device that has no TF32; nor that of another form of the device, as PCIe and NVL cards have lower peaks.
+    a device before TF32; nor that of another model or form of the device, as PCIe and NVL cards have lower peaks; nor
+    that of a slice whose number of multiprocessors is not known, as of compute instances within one.
     """
     found = _match(device_name)
     if found is None or any(form in _words(device_name) and form not in _words(found[0]) for form in _FORMS):
         return None
-    peaks = find_accelerator(device_name).peak_flops_per_s
-    return peaks.get(number_format, peaks.get("float32") if number_format == "tf32" else None)
+    whole, part = found[1], _MIG.search(device_name)
+    if not any(_is_whole_word(model, device_name) for model in whole.models or [found[0]]):
+        return None
+    if part is not None and (part["instance"] is not None or part["profile"].lower() not in whole.multiprocessors):
+        return None
+    if number_format == "tf32" and whole.name.startswith(_BEFORE_TF32):
+        number_format = "float32"
+    return find_accelerator(device_name).peak_flops_per_s.get(number_format)
 
 
 def outruns_flash_attention_2(name: str) -> bool:
@@ -117,16 +134,24 @@ def outruns_flash_attention_2(name: str) -> bool:
     return re.match(r"g?[hb]\d", name) is not None
 
 
-_FORMS = ("pcie", "nvl")
+_FORMS = ("pcie", "nvl", "ti", "super", "d")
 """Words in a driver's names that tell forms of an accelerator apart which differ in their peaks."""
-_MIG = re.compile(r"\bMIG (?P<compute>\d)g\.(?P<gigabytes>\d+)gb", re.IGNORECASE)
+_OTHERS = ("laptop", "max")
+"""Words that tell another accelerator of the same name: those of laptops have half of everything, or less."""
+_BEFORE_TF32 = ("v100",)
+"""Accelerators that take a request for TF32 for nothing. Others without it may emulate it, at rates of their own: AMD's
+from the MI350 on with bfloat16."""
+_MIG = re.compile(r"\bMIG (?P<instance>\dc\.)?(?P<profile>(?P<compute>\d)g\.(?P<gigabytes>\d+)gb)", re.IGNORECASE)
+"""A slice in a driver's name, and the compute instance within it where it is not the whole slice."""
 _MIG_SLICES = 7
-"""Slices of compute that an accelerator is divided into; each has a seventh of the multiprocessors (NVIDIA
-Multi-Instance GPU user guide, GPU instance profiles)."""
+"""Slices of compute that an accelerator is divided into (NVIDIA Multi-Instance GPU user guide, GPU instance profiles);
+together they have at most all multiprocessors."""
 
 
 def _match(device_name: str) -> tuple[str, Accelerator] | None:
     """The accelerator with the longest alias in the name, and that alias."""
+    if any(word in _OTHERS for word in _words(device_name)):
+        return None
     wanted = device_name.lower().replace(" ", "-")
     matches = [
         (alias, accelerator)
@@ -138,23 +163,32 @@ def _match(device_name: str) -> tuple[str, Accelerator] | None:
 
 
 def _is_part(alias: str, name: str) -> bool:
-    """Whether the name has the alias as a word: an H200 is no GH200, and an A100 no A1000."""
-    end = r"(?!\d)" if alias[-1].isdigit() else ""
+    """Whether the name has the alias as a word: an H200 is no GH200, an A100 no A1000 and an A10G no A10. A size or
+    a socket may follow, or an "s"."""
+    end = r"(?!\d|(?!gb|sxm|s\b|x\d)[a-z])" if alias[-1].isdigit() else ""
     return re.search(rf"(?:^|[^a-z]|\dx){re.escape(alias)}{end}", name) is not None
+
+
+def _is_whole_word(alias: str, name: str) -> bool:
+    wanted = name.lower().replace(" ", "-")
+    return re.search(rf"(?<![a-z0-9]){re.escape(alias.lower())}(?![a-z0-9])", wanted) is not None
 
 
 def _words(name: str) -> list[str]:
     return re.split(r"[\s-]+", name.lower())
 
 
-def _slice(whole: Accelerator, compute: int, gigabytes: float) -> Accelerator:
-    """A MIG slice: compute by sevenths, bandwidth like memory by eighths."""
-    memory_bytes = min(gigabytes * 2**30, whole.memory_bytes)
+def _slice(whole: Accelerator, part: re.Match[str]) -> Accelerator:
+    """A MIG slice: compute by multiprocessors, or by sevenths, and bandwidth like memory by eighths."""
+    compute = int(part["compute"] if part["instance"] is None else part["instance"][0])
+    known = whole.multiprocessors.get(part["profile"].lower()) if part["instance"] is None else None
+    share = compute / _MIG_SLICES if known is None else known / whole.multiprocessors["whole"]
+    memory_bytes = min(float(part["gigabytes"]) * 2**30, whole.memory_bytes)
     eighths = max(1, round(8 * memory_bytes / whole.memory_bytes))
     return replace(
         whole,
         name=f"{whole.name}-mig-{compute}g",
-        peak_flops_per_s={name: peak * compute / _MIG_SLICES for name, peak in whole.peak_flops_per_s.items()},
+        peak_flops_per_s={name: peak * share for name, peak in whole.peak_flops_per_s.items()},
         memory_bytes=memory_bytes,
         usable_memory_bytes=min(memory_bytes, whole.usable_memory_bytes),
         memory_bytes_per_s=whole.memory_bytes_per_s * eighths / 8,
@@ -226,8 +260,11 @@ _FIGURES = {
 
 
 def _accelerator(path: Path) -> Accelerator:
-    data = _read(path, _FIGURES | {"aliases", "sources"}, set())
-    if missing := _FIGURES - set(data["sources"]):
+    data = _read(path, _FIGURES | {"aliases", "sources"}, {"models", "multiprocessors"})
+    multiprocessors = data.get("multiprocessors", {})
+    if multiprocessors and "whole" not in multiprocessors:
+        raise CatalogueError(f"{path.name}: multiprocessors without those of the whole")
+    if missing := (_FIGURES | {"multiprocessors"} & set(data)) - set(data["sources"]):
         raise CatalogueError(f"{path.name}: no source for {', '.join(sorted(missing))}")
     if unknown := set(data["peak_flops_per_s"]) - set(_WIDER):
         raise CatalogueError(f"{path.name}: unknown number format {', '.join(sorted(unknown))}")
@@ -236,6 +273,8 @@ def _accelerator(path: Path) -> Accelerator:
         aliases=tuple(data["aliases"]),
         peak_flops_per_s={name: float(value) for name, value in data["peak_flops_per_s"].items()},
         sources=dict(data["sources"]),
+        models=tuple(data.get("models", ())),
+        multiprocessors={str(name): int(number) for name, number in multiprocessors.items()},
         devices_per_node=int(data["devices_per_node"]),
         domain_size=int(data["domain_size"]),
         **{name: float(data[name]) for name in _FIGURES if name.endswith(("bytes", "bytes_per_s"))},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -69,7 +70,8 @@ def discover_node(
     Raises:
         DeviceError: accelerators are asked for that are not there, or are there and cannot be used.
     """
-    kind, listed = ("cpu", []) if device == "cpu" else _found(device)
+    found = _Found(kind="cpu") if device == "cpu" else _found(device)
+    kind, listed = found.kind, found.devices
     if kind == "cpu" and not may_be_cpu:
         raise DeviceError(f"none of {', '.join(all_tools())} lists a device here; install the tool of its driver")
     cores = num_usable_cores()
@@ -77,7 +79,7 @@ def discover_node(
         count, first = num_devices or len(listed), listed[0]
         device_name, memory_bytes = first.model, min(one.memory_bytes for one in listed)
         if count > len(listed):
-            raise DeviceError(f"devices_per_node is {count}, but this host has {words(kind, listed)}")
+            raise DeviceError(f"devices_per_node is {count}, but this host has {words(kind, listed)}{found.but()}")
     else:
         count, device_name = num_devices or cores, cpu_model()
         memory_bytes = usable_memory_bytes() // count
@@ -121,90 +123,167 @@ def words(kind: DeviceKind, listed: Sequence[ListedDevice]) -> str:
     return f"{len(listed)} {what}"
 
 
-def _found(device: DeviceChoice) -> tuple[DeviceKind, list[ListedDevice]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The devices of one kind that ranks can use, and those that they cannot though the environment names them."""
+
+    kind: DeviceKind
+    devices: Sequence[ListedDevice] = ()
+    left_out: Sequence[ListedDevice] = ()
+
+    def but(self) -> str:
+        """What is left out and why, to be said after what there is; empty where nothing is."""
+        return f", for {_troubles(self.left_out)}" if self.left_out else ""
+
+
+@functools.cache
+def _tell(warning: str) -> None:
+    """Warn once: a command looks at its host several times."""
+    logger.warning(warning)
+
+
+def _found(device: DeviceChoice) -> _Found:
     """The devices to be used: those asked for, or with ``auto`` the first kind that there is."""
     if device != "auto":
         kind: DeviceKind = device
-        return kind, _asked_for(kind)
+        return _asked_for(kind)
     for kind, maker in _MAKERS.items():
         if not any(map(is_installed, maker.tools)):
             if files := _driver_files(maker):
-                logger.warning(
-                    "%s is here, but no %s to list devices of kind %s: they are not used; install it, or say device: "
-                    "cpu to train on cores on purpose",
-                    files[0],
-                    " or ".join(maker.tools),
-                    kind,
+                _tell(
+                    f"{files[0]} is here, but no {' or '.join(maker.tools)} to list devices of kind {kind}: they are "
+                    "not used; install it, or say device: cpu to train on cores on purpose"
                 )
             continue
-        if listed := _offered(kind, maker):
-            return kind, listed
-    return "cpu", []
+        if (found := _offered(kind, maker)).devices:
+            return found
+    return _Found(kind="cpu")
 
 
-def _offered(kind: DeviceKind, maker: _Maker) -> list[ListedDevice]:
-    """Devices that ``auto`` may use. A tool that fails although its driver runs is an error: trials on cores would be
-    taken for trials of this hardware."""
+def _offered(kind: DeviceKind, maker: _Maker) -> _Found:
+    """Devices that ``auto`` may use. Where there are some, or their driver, but none that can be used, that is an error
+    unless the environment hides them: trials on cores would be taken for trials of this hardware."""
     try:
-        return visible(kind, maker.listed())
+        listed = maker.listed()
     except DeviceQueryError as error:
         if _driver_files(maker):
-            remedy = "mend the driver, or say device: cpu to train on cores on purpose"
-            raise DeviceError(f"this host has devices of kind {kind} that cannot be used: {error}; {remedy}") from None
-        logger.warning("%s: no device of kind %s is used", error, kind)
-        return []
+            raise _unusable(kind, str(error)) from None
+        _tell(f"{error}: no device of kind {kind} is used")
+        return _Found(kind=kind)
+    found = _usable(kind, listed)
+    if not found.devices and not _are_hidden(kind):
+        if listed or _driver_files(maker):
+            raise _unusable(kind, _why_none(kind, found, listed))
+        _tell(_why_none(kind, found, listed))
+    return found
 
 
-def _asked_for(kind: DeviceKind) -> list[ListedDevice]:
+def _unusable(kind: DeviceKind, why: str) -> DeviceError:
+    remedy = "mend that, or say device: cpu to train on cores on purpose"
+    return DeviceError(f"this host has devices of kind {kind} that cannot be used: {why}; {remedy}")
+
+
+def _asked_for(kind: DeviceKind) -> _Found:
     maker, remedy = _MAKERS[kind], "use device: cpu, or another host"
-    tool = " or ".join(maker.tools)
     if not any(map(is_installed, maker.tools)):
-        raise DeviceError(f"device: {kind}, but there is no {tool} here; {remedy}")
+        raise DeviceError(f"device: {kind}, but there is no {' or '.join(maker.tools)} here; {remedy}")
     try:
-        listed = visible(kind, maker.listed())
+        listed = maker.listed()
     except DeviceQueryError as error:
         raise DeviceError(f"device: {kind}, but {error}; {remedy}") from None
-    if not listed:
-        limits = FAMILIES[kind].visible_variable
-        limited = f" within {limits}={os.environ[limits]}" if limits in os.environ else ""
-        raise DeviceError(f"device: {kind}, but {tool} lists no device here{limited}; {remedy}")
-    return listed
+    found = _usable(kind, listed)
+    if not found.devices:
+        raise DeviceError(f"device: {kind}, but {_why_none(kind, found, listed)}; {remedy}")
+    return found
+
+
+def _usable(kind: DeviceKind, listed: Sequence[ListedDevice]) -> _Found:
+    """Those of ``listed`` that this process may see and ranks can use; of the others it may see a warning tells."""
+    seen = _visible(kind, listed)
+    found = _Found(
+        kind=kind,
+        devices=[one for one in seen if not one.trouble],
+        left_out=[one for one in seen if one.trouble],
+    )
+    if found.devices and found.left_out:
+        _tell(f"{words(kind, found.devices)} used{found.but()}")
+    return found
+
+
+def _why_none(kind: DeviceKind, found: _Found, listed: Sequence[ListedDevice]) -> str:
+    """Why none of the devices that the kind's tool lists can be used."""
+    tool = " or ".join(_MAKERS[kind].tools)
+    if found.left_out:
+        return _troubles(found.left_out)
+    if listed and (limit := _limit(kind)) is not None:
+        names = ", ".join(one.name for one in listed)
+        return f"{tool} lists {names}, of which {limit[0]}={limit[1]} names none"
+    return f"{tool} lists no device here"
+
+
+def _troubles(left_out: Sequence[ListedDevice]) -> str:
+    """Each device with what is the matter, for people."""
+    return "; ".join(f"{one.name} ({one.model}) is of no use: {one.trouble}" for one in left_out)
 
 
 def _driver_files(maker: _Maker) -> list[str]:
     return [path for path in maker.driver_files if Path(path).exists()]
 
 
-def visible(kind: DeviceKind, listed: Sequence[ListedDevice]) -> list[ListedDevice]:
+def _limit(kind: DeviceKind) -> tuple[str, str] | None:
+    """The variable of this process that says which devices of the kind it sees, and what it says; None without one."""
+    family = FAMILIES[kind]
+    for name in filter(None, (family.visible_variable, family.visible_otherwise)):
+        if name in os.environ and (os.environ[name] or kind != "xpu"):  # Level Zero takes an empty mask for none
+            return name, os.environ[name]
+    return None
+
+
+def _are_hidden(kind: DeviceKind) -> bool:
+    """Whether this process is to see no device of the kind, by what people and schedulers say for that."""
+    limit = _limit(kind)
+    return limit is not None and limit[1].strip() in ("", "-1", "NoDevFiles")
+
+
+def _visible(kind: DeviceKind, listed: Sequence[ListedDevice]) -> list[ListedDevice]:
     """Those of ``listed`` that this process may see, in the order in which its environment names them.
 
     Raises:
         DeviceError: they are slices of GPUs that are not alike, or numbered otherwise than their tool does.
     """
-    if kind == "rocm":
-        _check_numbers(listed)
-    allowed = os.environ.get(FAMILIES[kind].visible_variable)
-    found = list(listed) if allowed is None else _named(kind, allowed, listed)
-    counts = Counter(one.model for one in found)
-    if any(one.is_slice for one in found) and len(counts) > 1:
+    _check_numbers(kind, listed)
+    limit = _limit(kind)
+    found = list(listed) if limit is None else _named(kind, limit[1], listed)
+    counts = Counter(one.model for one in found if one.is_slice)
+    if len(counts) > 1:
         what = ", ".join(f"{count} x {model}" for model, count in counts.items())
         raise DeviceError(f"slices of GPUs differ ({what}); name alike ones in CUDA_VISIBLE_DEVICES by their UUIDs")
     return found
 
 
-def _check_numbers(listed: Sequence[ListedDevice]) -> None:
-    """Refuse a host on which HIP counts from what ROCm's runtime lets it see, while the tools show all devices."""
+def _check_numbers(kind: DeviceKind, listed: Sequence[ListedDevice]) -> None:
+    """Refuse a host whose environment numbers devices otherwise than ``listed`` does: ranks would find other ones."""
     shown = os.environ.get("ROCR_VISIBLE_DEVICES")
-    if shown is not None and [entry.strip() for entry in shown.split(",")] != [one.name for one in listed]:
+    if kind == "rocm" and shown is not None and _entries(shown) != [one.name for one in listed]:
         raise DeviceError(
             f"ROCR_VISIBLE_DEVICES={shown} numbers devices otherwise than their tool does; unset it, and name the same "
             "devices in HIP_VISIBLE_DEVICES"
         )
+    levels = os.environ.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT")
+    if kind == "xpu" and levels != "FLAT" and (limit := _limit(kind)) is not None:
+        raise DeviceError(
+            f"{limit[0]}={limit[1]} numbers cards under ZE_FLAT_DEVICE_HIERARCHY={levels}, but ranks get single tiles; "
+            f"unset the latter, and number tiles through all cards in {limit[0]}"
+        )
+
+
+def _entries(value: str) -> list[str]:
+    return [entry.strip() for entry in value.split(",") if entry.strip()]
 
 
 def _named(kind: DeviceKind, allowed: str, listed: Sequence[ListedDevice]) -> list[ListedDevice]:
     """As drivers read the variable: the first name that means no device ends the list."""
-    entries = [entry.strip() for entry in allowed.split(",") if entry.strip()]
+    entries = _entries(allowed)
     if kind == "cuda" and any(entry.startswith("MIG-") for entry in entries) and not any(d.is_slice for d in listed):
         listed = [*listed, *nvidia.slices()]
     found: list[ListedDevice] = []
@@ -228,4 +307,5 @@ def _handle(device: ListedDevice) -> DeviceHandle:
         idle_bytes=device.used_bytes or 0,
         uuid=device.uuid,
         bus_id=device.bus_id,
+        gpu_uuid=device.gpu_uuid,
     )

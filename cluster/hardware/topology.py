@@ -34,6 +34,8 @@ class DeviceHandle:
     uuid: str = ""
     bus_id: str = ""
     """Address on the PCI bus; empty where the tool does not tell."""
+    gpu_uuid: str = ""
+    """UUID of the GPU that a slice is a part of; empty for a whole one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,11 @@ class GangClocks:
         """The ranks that have to keep deadlines: all that are not done, but of a program of the user's own those that
         say anything, once any does. The others follow them."""
         waiting = self.unsettled()
-        speaking = [rank for rank in waiting if rank.clock.reported_at_s is not None]
-        return speaking if speaking and self._launch.is_script else waiting
+        return [rank for rank in waiting if self.speaks(rank)] or waiting
+
+    def speaks(self, rank: ForkedRank) -> bool:
+        """Whether what the rank has reported tells how far it is: of a program of the user's own it need not report."""
+        return not self._launch.is_script or rank.clock.reported_at_s is not None
 
     def slowest(self) -> RankClock:
         """The clock of the rank that is least far; there has to be a rank."""

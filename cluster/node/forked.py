@@ -1,31 +1,53 @@
-"""A rank as its warden sees it: a child process, its pipe, its progress, its end."""
+"""A rank as its warden sees it: a child process, its pipe, its progress, its end; and the gang's second run."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import math
 import os
 import re
+import selectors
 import signal
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.gang.deadlines import RankClock
-from cluster.gang.messages import Lines, RankFailure, RankResult, RankSlot, RankSuccess
-from cluster.node.host_memory import OomKills, peak_below
+from cluster.gang.environment import started_again
+from cluster.gang.messages import Lines, NodeLaunch, RankFailure, RankResult, RankSlot, RankSuccess
+from cluster.node.host_memory import MIN_SHARED_BYTES, OomKills, peak_below, shared_memory_shortage
+from cluster.node.rank import RankPipes, rank_main, result_file
 from trials.accelerator.kinds import DeviceKind
-from trials.failure import cause_in_log
+from trials.codec import from_json
+from trials.failure.logs import cause_in_log, tells_of_abort
+from trials.files import make_private_folder
 from trials.reports.script import ScriptSource
-from trials.secrets import redact
+from trials.secrets import redact, redact_file
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 8192
-ABORT_TAIL_BYTES = 1 << 16
-"""How much of a log's end is searched for why a process aborted: stacks of C++ may follow it."""
+ABORT_TAIL_BYTES = 1 << 20
+"""How much of a log's end is searched for why a process aborted: of each rank that writes to it, stacks of C++ and of
+Python's threads may follow."""
 WEIGH_S = 0.5
 SYSTEM = "system"
 """Source of what the operating system tells of a program."""
 _ABORTED = re.compile(rf"\bkilled by signal {int(signal.SIGABRT)}\b")
 """How the message of a rank reads that aborted, or whose program did: libraries do so after saying why in the log."""
+_SHELL_ABORTED = re.compile(r"\bthe command exited with code (?:134|250)\b")
+"""How it reads where a shell (128 + 6) or deepspeed (-6 as a byte) passed the abort on as a code."""
+_COMMAND_FAILED = re.compile(r"\bthe command exited with code [1-9]")
+"""How it reads where a program ended, which may have been no more than a launcher's way to say that a rank did."""
+_UNHANDLED = re.compile(r"\bunhandled (?:cuda|system) error\b")
+"""How NCCL's errors read, whose reason stands in further lines."""
+_UNTOLD = re.compile(rf"^the command |^rank \d+ was killed|{_UNHANDLED.pattern}")
+"""How the message of an ``error`` reads that gives no reason of the program's own."""
+_MAY_BE_SURVIVED = frozenset({"exit", "error", "oom", "host_oom", "connection", "device_suspect"})
+"""Categories that an abort may overrule: what a program printed before it, it may have survived."""
+_BUS_ERROR = re.compile(rf"\bkilled by signal {int(signal.SIGBUS)}\b")
 _ABOUT_OUR_VARIABLES = re.compile(r"variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated")
 _CHILD_KILLED = re.compile(
     r"DataLoader worker .*(killed by signal|exited unexpectedly)|the command was killed by signal 9\b"
@@ -63,6 +85,103 @@ class ForkedRank:
             os.killpg(self.pid, signal.SIGKILL)
 
 
+def fork_rank(launch: NodeLaunch, slot: RankSlot) -> ForkedRank:
+    """Fork a rank that is listened to, and whose clock starts now."""
+    read, write = os.pipe()
+    asked, asking = os.pipe()
+    pid = _fork(launch, slot, RankPipes(told=write, asked=asked))
+    os.close(write)
+    os.close(asked)
+    log = Path(launch.directory) / f"rank{slot.rank}.log"
+    clock = RankClock(entered_at_s=time.monotonic())
+    return ForkedRank(slot=slot, pid=pid, pidfd=os.pidfd_open(pid), pipe=read, asking=asking, log=log, clock=clock)
+
+
+def _fork(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes) -> int:
+    """Fork the process of a rank, the leader of a process group of its own; gives its pid."""
+    warden_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        rank_main(launch, slot, pipes, warden_pid)
+    with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+        os.setpgid(pid, pid)
+    return pid
+
+
+class SecondRun:
+    """The ranks of a gang on this node, started once more with another runner when those before are gone: they compile
+    what those have compiled, from the cache that those left warm.
+
+    Nobody listens to them. A rank leaves its result in a file, or the reason why there is none in its log.
+    """
+
+    def __init__(self, launch: NodeLaunch, runner: str) -> None:
+        self._launch = started_again(launch, runner)
+        self._folder = Path(self._launch.directory)
+        self._running: dict[int, RankSlot] = {}
+        """By the descriptor that tells when the rank's process has ended."""
+        self._has_failed = False
+
+    def start(self, selector: selectors.BaseSelector) -> None:
+        """Fork the ranks, and have ``selector`` tell when they end.
+
+        Raises:
+            OSError: there is no space for their files, or no further process.
+        """
+        make_private_folder(self._folder)
+        nobody = os.open(os.devnull, os.O_RDWR)
+        for slot in self._launch.slots:
+            pidfd = os.pidfd_open(_fork(self._launch, slot, RankPipes(told=nobody, asked=nobody)))
+            self._running[pidfd] = slot
+            selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._note_end, selector, pidfd))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is something to wait for: after the first rank without a result there is not."""
+        return bool(self._running) and not self._has_failed
+
+    def add_to(self, ranks: Iterable[ForkedRank]) -> None:
+        """Put what compiling took into the results of ``ranks``, all of which are successes; nothing where any rank
+        found out nothing. Secrets go from the logs."""
+        seconds = {slot.rank: self._compile_s(slot) for slot in self._launch.slots}
+        for rank in ranks:
+            again_s = seconds[rank.slot.rank]
+            if None not in seconds.values() and isinstance(rank.result, RankSuccess):
+                rank.result = with_second_compilation(rank.result, again_s)
+            with contextlib.suppress(OSError):
+                redact_file(self._folder / rank.log.name)
+
+    def _note_end(self, selector: selectors.BaseSelector, pidfd: int, _: int) -> None:
+        selector.unregister(pidfd)
+        os.close(pidfd)
+        self._has_failed |= self._compile_s(self._running.pop(pidfd)) is None
+
+    def _compile_s(self, slot: RankSlot) -> float | None:
+        """Seconds that the rank says compiling took; None where it has not said so."""
+        try:
+            kept = json.loads((self._folder / result_file(slot)).read_text())
+            result: RankResult = from_json(RankResult, kept["result"])
+        except (OSError, ValueError):
+            return None
+        seconds = result.report.compile_s if isinstance(result, RankSuccess) else -1.0
+        return seconds if 0.0 <= seconds < math.inf else None
+
+
+def asked_again(ranks: Sequence[ForkedRank]) -> str:
+    """The runner with which the ranks, each of which has a report, ask to be started once more; empty if none does."""
+    asked = {rank.result.report.again if isinstance(rank.result, RankSuccess) else "" for rank in ranks}
+    return asked.pop() if len(asked) == 1 else ""
+
+
+def with_second_compilation(success: RankSuccess, seconds: float | None) -> RankSuccess:
+    """The report, with how long compiling took once more."""
+    report, graph = success.report, success.report.findings.graph
+    if graph is None:
+        return success
+    findings = replace(report.findings, graph=replace(graph, again_s=seconds))
+    return replace(success, report=replace(report, findings=findings))
+
+
 def how_it_ended(exit_code: int, oom_kills: OomKills) -> tuple[str, str]:
     """Category and message for a rank that ended without a report and that nobody here killed.
 
@@ -81,18 +200,49 @@ def how_it_ended(exit_code: int, oom_kills: OomKills) -> tuple[str, str]:
 
 
 def with_host_cause(failure: RankFailure, oom_kills: OomKills) -> RankFailure:
-    """The failure, put down to the host's memory when the kernel killed not the rank but what loads its data."""
+    """The failure, put down to the host's memory where the kernel killed not the rank but what loads its data, or where
+    /dev/shm has no room for what it shares with others."""
     if failure.category == "error" and _CHILD_KILLED.search(failure.message) and oom_kills.grew():
         return replace(failure, category="host_oom")
+    is_bus_error = failure.category in ("exit", "error") and _BUS_ERROR.search(failure.message)
+    if is_bus_error and (too_small := shared_memory_shortage(MIN_SHARED_BYTES)):
+        return replace(failure, category="host_oom", message=f"{failure.message}: {too_small}")
     return failure
 
 
-def with_logged_cause(failure: RankFailure, log: Path) -> RankFailure:
-    """The failure of a process that aborted, put down to what its log says: the threads of NCCL cannot raise."""
-    if failure.category not in ("exit", "error") or not _ABORTED.search(failure.message):
+def with_logged_cause(failure: RankFailure, log: Path, device: DeviceKind) -> RankFailure:
+    """The failure of a process that aborted, put down to what its log says: the threads of NCCL cannot raise.
+
+    So with a program of the user's own that starts its ranks by itself, where its launcher says that one aborted. An
+    error that the program told of itself stands, unless a device broke; and a lost connection explains nothing that is
+    known better.
+    """
+    message = failure.message
+    is_aborted = any(how.search(message) for how in (_ABORTED, _SHELL_ABORTED, _UNHANDLED))
+    if failure.category not in _MAY_BE_SURVIVED or not (is_aborted or _COMMAND_FAILED.search(message)):
         return failure
-    found = cause_in_log(_end(log, ABORT_TAIL_BYTES))
-    return failure if found is None else replace(failure, category=found[0], message=f"{failure.message}: {found[1]}")
+    text = _end(log, ABORT_TAIL_BYTES)
+    found = cause_in_log(text) if is_aborted or tells_of_abort(text) else None
+    if found is None:
+        return failure
+    kind, line = found
+    is_told = failure.category == "error" and not _UNTOLD.search(message)
+    is_collateral = kind == "connection" and failure.category not in ("exit", "error")
+    if is_collateral or (is_told and kind != "device_lost"):
+        return failure
+    category = "oom" if (kind, device) == ("host_oom", "cpu") else kind
+    between = "\n" if kind == "error" else ": "  # the first line of a crash is alike whenever it is repeated
+    return replace(failure, category=category, message=f"{message}{between}{line}")
+
+
+def with_devices(failure: RankFailure, names: Sequence[str]) -> RankFailure:
+    """The failure, with the names of the rank's devices where they may be at fault: behind the message's first line,
+    which is what people see."""
+    if not failure.category.startswith("device_") or not names:
+        return failure
+    what, end, rest = failure.message.partition("\n")
+    devices = f"device{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    return replace(failure, message=f"{what} ({devices}){end}{rest}")
 
 
 def with_program_memory(success: RankSuccess, peak_bytes: int, device: DeviceKind) -> RankSuccess:
@@ -104,6 +254,18 @@ def with_program_memory(success: RankSuccess, peak_bytes: int, device: DeviceKin
     sources = (*script.sources, told) if script.sources else script.sources
     findings = replace(report.findings, script=replace(script, sources=sources))
     return replace(success, report=replace(report, peak_allocated_bytes=peak_bytes, findings=findings))
+
+
+def died_of_sigterm(result: RankResult | None) -> bool:
+    """Whether a SIGTERM killed the rank."""
+    return isinstance(result, RankFailure) and result.exit_code == -signal.SIGTERM
+
+
+def as_preempted(result: RankResult) -> RankResult:
+    """The result by what is known at the end where the warden got a SIGTERM: so a rank that it killed was preempted."""
+    if isinstance(result, RankFailure) and died_of_sigterm(result):
+        return replace(result, category="preempted")
+    return result
 
 
 def with_log(result: RankResult, log: Path) -> RankResult:

@@ -1,4 +1,5 @@
-"""Watches a node while a gang measures on it: its processors, and what nvidia-smi tells of its GPUs.
+"""Watches a node while a gang measures on it: its processors, and what nvidia-smi tells of its GPUs; of other makers'
+devices nobody is asked.
 
 nvidia-smi tells of processes of others, throttling, clocks and heat. It runs beside the gang, looks every few seconds,
 and writes to files in the attempt's folder, so that nobody waits for it. Where it is not installed, or does not answer,
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from cluster.hardware.topology import read_or_empty
+from cluster.hardware.topology import DeviceHandle, read_or_empty
 from cluster.node import cpu_load
 from cluster.node.cpu_load import MIN_WINDOW_S, CpuLook
 from trials.codec import to_json
@@ -51,8 +52,8 @@ class DeviceSample:
 class LoadWatch:
     """Looks at the node when the gang begins to measure and when it ends; in between nothing runs but nvidia-smi."""
 
-    def __init__(self, node: str, device_names: Sequence[str], folder: Path) -> None:
-        self._node, self._device_names, self._folder = node, device_names, folder
+    def __init__(self, node: str, handles: Sequence[DeviceHandle], folder: Path) -> None:
+        self._node, self._handles, self._folder = node, handles, folder
         self._owner = cpu_load.owner_pid()
         self._looks: dict[Phase, CpuLook] = {}
         self._devices: DeviceWatch | None = None
@@ -67,7 +68,7 @@ class LoadWatch:
             return
         self._looks[phase] = cpu_load.look()
         if phase == "measuring":
-            self._devices = DeviceWatch(self._device_names, self._folder)
+            self._devices = DeviceWatch(self._handles, self._folder)
 
     def end(self) -> None:
         """The first rank has ended measuring, or all are being killed; only the first call counts."""
@@ -90,11 +91,11 @@ class LoadWatch:
 class DeviceWatch:
     """Two runs of nvidia-smi beside a gang: one for clocks, again and again, and one for processes."""
 
-    def __init__(self, names: Sequence[str], folder: Path) -> None:
-        self._names = names
+    def __init__(self, handles: Sequence[DeviceHandle], folder: Path) -> None:
+        self._handles = handles
         self._folder = folder
         self._running: list[subprocess.Popen[bytes]] = []
-        if names and (smi := shutil.which("nvidia-smi")) is not None:
+        if handles and (smi := shutil.which("nvidia-smi")) is not None:
             self._start([smi, _CLOCKS, _FORMAT, "-l", str(PERIOD_S)], self._clocks)
             self._start([smi, _PROCESSES, _FORMAT], self._processes)
 
@@ -118,30 +119,30 @@ class DeviceWatch:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
         self._running.clear()
-        return with_devices(found, read_or_empty(self._clocks), read_or_empty(self._processes), self._names, own)
+        return with_devices(found, read_or_empty(self._clocks), read_or_empty(self._processes), self._handles, own)
 
     def samples(self) -> list[DeviceSample]:
         """What was seen so far of all devices of the node."""
         return parse_samples(read_or_empty(self._clocks))
 
 
-def most_used(samples: Sequence[DeviceSample], names: Sequence[str]) -> int:
-    """The most memory, in bytes, that was in use on one of the devices called ``names``; 0 where nobody told."""
-    return max((one.used_bytes for one in samples if one.used_bytes and _is_one_of(names, one)), default=0)
+def most_used(samples: Sequence[DeviceSample], handles: Sequence[DeviceHandle]) -> int:
+    """The most memory, in bytes, that was in use on one of these devices; 0 where nobody told, as of slices."""
+    return max((one.used_bytes for one in samples if one.used_bytes and _is_any(handles, one)), default=0)
 
 
 def with_devices(
-    found: Disturbance, clocks: str, processes: str, names: Sequence[str], own: Collection[int]
+    found: Disturbance, clocks: str, processes: str, handles: Sequence[DeviceHandle], own: Collection[int]
 ) -> Disturbance:
-    """``found`` with what nvidia-smi printed about the devices called ``names``, each an index or (the beginning of) a
-    UUID.
+    """``found`` with what nvidia-smi printed about these devices; of a slice (MIG) about the GPU that it is a part of,
+    whose clocks and heat are also its own, but whose processes may be those of other slices.
 
     A process counts as foreign only if it is visible from here: in a container, nvidia-smi gives the host's pids, which
     mean nothing, or somebody else, inside.
     """
-    samples = [one for one in parse_samples(clocks) if _is_one_of(names, one)]
+    samples = [one for one in parse_samples(clocks) if _is_any(handles, one) or _has_any(one, handles)]
     masks = [one.throttle_mask for one in samples if one.throttle_mask is not None]
-    seen = {one.uuid: one.index for one in samples}
+    seen = {one.uuid: one.index for one in samples if _is_any(handles, one)}
     return replace(
         found,
         foreign_on_devices=tuple(
@@ -189,5 +190,12 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def _is_one_of(names: Sequence[str], one: DeviceSample) -> bool:
+def _is_any(handles: Sequence[DeviceHandle], one: DeviceSample) -> bool:
+    """Whether the sample is of one of these devices, each called by an index or (the beginning of) a UUID."""
+    names = [handle.name for handle in handles]
     return any(name == one.index or (name.startswith("GPU-") and one.uuid.startswith(name)) for name in names)
+
+
+def _has_any(one: DeviceSample, handles: Sequence[DeviceHandle]) -> bool:
+    """Whether the sample is of a GPU that one of these slices is a part of."""
+    return any(handle.gpu_uuid == one.uuid for handle in handles if handle.gpu_uuid)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cluster.gang.defaults import NUMA_VARIABLE
-from cluster.gang.environment import rank_env
+from cluster.gang.environment import rank_env, told_env
 from cluster.gang.messages import (
     NodeLaunch,
     RankFailure,
@@ -98,7 +98,7 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: in
         }
     )
     folder = Path(launch.directory)
-    os.environ.update(recorder_env(folder, os.environ))
+    os.environ.update(recorder_env(folder, told_env(launch)))
     if not launch.is_script:
         recorded = RecordedRank(rank=slot.rank, folder=folder, asking=-1)
         answer_requests(pipes.asked, recorded.answer)
@@ -198,7 +198,9 @@ def _category(error: BaseException, device: DeviceKind) -> str:
     if not isinstance(error, Exception):
         return "exception"
     found = classify(error, device)
-    if found in ("error", "connection") and is_memory_full(device):  # asked of the device only where it matters
+    if found in ("error", "connection", "device_suspect") and is_memory_full(
+        device
+    ):  # asked of the device only where it matters
         found = classify(error, device, is_memory_full=True)
     return str(found)
 
@@ -216,9 +218,14 @@ def is_memory_full(device: DeviceKind) -> bool:
     return bool(free < FULL_FRACTION * total)
 
 
+def result_file(slot: RankSlot) -> str:
+    """Name of the file in the attempt's folder that keeps the rank's result."""
+    return f"rank{slot.rank}.json"
+
+
 def _store(launch: NodeLaunch, slot: RankSlot, result: RankResult) -> None:
     """Keep the result on disk before telling, so that it outlives the controller."""
-    path = Path(launch.directory) / f"rank{slot.rank}.json"
+    path = Path(launch.directory) / result_file(slot)
     write_atomically(path, [line({"token": launch.token, "result": to_json(result)})])
 
 

@@ -4,7 +4,7 @@ Every attempt has a warden process of its own, forked by the fork server. It ado
 so "all descendants are gone" is exactly "the gang is gone", and concurrent gangs cannot be confused.
 
     devices free? -> fork ranks -> watch -> (first failure, deadline, stop, SIGTERM, a dead agent or silent
-    controller: kill all) -> reap all -> devices free again? -> NodeGone
+    controller: kill all) -> reap all -> devices free again? -> (cold compilation: once more) -> NodeGone
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.gang.deadlines import RankClock
 from cluster.gang.environment import rank_folder, with_master
 from cluster.gang.messages import (
     Beat,
@@ -37,22 +36,27 @@ from cluster.gang.messages import (
     RankSlot,
     StopGang,
 )
-from cluster.gang.outcome import COLLATERAL
+from cluster.gang.outcome import MAY_HAVE_A_CAUSE
 from cluster.node.clocks import GangClocks
-from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_names, watched_names, why_not_free
+from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_handles, watched_handles, why_not_free
 from cluster.node.forked import (
     ForkedRank,
+    SecondRun,
+    as_preempted,
+    asked_again,
+    died_of_sigterm,
+    fork_rank,
     how_it_ended,
+    with_devices,
     with_host_cause,
     with_log,
     with_logged_cause,
     with_program_memory,
 )
-from cluster.node.hang.recorder import RecordedRank
-from cluster.node.hang.stacks import HangingRank, examine
+from cluster.node.hang.hanging import HangingSlot
+from cluster.node.hang.stacks import examine
 from cluster.node.host_memory import OomKills, shortage
 from cluster.node.load_watch import LoadWatch, most_used
-from cluster.node.rank import RankPipes, rank_main
 from cluster.node.warden_link import CHUNK, AgentLink
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
@@ -61,7 +65,7 @@ from trials.script.places import remove_scratch, report_folder
 from trials.secrets import redact_file
 
 COLLATERAL_GRACE_S = 2.0
-"""How long a lost connection may wait for the failure that caused it before the gang is killed for it."""
+"""How long a failure may wait for the one that caused it before the gang is killed for it."""
 SIGTERM_GRACE_S = 0.5
 """How far apart a batch system's signals to the processes of one node may arrive."""
 SIGTERM_SEEN = "the node's processes were told to end (SIGTERM), as batch systems do"
@@ -93,16 +97,22 @@ class Warden:
         self._launch: NodeLaunch = from_json(NodeLaunch, messages.pop(0))
         self._link.watch(self._selector, self._obey)
         self._clocks = GangClocks(self._launch, self._ranks)
-        self._load = LoadWatch(self._launch.node, watched_names(self._launch), Path(self._launch.directory))
+        self._load = LoadWatch(self._launch.node, watched_handles(self._launch), Path(self._launch.directory))
+        began_s = time.monotonic()
         self._start()
         self._obey(messages)
         while any(rank.is_running for rank in self._ranks) and time.monotonic() < self._release_due_s:
-            for key, events in self._selector.select(self._patience_s()):
-                key.data(events)
-            self._check_clocks()
+            self._wait()
         self._release()
+        self._compile_again(time.monotonic() - began_s)
         self._finish()
         kill_descendants()  # those that would not die must not become the fork server's to wait for
+
+    def _wait(self) -> None:
+        """Wait for something to happen and see to it, or for the next deadline."""
+        for key, events in self._selector.select(self._patience_s()):
+            key.data(events)
+        self._check_clocks()
 
     def _expect_sigterm(self) -> None:
         """Have the loop wake up for the signal by which a batch system ends a node's processes."""
@@ -143,19 +153,7 @@ class Warden:
         return shortage(num_devices, limit_bytes) if isinstance(limit_bytes, int) else None
 
     def _fork(self, slot: RankSlot) -> None:
-        read, write = os.pipe()
-        asked, asking = os.pipe()
-        warden_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            rank_main(self._launch, slot, RankPipes(told=write, asked=asked), warden_pid)
-        os.close(write)
-        os.close(asked)
-        with contextlib.suppress(OSError):  # the child does the same; whoever comes first
-            os.setpgid(pid, pid)
-        clock = RankClock(entered_at_s=time.monotonic())
-        log = Path(self._launch.directory) / f"rank{slot.rank}.log"
-        rank = ForkedRank(slot=slot, pid=pid, pidfd=os.pidfd_open(pid), pipe=read, asking=asking, log=log, clock=clock)
+        rank = fork_rank(self._launch, slot)
         self._ranks.append(rank)
         self._selector.register(rank.pipe, selectors.EVENT_READ, lambda _: self._read(rank))
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda _: self._reap(rank))
@@ -245,13 +243,15 @@ class Warden:
         )
 
     def _settle(self, rank: ForkedRank, result: RankResult) -> None:
-        """Keep the rank's result. Kill the gang for a root cause at once, for a collateral error after a moment."""
+        """Keep the rank's result. Kill the gang for a root cause at once, for what may have a cause after a moment."""
         self._load.end()
         if isinstance(rank.result, RankFailure):  # it hung; how it ended then tells nothing
             return
         if isinstance(result, RankFailure):
-            result = with_logged_cause(with_host_cause(result, self._oom_kills), rank.log)
-            if not self._is_stopping and result.category in COLLATERAL:
+            result = with_host_cause(result, self._oom_kills)
+            result = with_logged_cause(result, rank.log, self._launch.device_kind)
+            result = with_devices(result, slot_names(self._launch, rank.slot))
+            if not self._is_stopping and result.category in MAY_HAVE_A_CAUSE:
                 self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
             else:
                 self._stop(result.message)
@@ -267,7 +267,7 @@ class Warden:
         """The most memory, in bytes, that the rank's program is known to have taken on a device; 0: nobody told."""
         if self._launch.device_kind == "cpu":
             return rank.program_peak_bytes
-        return most_used(self._load.samples, slot_names(self._launch, rank.slot))
+        return most_used(self._load.samples, slot_handles(self._launch, rank.slot))
 
     def _note(self, category: str, message: str, at_s: float | None = None) -> None:
         at_s = at_s or time.time()
@@ -296,23 +296,29 @@ class Warden:
             self._stop(reason, is_hang=True)
 
     def _look(self, message: str) -> None:
-        """See what the ranks are doing that have no result, and make that their result."""
-        hanging = [rank for rank in self._clocks.watched() if rank.is_running]
+        """See what the ranks are doing that have no result, and make that their result; those too that leave it to
+        others to report, as they may be the ones that the others wait for."""
+        hanging = [rank for rank in self._clocks.unsettled() if rank.is_running]
         looks = examine([self._to_look_at(rank) for rank in hanging])
+        slowest = self._clocks.slowest()
         for rank in hanging:
             look = looks[rank.slot.rank]
             failure = self._failure(rank, "deadline", message, log_tail=look.tail)
-            rank.result = replace(failure, sight=look.sight)
+            phase = (rank.clock if self._clocks.speaks(rank) else slowest).phase
+            rank.result = replace(failure, phase=phase, sights=look.sights)
 
-    def _to_look_at(self, rank: ForkedRank) -> HangingRank:
-        is_script, folder = self._launch.is_script, Path(self._launch.directory)
-        return HangingRank(
+    def _to_look_at(self, rank: ForkedRank) -> HangingSlot:
+        is_script = self._launch.is_script
+        return HangingSlot(
+            rank=rank.slot.rank,
             pid=rank.pid,
             log=rank.log,
             device=self._launch.device_kind,
-            progress=rank.clock.position,
-            recorded=RecordedRank(rank=rank.slot.rank, folder=folder, asking=-1 if is_script else rank.asking),
+            progress=rank.clock.position if self._clocks.speaks(rank) else None,
+            folder=Path(self._launch.directory),
+            asking=-1 if is_script else rank.asking,
             reports=report_folder(rank_folder(self._launch), rank.slot.rank) if is_script else None,
+            starts=rank.slot.starts,
         )
 
     def _stop(self, reason: str, *, is_hang: bool = False) -> None:
@@ -353,10 +359,23 @@ class Warden:
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
         elif self._ranks and not self._link.is_closed and (problem := why_not_free(self._launch, SETTLE_AFTER_S)):
             self._note("device_busy", f"{self._launch.node} is not free after the gang: {problem}")
-        if any(isinstance(rank.result, RankFailure) and _is_sigterm(rank.result) for rank in self._ranks):
+        if any(died_of_sigterm(rank.result) for rank in self._ranks):
             time.sleep(SIGTERM_GRACE_S)
         if self._preempted_at_s is not None:
             self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
+
+    def _compile_again(self, most_s: float) -> None:
+        """Run the gang again where its ranks ask for that, for so long at most; it takes nothing from their results."""
+        if self._is_stopping or self._notes or not (runner := asked_again(self._ranks)):
+            return
+        again = SecondRun(self._launch, runner)
+        with contextlib.suppress(OSError):  # no space for its files, or no process
+            again.start(self._selector)
+        self._release_due_s = time.monotonic() + most_s
+        while again.is_running and not self._is_stopping and time.monotonic() < self._release_due_s:
+            self._wait()
+        self._release()
+        again.add_to(self._ranks)
 
     def _finish(self) -> None:
         remove_scratch(rank_folder(self._launch))
@@ -364,21 +383,16 @@ class Warden:
             with contextlib.suppress(OSError):  # a full disk: the log stays as it is, for its owner alone
                 redact_file(rank.log)
         settled = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
+        if self._preempted_at_s is not None:
+            settled = [as_preempted(result) for result in settled]
         self._link.finish(
             NodeGone(
                 attempt_id=self._launch.attempt_id,
                 token=self._launch.token,
-                results=(*(self._judged(result) for result in settled), *self._notes),
+                results=(*settled, *self._notes),
                 disturbance=self._load.found,
             )
         )
-
-    def _judged(self, result: RankResult) -> RankResult:
-        """The result by what is known at the end: a rank that SIGTERM killed was preempted if the warden got one
-        too."""
-        if self._preempted_at_s is not None and isinstance(result, RankFailure) and _is_sigterm(result):
-            return replace(result, category="preempted")
-        return result
 
 
 def warden_main(fd: int) -> None:
@@ -386,7 +400,3 @@ def warden_main(fd: int) -> None:
     close_inherited(keep=(fd,))
     adopt_orphans()
     Warden(socket.socket(fileno=fd)).run()
-
-
-def _is_sigterm(failure: RankFailure) -> bool:
-    return failure.exit_code == -signal.SIGTERM

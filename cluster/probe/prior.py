@@ -66,7 +66,7 @@ def with_probe(prior: Prior, profile: Profile, cluster: ClusterDescription) -> P
     measured = [math.log(rate.per_s) for _, rate in matmuls] + [seen.log_value for seen in observations]
 
     def predict(k: Coefficients) -> Array:
-        return np.concatenate([_log_matmul_rates(matmuls, k), k.log_values[indices]])
+        return np.concatenate([_log_matmul_rates(matmuls, cluster.accelerator, k), k.log_values[indices]])
 
     return _updated(prior, predict, np.array(measured), noise)
 
@@ -96,9 +96,10 @@ def _known_matmuls(profile: Profile, accelerator: Accelerator) -> list[tuple[flo
     return [(accelerator.peak_flops_per_s[name], rates[name]) for name in rates if name in accelerator.peak_flops_per_s]
 
 
-def _log_matmul_rates(matmuls: list[tuple[float, MatmulRate]], k: Coefficients) -> Array:
+def _log_matmul_rates(matmuls: list[tuple[float, MatmulRate]], accelerator: Accelerator, k: Coefficients) -> Array:
     peaks, sizes = np.array([peak for peak, _ in matmuls]), np.array([float(rate.size) for _, rate in matmuls])
-    return np.asarray(np.log(matmul_flops_per_s(k, peak=peaks, base=peaks, rows=sizes, columns=sizes, depth=sizes)))
+    shape = {"rows": sizes, "columns": sizes, "depth": sizes}
+    return np.asarray(np.log(matmul_flops_per_s(k, peak=peaks, base=peaks, **shape, on_cores=accelerator.is_core)))
 
 
 def _observations(profile: Profile, cluster: ClusterDescription) -> Iterator[_Observation]:

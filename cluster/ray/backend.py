@@ -334,4 +334,5 @@ class RayCluster:
         self._agents.order(node, attempt_id, order)
 
     def _rendezvous(self, first: str) -> dict[str, str]:
-        return several_nodes_env(self._described[first].node.address, self._agents.free_port(first))
+        port, again = self._agents.free_port(first), self._agents.free_port(first)
+        return several_nodes_env(self._described[first].node.address, port, again)

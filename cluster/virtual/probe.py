@@ -43,7 +43,9 @@ def machine_rates(cluster: ClusterDescription, k: Coefficients, matmul_size: int
     accelerator = cluster.accelerator
     formats = [name for name in FORMATS if name in accelerator.peak_flops_per_s]
     peaks, size = np.array([accelerator.peak_flops_per_s[name] for name in formats]), np.array([float(matmul_size)])
-    rates = matmul_flops_per_s(k, peak=peaks, base=peaks, rows=size, columns=size, depth=size)
+    rates = matmul_flops_per_s(
+        k, peak=peaks, base=peaks, rows=size, columns=size, depth=size, on_cores=accelerator.is_core
+    )
     return MachineRates(
         matmul_flops_per_s=dict(zip(formats, map(float, rates), strict=True)),
         matmul_size=matmul_size,

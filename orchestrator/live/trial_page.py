@@ -71,9 +71,8 @@ def _measured(measurement: Measurement, figures: str) -> list[list[str]]:
         rows.append(["model FLOPs utilisation", f"{100 * measurement.mfu:.1f} %"])
     if busy := words.disturbed(measurement):
         rows.append(["busy machine", busy])
-    if measurement.compile_s:
-        cache = words.cache_words(measurement.compile_cache)
-        rows.append(["compilation", f"{units.milliseconds(measurement.compile_s)}{cache}"])
+    if (graph := measurement.findings.graph) is not None and graph.compile_s:
+        rows.append(["compilation", words.compilation(graph)])
     return rows
 
 

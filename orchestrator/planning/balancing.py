@@ -152,4 +152,4 @@ def _solved(problem: BalanceProblem) -> Balance:
 
 def _peak_bytes(workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> float:
     x = inputs_of([(workload, candidate)], cluster)
-    return float(model_families.estimate(_model(), x, on_cpu=cluster.accelerator.name == "cpu").peak_bytes[0])
+    return float(model_families.estimate(_model(), x, on_cpu=cluster.accelerator.is_core).peak_bytes[0])

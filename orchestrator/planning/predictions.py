@@ -17,7 +17,7 @@ from orchestrator.objective import Objective
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.sampling import POOL_SIZE, pool_rows
 from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
-from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.prediction.predictor import TRIAL_OVERHEAD_S, Predictor
 from orchestrator.search.prediction.transfer import EarlierTrial
 from trials.spec import Workload
 
@@ -119,7 +119,8 @@ def predict_plan(
     ranked = [int(row) for row in np.argsort(weighted_s[:num_candidates], kind="stable") if fits[row]]
     base = predictor.candidates.index(plan.baseline)
     num_trials = min(spec.budget.max_trials, num_candidates + (base >= num_candidates))
-    spent = predictor.trial_device_seconds(device_s)[[base, *(r for r in ranked if r != base)][:num_trials]]
+    rows = [base, *(row for row in ranked if row != base)][:num_trials]
+    spent_s = predictor.trial_device_seconds(device_s)[rows].sum() + _second_starts_s(predictor, rows)
     return PlanPredictions(
         hardware=predictor.cluster.name,
         accelerator=predictor.cluster.accelerator.name,
@@ -128,7 +129,14 @@ def predict_plan(
         num_fitting=len(ranked),
         num_candidates=num_candidates,
         num_trials=num_trials,
-        device_hours=float(spent.sum()) / 3600,
+        device_hours=float(spent_s) / 3600,
         usual=USUAL if isinstance(predictor.inputs, GenericInputs) else "",
         num_probed=len(profile.measured) if profile is not None else 0,
     )
+
+
+def _second_starts_s(predictor: Predictor, rows: Sequence[int]) -> float:
+    """Device-seconds for starting compiled candidates once more, from the compiler's warm cache: the most that it can
+    be, as one that finds all of its code there in the first place is not."""
+    compiled = [row for row in rows if predictor.candidates[row].kernels.compile != "off"]
+    return float(TRIAL_OVERHEAD_S[predictor.device_kind] * predictor.inputs.world_size[compiled].sum())

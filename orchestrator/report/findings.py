@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator import units
-from orchestrator.report.words import cache_words
+from orchestrator.report.words import compilation
 from trials.reports.devices import DeviceHealth
 from trials.reports.findings import (
     Findings,
@@ -65,8 +65,7 @@ def _loss_scale(state: LossScaleState) -> str:
 def _graph(graph: GraphReport) -> str:
     again = units.count(graph.num_recompilations, "recompilation") if graph.num_recompilations else "no recompilation"
     why = f": {'; '.join(graph.reasons)}" if graph.reasons else ""
-    took = f"{units.milliseconds(graph.compile_s)}{cache_words(graph.cache)}"
-    return f"compiled {units.count(graph.num_graphs, 'graph')} in {took}, {again}{why}"
+    return f"compiled {units.count(graph.num_graphs, 'graph')} in {compilation(graph)}, {again}{why}"
 
 
 def _loader(report: LoaderTuningReport) -> Iterator[str]:

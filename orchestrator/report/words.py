@@ -12,7 +12,7 @@ from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRole, GateRun
 from trials.outcome import Measurement
 from trials.reports.disturbance import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, Disturbance
-from trials.reports.findings import CompileCache
+from trials.reports.findings import CompileCache, GraphReport
 
 if TYPE_CHECKING:
     from orchestrator.objective import Figures
@@ -176,9 +176,12 @@ _CACHES: Mapping[CompileCache, str] = {
 }
 
 
-def cache_words(cache: CompileCache | None) -> str:
-    """``, all of it was in the sweep's cache``: what makes times of compilation incomparable; empty where not known."""
-    return f", {_CACHES[cache]}" if cache else ""
+def compilation(graph: GraphReport) -> str:
+    """``12 s, nothing of it was in the sweep's cache; 1.2 s again, from the cache``: how long compiling took, and once
+    more with all in the cache that the trial left there, which is what a restart pays."""
+    found = f", {_CACHES[graph.cache]}" if graph.cache else ""
+    again = "" if graph.again_s is None else f"; {units.milliseconds(graph.again_s)} again, from the cache"
+    return f"{units.milliseconds(graph.compile_s)}{found}{again}"
 
 
 def spread(measurement: Measurement) -> str:

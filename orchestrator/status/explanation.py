@@ -335,6 +335,7 @@ def _evidence_json(evidence: Evidence | None) -> dict[str, Any] | None:
 def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
     if measurement is None:
         return None
+    graph = measurement.findings.graph
     return {
         "step_time_s": measurement.step_time_s,
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
@@ -342,6 +343,8 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         "device_memory": to_json(measurement.device_memory),
         "compile_s": measurement.compile_s or None,
         "compile_cache": measurement.compile_cache,
+        "compile_cold_s": None if graph is None else graph.cold_s,
+        "compile_warm_s": None if graph is None else graph.warm_s,
         "disturbed": disturbed(measurement),
         "nodes": to_json(measurement.disturbances),
         "devices": to_json(measurement.findings.devices),

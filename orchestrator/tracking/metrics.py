@@ -20,7 +20,6 @@ from orchestrator.sweep.values import ProfileRun, RatioInterval
 from orchestrator.units import rounded
 from trials.codec import to_json
 from trials.outcome import Measurement, StoppedEarly
-from trials.reports.findings import CompileCache
 
 PER_DEVICE = "tokens_per_s_per_device"
 SCORES: Mapping[ObjectiveName, str] = {
@@ -81,16 +80,20 @@ def _measured(measurement: Measurement) -> dict[str, float | None]:
         "final_loss": measurement.losses[-1] if measurement.losses else None,
         "num_measured_steps": len(measurement.step_times_s),
         "num_skipped_steps": measurement.num_skipped_steps or None,
-        _compile_metric(measurement.compile_cache): measurement.compile_s or None,
+        **_compilation(measurement),
         **{f"parts/{name.removesuffix('_s')}_ms": seconds * _MS or None for name, seconds in parts.items()},
         **_disturbance(measurement),
         **{f"found/{name}": value for name, value in findings_metrics(measurement.findings).items()},
     }
 
 
-def _compile_metric(cache: CompileCache | None) -> str:
-    """A name of its own for each kind of compilation: their times cannot be compared."""
-    return f"compile_{cache}_s" if cache else "compile_s"
+def _compilation(measurement: Measurement) -> dict[str, float | None]:
+    """Seconds of compilation, each kind by a name of its own: their times cannot be compared."""
+    graph = measurement.findings.graph
+    if graph is None or graph.cache is None:
+        return {"compile_s": measurement.compile_s or None}
+    mixed_s = graph.compile_s if graph.cache == "mixed" else None
+    return {"compile_cold_s": graph.cold_s, "compile_warm_s": graph.warm_s, "compile_mixed_s": mixed_s}
 
 
 def _device_memory(measurement: Measurement) -> dict[str, float | None]:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trials.codec import to_json
 from trials.outcome import RankReport, StepBreakdown
+from trials.reports.findings import Findings, GraphReport
 
 FOREVER_S = 600
 
@@ -260,6 +261,36 @@ def compiles_slowly(spec, progress):
 
     torch._dynamo.register_backend(slow, name="slow")
     return run_rank(spec["trial"], progress)
+
+
+def compiles_cold(spec, progress):
+    """A trial that found nothing compiled, and asks for another run."""
+    del progress
+    join(spec)
+    all_reduce()
+    graph = GraphReport(num_graphs=1, num_recompilations=0, compile_s=9.0, cache_misses=1)
+    return report(compile_s=9.0, findings=Findings(graph=graph), again=f"tests.cluster.runners:{spec['again']}")
+
+
+def compiles_warm(spec, progress):
+    """Fresh processes, which meet again."""
+    del progress
+    rank = join(spec)
+    all_reduce()
+    return report(compile_s=1.0 + rank)
+
+
+def fails_again(spec, progress):
+    """One rank fails; the other waits for it."""
+    if os.environ["RANK"] == "1":
+        raise ValueError("no compiler")
+    return hangs_again(spec, progress)
+
+
+def hangs_again(spec, progress):
+    del progress
+    sign_in(spec)
+    time.sleep(FOREVER_S)
 
 
 def cannot_leave(spec, progress):

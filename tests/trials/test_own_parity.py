@@ -62,9 +62,9 @@ SIZES = {
 }
 
 
-def decoder(model_type: str, **keys: Any) -> HuggingFaceModel:
+def decoder(model_type: str, head: str | None = "lm_head", **keys: Any) -> HuggingFaceModel:
     config = json.dumps({"model_type": model_type, **SIZES, **keys})
-    return HuggingFaceModel(config=config, vocab_size=256, facts=ModuleFacts(num_layers=3))
+    return HuggingFaceModel(config=config, vocab_size=256, facts=ModuleFacts(num_layers=3, head=head))
 
 
 MODELS: dict[str, PythonModel | HuggingFaceModel] = {
@@ -73,6 +73,7 @@ MODELS: dict[str, PythonModel | HuggingFaceModel] = {
     "qwen3": decoder("qwen3", tie_word_embeddings=False),
     "qwen3-tied": decoder("qwen3", tie_word_embeddings=True),
     "gpt_neox": decoder("gpt_neox"),
+    "headless": decoder("llama", None),
 }
 PIPELINE = {"pp": 2, "stage_layers": ((1, 2),)}
 O1 = Precision(level="O1", dtype="bfloat16")
@@ -100,6 +101,26 @@ KNOBS: dict[str, dict[str, Any]] = {
     "replicate": {"layout": Layout(dp_replicate=2, replicate_with="fsdp2")},
     "tp": {"layout": Layout(tp=2)},
     "tp-full": {"layout": Layout(tp=2), "recompute": Recompute(full=((3,),)), "micro_batch_size": 4},
+    "chunks": {"kernels": Kernels(loss_chunks=3)},
+    "chunks-zero3-O2": {
+        "layout": Layout(dp_shard=2, zero_stage=3),
+        "kernels": Kernels(loss_chunks=4),
+        "precision": O2,
+    },
+    "chunks-model": {"kernels": Kernels(loss_chunks=3, compile="model", backend="eager")},
+    "tp-model": {"layout": Layout(tp=2), "kernels": Kernels(compile="model", backend="eager")},
+    "tp-O1": {"layout": Layout(tp=2), "precision": O1},
+    "tp-chunks": {"layout": Layout(tp=2), "kernels": Kernels(loss_chunks=3), "micro_batch_size": 2},
+    "tp-chunks-zero2-O2": {
+        "layout": Layout(tp=2, dp_shard=2, zero_stage=2),
+        "kernels": Kernels(loss_chunks=2),
+        "precision": O2,
+    },
+    "tp-chunks-zbv": {
+        "layout": Layout(tp=2, pp=2, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 1), (0, 1))),
+        "kernels": Kernels(loss_chunks=2),
+        "micro_batch_size": 2,
+    },
     "pp": {"layout": Layout(**PIPELINE), "micro_batch_size": 2},
     "pp-full": {"layout": Layout(**PIPELINE), "micro_batch_size": 2, "recompute": Recompute(full=((1, 1),))},
     "zbv": {
@@ -115,12 +136,14 @@ KNOBS: dict[str, dict[str, Any]] = {
     "tp-pp": {"layout": Layout(tp=2, **PIPELINE), "micro_batch_size": 2},
     "O1-fp16": {"precision": Precision(level="O1", dtype="float16", loss_scale=LossScale())},
 }
-NOT_FOR = {("qwen3-tied", knob) for knob in KNOBS if "pp" in knob or knob == "zbv"}
-"""Combinations that legality refuses."""
+NOT_FOR = {("qwen3-tied", knob) for knob in KNOBS if "pp" in knob or "zbv" in knob}
+NOT_FOR |= {(model, knob) for model in ("encoder", "headless") for knob in KNOBS if "chunks" in knob}
+NOT_FOR |= {("headless", knob) for knob in KNOBS if "tp" not in knob and knob != "one"}
+"""Combinations that legality refuses; and of the decoder whose head computes no loss, what is like the others."""
 CASES = [f"{model}/{knob}" for model in MODELS for knob in KNOBS if (model, knob) not in NOT_FOR]
 FEW = [
     *(f"encoder/{knob}" for knob in ("accumulation", "full", "O1", "zero2", "zero3", "ddp", "pp", "tp")),
-    *(f"llama/{knob}" for knob in ("ddp", "zero3-full-O1", "tp", "pp")),
+    *(f"llama/{knob}" for knob in ("tp-chunks", "zero3-full-O1", "tp", "pp")),
 ]
 
 

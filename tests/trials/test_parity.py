@@ -1,7 +1,8 @@
 """Whatever the knobs, a trial trains like one process in fp32.
 
 Every legal pair of knob values is tried in at least one trial, on at most eight ranks. The loss alone is blind to
-gradients of the wrong size under AdamW, so the global gradient norm is compared too.
+gradients of the wrong size under AdamW, so the global gradient norm is compared too. Before, every rank finds its
+initial weights bit for bit in those of the whole model.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 
 from tests.trials.gang import Result, differences, run_gang
 from tests.trials.pairwise import Pair, Row, pairs_of
+from tests.trials.parallel.initial import check_all
 from tests.trials.parity_knobs import MAX_RANKS, THREE_STEPS, WIDE, WORKLOAD, covering, is_legal, read_rows, spec_of
 from tests.trials.tiny import tiny_spec
 from trials.spec import Kernels, Layout, Loader, Precision, TrialSpec
@@ -124,13 +126,14 @@ PARTS = parts()
 
 @functools.cache
 def results(part: Part) -> dict[str, Result]:
-    """Run every trial of this part, in one gang as long as all goes well."""
+    """Run every trial of this part, in one gang as long as all goes well; ranks check the weights they start from."""
     return run_all([name for name in MATRIX if PARTS[name] == part])
 
 
 def run_all(names: list[str]) -> dict[str, Result]:
     with tempfile.TemporaryDirectory() as folder:
-        return dict(zip(names, run_gang([MATRIX[name] for name in names], Path(folder)), strict=True))
+        results = run_gang([MATRIX[name] for name in names], Path(folder), before=check_all)
+        return dict(zip(names, results, strict=True))
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import time
 from typing import Any, Protocol
 
@@ -177,13 +178,23 @@ def device_name(device: torch.device) -> str:
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """What tells the device from all others, as its tools print it; None where torch does not know."""
+    """What tells the device from all others, as its tools print it; None where torch does not know.
+
+    Of a slice of a GPU (MIG) it is the slice's name among the devices that the process may see: torch gives digits, and
+    whose they are, the device's model says.
+    """
     if is_host(device):
         return None
     uuid = getattr(module_of(device).get_device_properties(device), "uuid", None)
     if uuid is None:
         return None
-    return f"GPU-{uuid}" if kind_of(device) == "cuda" and not str(uuid).startswith(("GPU-", "MIG-")) else str(uuid)
+    if kind_of(device) != "cuda" or str(uuid).startswith(("GPU-", "MIG-")):
+        return str(uuid)
+    seen = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    index = device.index or 0
+    if index < len(seen) and seen[index].startswith("MIG-"):
+        return seen[index]
+    return f"{'MIG' if ' MIG ' in device_name(device) else 'GPU'}-{uuid}"
 
 
 def is_started(module: Any) -> bool:

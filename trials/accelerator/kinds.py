@@ -30,6 +30,8 @@ class Family:
     """Name of the resource by which Ray counts the devices."""
     query_tool: str
     """Program that lists devices and their memory; empty for the CPU."""
+    visible_otherwise: str = ""
+    """Variable that lists them for the kind's software where ``visible_variable`` is not set; empty for none."""
     widest: Literal["float64", "float32"] = "float64"
     """The widest float that all of its devices compute in and its collectives send."""
 
@@ -67,6 +69,7 @@ FAMILIES: Mapping[DeviceKind, Family] = {
             order_variables={},
             ray_resource="GPU",
             query_tool="rocm-smi",
+            visible_otherwise="CUDA_VISIBLE_DEVICES",
         ),
         Family(
             kind="xpu",
@@ -74,6 +77,7 @@ FAMILIES: Mapping[DeviceKind, Family] = {
             package="",
             collectives="xccl",
             visible_variable="ZE_AFFINITY_MASK",
+            # Each tile of a card is a device, numbered through all cards; otherwise the mask would number cards.
             order_variables={"ZE_FLAT_DEVICE_HIERARCHY": "FLAT"},
             ray_resource="GPU",
             query_tool="xpu-smi",
@@ -108,7 +112,7 @@ def family_of(kind: str) -> Family:
 
 _HIDDEN: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
-    "HIP_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "-1",  # HIP's runtime takes an empty value for none
     "ASCEND_RT_VISIBLE_DEVICES": "",
     "ONEAPI_DEVICE_SELECTOR": "*:cpu",  # an empty ZE_AFFINITY_MASK would hide nothing
 }

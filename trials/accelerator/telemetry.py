@@ -1,8 +1,8 @@
 """Clocks, heat, power and memory errors of a device while it is measured on, as NVML tells them where there is one.
 
 A thread asks twice a second, beside the training: steps wait for nothing. Where the package or the driver is missing,
-or does not answer, all of this is unknown, and no error. Standard library only; the package ``nvidia-ml-py`` is
-imported when watching begins.
+or does not answer, all of this is unknown, and no error; so it is on other makers' devices, whose own interfaces nobody
+asks. Standard library only; the package ``nvidia-ml-py`` is imported when watching is prepared.
 """
 
 from __future__ import annotations
@@ -47,22 +47,30 @@ class HealthWatch:
     def __init__(self, uuid: str | None, period_s: float = PERIOD_S) -> None:
         self._uuid = uuid
         self._period_s = period_s
+        self._may_sample = threading.Event()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._samples: list[HealthSample] = []
 
-    def begin(self) -> None:
-        """Start to sample; only the first call counts."""
+    def prepare(self) -> None:
+        """Import the package and start NVML, which take longer than a step may; only the first call counts."""
         if self._thread is None and self._uuid is not None:
             self._thread = threading.Thread(target=self._watch, name="device-health", daemon=True)
             self._thread.start()
 
+    def begin(self) -> None:
+        """Start to sample."""
+        self.prepare()
+        self._may_sample.set()
+
     def end(self) -> tuple[HealthSample, ...]:
         """Stop, and what was seen."""
+        has_begun = self._may_sample.is_set()
         self._over.set()
-        if self._thread is not None:
+        self._may_sample.set()
+        if self._thread is not None and has_begun:
             self._thread.join(_PATIENCE_S)
-        return tuple(self._samples)
+        return tuple(self._samples) if has_begun else ()
 
     def _watch(self) -> None:
         with contextlib.suppress(ImportError), contextlib.ExitStack() as stack:
@@ -71,6 +79,7 @@ class HealthWatch:
                 nvml.nvmlInit()
                 stack.callback(nvml.nvmlShutdown)
                 device = _handle(nvml, self._uuid or "")
+                self._may_sample.wait()
                 is_over = False
                 while not is_over and len(self._samples) < MAX_SAMPLES:
                     is_over = self._over.is_set()  # then this is the last

@@ -7,6 +7,7 @@ output and the log-sum-exp over all keys.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +91,7 @@ class Merged:
 
 
 def add_part(parts: Parts, back: Back, q: Tensor, grad_q: Tensor, both: Tensor, sums: Tensor, *, is_late: bool) -> None:
-    """Go back through attention to the keys and values ``both``, as packed: add to ``grad_q``, write ``sums``."""
+    """Go back through attention to ``both``, packed keys and values or a part: add to ``grad_q``, write ``sums``."""
     if is_late:
         back, q, grad_q = back.late(), later_half(q), later_half(grad_q)
     of_q, *of_both = parts.backward(back, q, *unpacked(both))
@@ -101,14 +102,29 @@ def add_part(parts: Parts, back: Back, q: Tensor, grad_q: Tensor, both: Tensor, 
 
 
 def packed(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as one tensor ``[S, 2, B, H, D]``: what several ranks hold then lies side by side."""
-    return torch.stack([k, v]).permute(3, 0, 1, 2, 4).contiguous()
+    """Keys and values as one tensor ``[S / 2, 2, 2, B, H, D]``: positions, the two pieces of a rank, keys and values.
+
+    What several ranks hold lies side by side, of the early pieces alone in equal steps: a view shows it as one
+    sequence, in an order that attention without a mask does not mind.
+    """
+    both = torch.unflatten(torch.stack([k, v]), 3, (2, -1))
+    return both.permute(4, 3, 0, 1, 2, 5).contiguous()
 
 
 def unpacked(both: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[B, H, S, D]`` of parts ``[..., 2, B, H, D]`` of what :func:`packed` made."""
-    k, v = both.flatten(0, -5).permute(1, 2, 3, 0, 4).unbind(0)
+    """Keys and values ``[B, H, S, D]`` of parts ``[..., 2, B, H, D]`` of what :func:`packed` made, without a copy."""
+    # A product of sizes, not -1: a view that cannot be is an error here, and no copy.
+    k, v = both.view(math.prod(both.shape[:-4]), *both.shape[-4:]).permute(1, 2, 3, 0, 4).unbind(0)
     return k, v
+
+
+def plus_packed(k: Tensor, v: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+    """``k`` and ``v [B, H, S, D]`` plus what is packed, position by position."""
+    sums = [
+        torch.unflatten(one, 2, (2, -1)) + other.permute(2, 3, 1, 0, 4)
+        for one, other in zip((k, v), both.unbind(2), strict=True)
+    ]
+    return sums[0].flatten(2, 3), sums[1].flatten(2, 3)
 
 
 def _summed(grad: Tensor, shared: Tensor) -> Tensor:

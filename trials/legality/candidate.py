@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trials.legality.layout import holds_plain, make_rules, shape_problem
 from trials.legality.pattern import pattern_problem
-from trials.spec import Candidate, Counts, LlamaModel, LossScale, Workload
+from trials.spec import Candidate, Counts, HuggingFaceModel, LlamaModel, LossScale, Workload
 
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 """Largest finite fp32 number."""
@@ -99,8 +99,10 @@ def _loss_chunks(workload: Workload, candidate: Candidate) -> str | None:
         return None
     if chunks < 1:
         return f"loss_chunks starts at 1, not {chunks}"
-    if not isinstance(model, LlamaModel):
-        return f"loss_chunks is for llama, whose head is ours; model kind {model.kind} computes all its outputs at once"
+    if isinstance(model, HuggingFaceModel) and model.facts.head is None:
+        return "loss_chunks needs a linear head without a bias whose outputs are the logits; this decoder has none"
+    if not isinstance(model, LlamaModel | HuggingFaceModel):
+        return f"loss_chunks is for decoders; model kind {model.kind} computes all its outputs at once"
     positions = candidate.micro_batch_size * workload.seq_length // candidate.layout.cp
     if chunks > positions:
         return f"loss_chunks {chunks} is more than the {positions} positions of a micro-batch on one rank"

@@ -35,7 +35,7 @@ def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
     """The part of the workload's model that ``chunk`` holds: on the meta device, one of the user's with its values."""
     match workload.model:
         case PythonModel() | HuggingFaceModel() as model:
-            return part_of(build_own(model, workload.seed), model.num_layers, chunk)
+            return part_of(build_own(model, workload.seed), model.num_layers, chunk, model.facts.head)
         case ScriptModel():
             raise ValueError(_BUILDS_ITS_OWN)
     with torch.device("meta"):
@@ -82,7 +82,7 @@ def loss_of(model: Model) -> Loss:
         case LlamaModel():
             return own_loss
         case HuggingFaceModel():
-            return next_token_loss
+            return next_token_loss if model.facts.head is None else own_loss
         case ResNetModel():
             return class_loss
         case LinearModel():

@@ -42,7 +42,7 @@ class TrainModel(nn.Module):
     is_own: ClassVar[bool] = False
     """Whether the code is the user's or a package's: it comes with its initial values, may draw random numbers, and no
     layer of it need be one graph."""
-    computes_loss: ClassVar[bool] = False
+    computes_loss: bool = False
     """Whether the stage that holds the last layer takes ``targets`` as well and gives the loss, not outputs."""
     layers: Layers
     """The repeated layers by their global number, as text: the units of pipelining, recompute, compile and FSDP."""

@@ -26,7 +26,7 @@ from trials.codec import from_json, to_json
 from trials.datasets.own import collated, open_own
 from trials.failure import InfeasibleSpec
 from trials.models import build_own, loss_of
-from trials.models.hugging_face import shape_of
+from trials.models.hugging_face import head_of, shape_of
 from trials.models.own import Built, part_of
 from trials.models.stage_cut import layers_in, pipeline_problem
 from trials.models.tensor_plan import plan_problem
@@ -87,6 +87,7 @@ def count(request: CountRequest) -> CountReply:
         no_pipeline=pipeline_problem(built.module, built.layers, built.before, built.after)
         or _stages_problem(built, num_layers, sample[0]),
         no_tensor_parallel=plan_problem(built.module, built.tensor_parallel),
+        head=head_of(built, sample[0]) if isinstance(model, HuggingFaceModel) else None,
     )
     shape = shape_of(built, model.config, model.vocab_size) if isinstance(model, HuggingFaceModel) else None
     return CountReply(facts=facts, shape=shape)

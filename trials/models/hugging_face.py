@@ -61,6 +61,27 @@ def _logits(module: nn.Module, x: Tensor) -> Tensor:
     return logits
 
 
+@torch.no_grad()
+def head_of(built: Built, tokens: Tensor) -> str | None:
+    """Path of the module whose outputs for all ``tokens`` are the decoder's logits, where it is linear without a bias;
+    None where there is none, or where the decoder does more with its outputs: caps or scales them, or changes their
+    type."""
+    head: nn.Module = built.module.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear or dict(head.named_parameters()).keys() != {"weight"}:
+        return None
+    made: list[Tensor] = []
+
+    def narrowed(_module: nn.Module, _args: Any, outputs: Tensor) -> Tensor:
+        made.append(outputs.bfloat16())
+        return made[-1]
+
+    with head.register_forward_hook(narrowed):
+        logits = built.call(built.module, tokens)
+    if len(made) != 1 or logits is not made[0] or logits.shape != (*tokens.shape, head.out_features):
+        return None
+    return next(name for name, one in built.module.named_modules() if one is head)
+
+
 def _layers_path(module: nn.Module, config: Any) -> str:
     """Where the decoder keeps its layers: the first list of as many modules as it has layers."""
     number = config.get_text_config().num_hidden_layers

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trials.failure import InfeasibleSpec
 from trials.models.base import Loss, TrainModel
+from trials.models.llama import Head
 from trials.models.stage_cut import LayerList, cut, layers_in, pipeline_problem
 from trials.models.tensor_plan import plan_problem
 from trials.own_code.functions import call_function, load_function
@@ -36,24 +37,37 @@ class Built:
 
 
 class GivenModel(TrainModel):
-    """Runs a module of the user's, or the part of it that one stage holds."""
+    """Runs a module of the user's, or the part of it that one stage holds.
+
+    Where it has a head (:attr:`~trials.spec.ModuleFacts.head`), that is taken out and comes after the module, as
+    ``output``, to compute the loss.
+    """
 
     is_own: ClassVar[bool] = True
 
-    def __init__(self, built: Built, chunk: Chunk, no_tensor_parallel: str | None) -> None:
+    def __init__(self, built: Built, chunk: Chunk, no_tensor_parallel: str | None, head: str | None = None) -> None:
         """``no_tensor_parallel`` is why tensor parallelism cannot split it."""
         super().__init__()
         self.no_tensor_parallel = no_tensor_parallel
         self.module = built.module
         self.layers = LayerList(layers_in(built.module, built.layers), chunk.layer_ids)
         self.tensor_parallel = built.tensor_parallel
+        self.output = _taken_out(self.module, head) if head is not None and chunk.is_last else None
+        self.computes_loss = self.output is not None
         self._call = built.call
         self._input_dtype: torch.dtype | None = None
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        """Outputs, or with ``targets`` the loss; only a module with a head is given them."""
         if self._input_dtype is not None and x.is_floating_point():
             x = x.to(self._input_dtype)
-        return self._call(self.module, x)
+        outputs = self._call(self.module, x)
+        return outputs if self.output is None else self.output(outputs, targets)
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the head shares its weights with the module, with its embedding that is."""
+        return self.output is not None and any(self.output.weight is one for one in self.module.parameters())
 
     def store_as(self, dtype: torch.dtype) -> None:
         """Keep parameters in this type, and inputs; tables among the buffers stay exact."""
@@ -62,6 +76,16 @@ class GivenModel(TrainModel):
         for parameter in self.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
+
+
+def _taken_out(module: nn.Module, path: str) -> Head:
+    """The linear module at ``path`` as a head of ours, with its weights; ``module`` gives what it got from now on."""
+    linear: Any = module.get_submodule(path)
+    with torch.device("meta"):
+        head = Head(linear.in_features, linear.out_features)
+    head.weight = linear.weight
+    module.set_submodule(path, nn.Identity())
+    return head
 
 
 @contextlib.contextmanager
@@ -106,8 +130,8 @@ def _called(module: nn.Module, x: Tensor) -> Any:
     return module(x)
 
 
-def part_of(built: Built, num_layers: int, chunk: Chunk) -> GivenModel:
-    """What ``chunk`` holds of the module.
+def part_of(built: Built, num_layers: int, chunk: Chunk, head: str | None = None) -> GivenModel:
+    """What ``chunk`` holds of the module, of which ``head`` computes the loss.
 
     Raises:
         InfeasibleSpec: it has other layers than the sweep was planned with, or cannot be cut.
@@ -124,7 +148,7 @@ def part_of(built: Built, num_layers: int, chunk: Chunk) -> GivenModel:
         if problem := pipeline_problem(built.module, built.layers, built.before, built.after):
             raise InfeasibleSpec(f"pp: {problem}")
         cut(built.module, chunk, built.layers, built.before or (), built.after or ())
-    return GivenModel(built, chunk, no_tensor_parallel)
+    return GivenModel(built, chunk, no_tensor_parallel, head)
 
 
 def loss_of_python(model: PythonModel) -> Loss:

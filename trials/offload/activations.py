@@ -2,7 +2,8 @@
 
 Everything that autograd saves while a layer runs goes to the host, storage by storage, on a queue of its own beside
 the computation, as it is saved. It leaves the device when the next layer is through. In the backward pass a layer's
-tensors come back while the layer after it is at work. So the device holds the tensors of two layers at a time.
+tensors come back, on another queue, while the layer after it is at work. So the device holds the tensors of two layers
+at a time.
 
 Not moved: weights and what the caller holds anyway, small tensors, and the last layer of the model, whose backward
 pass follows at once. Under full recompute a layer saves its input only, so that is what moves.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from trials.models.base import TrainModel
-from trials.offload.host import CopyStream, host_like
+from trials.offload.host import CopyStream, HostMemory, Region, memory_beside
 from trials.operators import leaves_in
 from trials.parallel.shards import stored_part
 from trials.spec import Offload
@@ -41,7 +42,7 @@ def apply_activation_offload(model: TrainModel, offload: Offload, chunk: Chunk, 
     layers = list(model.layers.values())
     if not offload.activations or not layers:
         return meter
-    copies = CopyStream(device)
+    copies = _Copies(device)
     passes = _Passes()
     for number, layer in enumerate(layers):
         call = layer._compiled_call_impl or layer._call_impl
@@ -64,6 +65,14 @@ class OffloadMeter:
         self.num_tensors += 1
 
 
+class _Copies:
+    """The ways out and back of a virtual stage's activations, and the memory at their end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.out, self.back = CopyStream(device), CopyStream(device)
+        self.memory: HostMemory = memory_beside(device)
+
+
 class _Passes:
     """The forward passes of a virtual stage's layers, as far as copies of theirs are under way."""
 
@@ -72,7 +81,7 @@ class _Passes:
         self.arriving: _Pass | None = None
         """The pass that was last sent for."""
 
-    def begin(self, copies: CopyStream, *, is_first: bool) -> _Pass:
+    def begin(self, copies: _Copies, *, is_first: bool) -> _Pass:
         self.settle()
         return _Pass(self, copies, None if is_first else self.last)
 
@@ -92,30 +101,35 @@ class _Passes:
 class _Pass:
     """One forward pass of one layer, and what it saved."""
 
-    def __init__(self, passes: _Passes, copies: CopyStream, before: _Pass | None) -> None:
+    def __init__(self, passes: _Passes, copies: _Copies, before: _Pass | None) -> None:
+        self.memory = copies.memory
         self._passes = passes
         self._copies = copies
         self._before = before
         self._leaving: list[Tensor] = []
         self._moved: list[weakref.ref[_Moved]] = []
-        self._mark: torch.Event | None = None
+        self.out_mark: torch.Event | None = None
+        """When all that was sent so far is on the host."""
+        self._back_mark: torch.Event | None = None
         self._is_back = False
         self._arriving: list[Tensor] = []
 
     def send(self, source: Tensor) -> _Moved:
         """Copy out a storage, given as a flat tensor. It stays until :meth:`let_go`."""
-        held = host_like(source, source.device)
-        self._copies.copy(held, source)
-        self._mark = self._copies.mark()
+        out, region = self._copies.out, self._copies.memory.take(source.nbytes)
+        out.follow()
+        out.follow_mark(region.busy_until)
+        out.copy(region.like(source), source)
+        self.out_mark = out.mark()
         self._leaving.append(source)
-        moved = _Moved(self, held, source.device)
+        moved = _Moved(self, region, source)
         self._moved.append(weakref.ref(moved))
         return moved
 
     def let_go(self) -> None:
         """Give the device's copies up, which the copying must have read by the time their memory is used again."""
         if self._leaving:
-            self._copies.wait_for(self._mark)
+            self._copies.out.wait_for(self.out_mark)
             self._leaving.clear()
 
     def fetch(self) -> None:
@@ -125,17 +139,21 @@ class _Pass:
         self._is_back = True
         self._passes.settle()
         self.let_go()
-        for reference in self._moved:
-            if (moved := reference()) is not None:
-                self._arriving.append(moved.come_back(self._copies))
+        wanted = [moved for reference in self._moved if (moved := reference()) is not None]
+        self._arriving += [moved.room() for moved in wanted]
+        self._copies.back.follow()
+        for moved in wanted:
+            moved.come_back(self._copies.back)
+        self._back_mark = self._copies.back.mark()
+        for moved in wanted:
+            moved.leave_host(self._back_mark)
         self._moved.clear()
-        self._mark = self._copies.mark()
         self._passes.arriving = self
 
     def join(self) -> None:
         """Let the device wait for what was sent for."""
         if self._arriving:
-            self._copies.wait_for(self._mark)
+            self._copies.back.wait_for(self._back_mark)
             self._arriving.clear()
 
     def need(self) -> None:
@@ -150,20 +168,32 @@ class _Pass:
 class _Moved:
     """A storage on the host until the backward pass needs it. It lasts as long as autograd keeps a view of it."""
 
-    __slots__ = ("__weakref__", "_back", "_device", "_held", "_of")
+    __slots__ = ("__weakref__", "_back", "_form", "_of", "_region")
 
-    def __init__(self, of: _Pass, held: Tensor, device: torch.device) -> None:
+    def __init__(self, of: _Pass, region: Region, source: Tensor) -> None:
         self._of = of
-        self._held: Tensor | None = held
-        self._device = device
+        self._region: Region | None = region
+        self._form = (len(source), source.dtype, source.device)
         self._back: Tensor | None = None
 
-    def come_back(self, copies: CopyStream) -> Tensor:
-        assert self._held is not None
-        self._back = torch.empty_like(self._held, device=self._device, pin_memory=False)
-        copies.copy(self._back, self._held)
-        self._held = None
+    def __del__(self) -> None:
+        self.leave_host(self._of.out_mark)
+
+    def room(self) -> Tensor:
+        """Memory on the device, which the device's own queue must be through with before anything is copied there."""
+        length, dtype, device = self._form
+        self._back = torch.empty(length, dtype=dtype, device=device)
         return self._back
+
+    def come_back(self, back: CopyStream) -> None:
+        assert self._region is not None and self._back is not None
+        back.copy(self._back, self._region.like(self._back))
+
+    def leave_host(self, busy_until: torch.Event | None) -> None:
+        """Let the host's memory serve others, from ``busy_until``."""
+        if self._region is not None:
+            self._of.memory.give_back(self._region, busy_until)
+            self._region = None
 
     def tensor(self) -> Tensor:
         """All of the storage, flat, on the device."""
@@ -197,8 +227,11 @@ class _View:
 class _Hooks:
     """Decides what is moved of the tensors that one pass saves."""
 
-    def __init__(self, layer: nn.Module, held: Iterable[Tensor], to: _Pass, meter: OffloadMeter) -> None:
+    def __init__(
+        self, layer: nn.Module, held: Iterable[Tensor], to: _Pass, meter: OffloadMeter, *, is_compiled: bool
+    ) -> None:
         self._layer = layer
+        self._is_compiled = is_compiled
         self._held = {id(stored_part(tensor).untyped_storage()) for tensor in held}
         self._to = to
         self._meter = meter
@@ -225,13 +258,25 @@ class _Hooks:
         self._moved.clear()
 
     def _is_weight(self, part: Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether it is a weight, or autocast's copy of one in the form that matmuls save it in, turned."""
+        """Whether it is a weight, or a copy of one in 16 bits in a form that layers save it in."""
         if self._weights is None:
             # Only now: FSDP gathers weights when the layer is called.
             weights = [stored_part(parameter) for parameter in self._layer.parameters()]
             self._weights = {id(weight.untyped_storage()) for weight in weights}
-            self._casts = {(weight.t().size(), weight.t().stride()) for weight in weights if weight.dim() == 2}
+            self._casts = set(_forms_of_casts(self._layer, is_compiled=self._is_compiled))
         return id(storage) in self._weights or (part.size(), part.stride()) in self._casts
+
+
+def _forms_of_casts(layer: nn.Module, *, is_compiled: bool) -> Iterator[tuple[torch.Size, tuple[int, ...]]]:
+    """Sizes and strides in which copies of weights in 16 bits are saved: of matrices turned, as matmuls save them, and
+    as they are by all but torch's own ``Linear`` in eager mode, whose inputs may have just the size of a weight."""
+    for module in layer.modules():
+        for parameter in module.parameters(recurse=False):
+            weight = stored_part(parameter)
+            if weight.dim() == 2:
+                yield weight.t().size(), weight.t().stride()
+            if weight.dim() >= 2 and (is_compiled or type(module) is not nn.Linear):
+                yield weight.size(), weight.stride()
 
 
 def _whole(part: Tensor) -> Tensor:
@@ -248,7 +293,7 @@ def _run(
     call: Any,
     is_first: bool,
     passes: _Passes,
-    copies: CopyStream,
+    copies: _Copies,
     meter: OffloadMeter,
     *args: Any,
     **kwargs: Any,
@@ -258,7 +303,7 @@ def _run(
         return call(*args, **kwargs)
     begun = passes.begin(copies, is_first=is_first)
     held = [tensor for tensor in leaves_in((args, kwargs), Tensor) if not tensor.requires_grad]
-    hooks = _Hooks(layer, held, begun, meter)
+    hooks = _Hooks(layer, held, begun, meter, is_compiled=call != layer._call_impl)
     with saved_tensors_hooks(hooks.pack, _unpack):
         outputs = call(*args, **kwargs)
     hooks.close()

@@ -3,13 +3,17 @@
 Weights and gradients lie one after the other in flat buckets, in the order in which the backward pass makes gradients.
 Of every bucket each rank updates one slice (Rajbhandari et al., arXiv 1910.02054). So a step sends what an all-reduce
 does: each rank a bucket's bytes once to reduce it and once to gather it, whatever the number of parameters.
+
+Reductions run beside the backward pass, gathers beside the update of other buckets and the next forward pass: each
+layer waits for its own weights (Megatron-LM's ``--overlap-param-gather``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from trials.accelerator.device import current_stream, new_stream, on_stream
 
 # Older releases have them by other names.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -58,7 +64,10 @@ class Peers:
 
 
 class Bucket:
-    """Some parameters and their gradients, each one after the other; the slice this rank updates is a held tensor."""
+    """Some parameters and their gradients, each one after the other; the slice this rank updates is a held tensor.
+
+    It takes memory for values when the parameters move in, for gradients when the first of them comes.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], kind: Kind, peers: Peers) -> None:
         self.parameters = tuple(parameters)
@@ -74,23 +83,28 @@ class Bucket:
         for parameter in parameters:
             self._starts.append(size)
             size += -(-parameter.numel() // align) * align
-        size = -(-size // (align * num_shards)) * align * num_shards
-        device = parameters[0].device
-        # What lies between parameters stays 0, as nothing but sums and averages of zeros is written there.
-        self._values = torch.zeros(size, dtype=kind.dtype, device=device)
-        self._gradients = torch.zeros(size, dtype=kind.dtype, device=device)
-        self._own = slice(size // num_shards * peers.shards.rank(), size // num_shards * (peers.shards.rank() + 1))
+        self._size = -(-size // (align * num_shards)) * align * num_shards
+        share = self._size // num_shards
+        self._own = slice(share * peers.shards.rank(), share * (peers.shards.rank() + 1))
+        self._values: Tensor
+        self._gradients: Tensor
         self._views: list[Tensor] = []
-        self._work: Any = None
+        """Gradients by parameter, once there are any."""
+        self._reducing: Any = None
+        self._gathering: Any = None
         self.num_missing = len(self.parameters)
         """Gradients that have not come in this step's last backward pass."""
 
     @torch.no_grad()
     def bind(self) -> None:
-        """Move the parameters here, in the memory format they have."""
-        self._views = [self._view(self._gradients, i) for i in range(len(self.parameters))]
+        """Move the parameters here, in the memory format they have. Each one's own memory is free at once."""
+        self._values = self._zeros()
         for i, parameter in enumerate(self.parameters):
             parameter.data = self._view(self._values, i).copy_(parameter)
+
+    def _zeros(self) -> Tensor:
+        """Room for all elements. What lies between parameters stays 0: only sums and averages of it are written."""
+        return torch.zeros(self._size, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
 
     def _view(self, flat: Tensor, index: int) -> Tensor:
         parameter = self.parameters[index]
@@ -99,7 +113,14 @@ class Bucket:
         return flat[self._starts[index] :][: parameter.numel()].view(parameter.shape)
 
     def take(self, index: int) -> None:
-        """Move the gradient of parameter ``index`` here, unless it has been added up here already."""
+        """Move the gradient of parameter ``index`` here, unless it has been added up here already.
+
+        The copy reads and writes each element once. To have autograd add to a view of zeros instead would write it
+        twice and read it twice.
+        """
+        if not self._views:
+            self._gradients = self._zeros()
+            self._views = [self._view(self._gradients, i) for i in range(len(self.parameters))]
         parameter, view = self.parameters[index], self._views[index]
         if parameter.grad is None:
             view.zero_()
@@ -112,19 +133,20 @@ class Bucket:
         if self._op == dist.ReduceOp.SUM:
             self._gradients.div_(self._peers.count)
         own = self._gradients[self._own]
-        self._work = _reduce_scatter(own, self._gradients, op=self._op, group=self._peers.shards, async_op=True)
+        self._reducing = _reduce_scatter(own, self._gradients, op=self._op, group=self._peers.shards, async_op=True)
 
     def reduce_replicas(self) -> None:
         """Once that is done, begin to average the slice over its replicas."""
         if self._peers.replicas is not None:
             self.wait()
             own = self._gradients[self._own]
-            self._work = dist.all_reduce(own, op=self._op, group=self._peers.replicas, async_op=True)
+            self._reducing = dist.all_reduce(own, op=self._op, group=self._peers.replicas, async_op=True)
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Wait until the gradients are reduced."""
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing = None
 
     def values(self) -> Tensor:
         return self._values[self._own]
@@ -134,10 +156,12 @@ class Bucket:
 
     def publish(self) -> None:
         own = self._values[self._own]
-        self._work = _all_gather(self._values, own, group=self._peers.shards, async_op=True)
+        self._gathering = _all_gather(self._values, own, group=self._peers.shards, async_op=True)
 
     def settle(self) -> None:
-        self.wait()
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
 
 
 class BucketedReplica(nn.Module):
@@ -147,27 +171,54 @@ class BucketedReplica(nn.Module):
     order of the buckets, on which all ranks agree.
     """
 
-    def __init__(self, model: nn.Module, kinds: dict[nn.Parameter, Kind], peers: Peers, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        kinds: dict[nn.Parameter, Kind],
+        peers: Peers,
+        device: torch.device,
+        units: Iterable[nn.Module] = (),
+    ) -> None:
+        """``units`` are modules whose parameters nobody reads before they are called, outside of compiled graphs: they
+        wait for their weights when they are. All other weights are waited for before the model is called."""
         super().__init__()
         self.module = model
         self.reduces = True
         """Whether the next backward pass is the step's last."""
         self.bucket_bytes_cap = max(BUCKET_BYTES, SLICE_BYTES * peers.shards.size())
         self.buckets = [Bucket(some, kind, peers) for some, kind in _dealt_out(kinds, self.bucket_bytes_cap)]
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._device = device
+        self._stream = new_stream(device)
         self._is_bound = False
         self._num_reduced = 0
         for bucket in self.buckets:
             for i, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(_Arrival(self, bucket, i))  # type: ignore[no-untyped-call]
+        self._needed_first = self._let_wait(units)
+        # Weights of convolutions find their memory format in trial passes, before the first forward pass.
+        if not any(parameter.dim() == 4 for parameter in kinds):
+            self.bind()
+
+    def _let_wait(self, units: Iterable[nn.Module]) -> list[Bucket]:
+        """Have every unit wait for the buckets that it has weights in; those that something else has weights in too."""
+        bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        others = set(bucket_of)
+        for unit in units:
+            held = [parameter for parameter in unit.parameters() if parameter in bucket_of]
+            others -= set(held)
+            call = unit._compiled_call_impl or unit._call_impl
+            own = tuple(dict.fromkeys(bucket_of[parameter] for parameter in held))
+            unit._compiled_call_impl = functools.partial(_call_settled, call, own)
+        return list(dict.fromkeys(bucket_of[parameter] for parameter in others))
 
     def forward(self, *args: Any, **options: Any) -> Any:
         self.bind()
+        _settle(self._needed_first)
         with _as_ddp(self):
             return self.module(*args, **options)
 
     def bind(self) -> None:
-        """Move the parameters into their buckets; at the first forward pass, when their memory format is settled."""
+        """Move the parameters into their buckets, one bucket after the other, if they are not there yet."""
         if not self._is_bound:
             self._is_bound = True
             for bucket in self.buckets:
@@ -191,6 +242,7 @@ class BucketedReplica(nn.Module):
         parameters that were not used, which are 0.
         """
         self.bind()
+        _settle(self.buckets)
         for bucket in self.buckets[self._num_reduced :]:
             for i in range(len(bucket.parameters)):
                 bucket.take(i)
@@ -201,7 +253,7 @@ class BucketedReplica(nn.Module):
             for bucket in self.buckets:
                 bucket.wait()
         if self._stream is not None:
-            torch.accelerator.current_stream().wait_stream(self._stream)
+            self._compute_stream().wait_stream(self._stream)
         for bucket in self.buckets:
             bucket.num_missing = len(bucket.parameters)
         self._num_reduced = 0
@@ -217,12 +269,26 @@ class BucketedReplica(nn.Module):
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
         """A stream for waiting in, so that the one that computes does not wait; the CPU has none."""
-        if self._stream is None:
+        if self._stream is not None:
+            self._stream.wait_stream(self._compute_stream())
+        with on_stream(self._stream):
             yield
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream())
-        with self._stream:
-            yield
+
+    def _compute_stream(self) -> torch.Stream:
+        stream = current_stream(self._device)
+        assert stream is not None
+        return stream
+
+
+def _settle(buckets: Iterable[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.settle()
+
+
+def _call_settled(call: Callable[..., Any], buckets: tuple[Bucket, ...], *args: Any, **options: Any) -> Any:
+    """Call a module once the weights in ``buckets`` are there."""
+    _settle(buckets)
+    return call(*args, **options)
 
 
 class _Arrival:

@@ -114,12 +114,17 @@ class _Finish(torch.autograd.Function):
         return launch(kind, grads[0], size, name), None, None, None, None
 
 
-def launch(kind: CollectiveKind, x: Tensor, size: int, name: str) -> Tensor:
-    """Start a collective; the result must not be read before :func:`wait`."""
+def launch(kind: CollectiveKind, x: Tensor, size: int, name: str, *, is_fresh: bool = False) -> Tensor:
+    """Start a collective; the result must not be read before :func:`wait`.
+
+    Where ``x`` ``is_fresh``, nobody else reads it, and its sum may take its place. Compilers, which know only operators
+    that leave their arguments alone, find that out by themselves.
+    """
     ops: Any = torch.ops._c10d_functional
     out: Tensor
     if kind == "all_reduce":
-        out = ops.all_reduce(x.contiguous(), "sum", name)
+        all_reduce = ops.all_reduce_ if is_fresh and not torch.compiler.is_compiling() else ops.all_reduce
+        out = all_reduce(x.contiguous(), "sum", name)
     elif kind == "all_gather":
         out = ops.all_gather_into_tensor(x.contiguous(), size, name)
     elif kind == "reduce_scatter":

@@ -80,12 +80,25 @@ def apply_buckets(model: TrainModel, mesh: DeviceMesh, layout: Layout, shard_map
             kinds[parameter] = Kind(parameter.dtype, held.num_replicas, held.is_partial)
     replicas = mesh["dp_replicate"].get_group() if layout.dp_replicate > 1 else None
     device = next(iter(kinds)).device
-    return BucketedReplica(model, kinds, Peers(flat_mesh(mesh, SHARD_AXES).get_group(), replicas), device)
+    peers = Peers(flat_mesh(mesh, SHARD_AXES).get_group(), replicas)
+    return BucketedReplica(model, kinds, peers, device, _units(model))
+
+
+def _units(model: TrainModel) -> list[nn.Module]:
+    """Modules that wait for their own weights; none where the model is one graph. Code that is not ours may read a
+    weight wherever it likes."""
+    if model.is_own or model._compiled_call_impl is not None:
+        return []
+    ends = [module for name, module in model.named_children() if name != "layers"]
+    return [*model.layers.values(), *ends]
 
 
 def held_tensors(module: nn.Module, model: TrainModel, shard_map: ShardMap, layout: Layout) -> Sequence[HeldTensor]:
-    """What this rank updates of ``model``, which ``module`` wraps."""
-    return module.buckets if isinstance(module, BucketedReplica) else held_parameters(model, shard_map, layout)
+    """What this rank updates of ``model``, which ``module`` wraps, in the order in which it is updated.
+
+    What the next forward pass needs first is the last to get gradients, so it comes first.
+    """
+    return module.buckets[::-1] if isinstance(module, BucketedReplica) else held_parameters(model, shard_map, layout)
 
 
 def begin_backward(module: nn.Module, *, is_last: bool, each: bool) -> None:

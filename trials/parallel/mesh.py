@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import os
 import sys
 import threading
@@ -23,6 +24,9 @@ SHARD_AXES = ("dp_shard", "cp")
 
 DATA_AXES = ("dp_replicate", *SHARD_AXES)
 """Axes over which gradients are averaged: each rank has the mean loss of its own samples and positions."""
+
+HURRIED_AXES = ("cp", "tp")
+"""Axes whose collectives are meant to run beside kernels that were launched after them, or with them."""
 
 RENDEZVOUS_VARIABLE = "TUNE_CLUSTER_RENDEZVOUS"
 """Environment variable with an ``init_method`` URL (``file:///...`` or ``tcp://host:port``); without it, torchrun's."""
@@ -116,12 +120,34 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     degrees = {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1}
     if not degrees:
         return None
-    mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    mesh = init_device_mesh(
+        device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees), **_group_options(tuple(degrees))
+    )
     if layout.zero_stage > 0:
         flat_mesh(mesh, SHARD_AXES)
     if layout.dp * layout.cp > 1 and (layout.zero_stage <= 1 or layout.shard_embedding):
         flat_mesh(mesh, DATA_AXES)
     return mesh
+
+
+def _group_options(axes: Sequence[str]) -> dict[str, Any]:
+    """What ``init_device_mesh`` is told about the groups of ``axes``: with NCCL, which of them run on streams of high
+    priority. A matmul that is ready at the same time would otherwise take every multiprocessor first, and the
+    collective that it is to hide would begin when it ends. Nothing for other backends, and before torch 2.8, which
+    cannot be told.
+    """
+    hurried = [axis for axis in axes if axis in HURRIED_AXES]
+    takes_options = "backend_override" in inspect.signature(init_device_mesh).parameters
+    if not hurried or not takes_options or dist.get_backend() != "nccl":
+        return {}
+    return {"backend_override": {axis: _hurried_options() for axis in hurried}}
+
+
+def _hurried_options() -> Any:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # A mesh takes the time-out of such options, not the gang's.
+    options._timeout = _collective_timeout()
+    return options
 
 
 def flat_mesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trials.accelerator.device import installed_kind, open_device
-from trials.accelerator.kinds import FAMILIES
+from trials.accelerator.kinds import FAMILIES, DeviceKind
 from trials.codec import from_json, to_json
 from trials.files import write_json
 from trials.outcome import ProgressSink, ignore_progress, probe_report
@@ -76,14 +76,15 @@ def measure(spec: ProbeSpec, identity: RankIdentity, device: torch.device, progr
 def main() -> None:
     """Measure under torchrun; rank 0 reports the rates of all ranks."""
     parser = argparse.ArgumentParser(prog="python -m trials.probe.worker", description="Measure this hardware.")
-    parser.add_argument("--device", choices=list(FAMILIES), default=installed_kind())
+    parser.add_argument("--device", choices=list(FAMILIES), help="what to measure (default: what torch finds)")
     parser.add_argument("--out", type=Path, help="where rank 0 writes the rates as JSON (default: stdout)")
     args = parser.parse_args()
+    kind: DeviceKind = args.device or installed_kind()  # a look at devices that is not taken where the user says which
     identity = RankIdentity.from_env()
-    device = open_device(args.device, identity.local_rank)
+    device = open_device(kind, identity.local_rank)
     everyone: list[Any] = [None] * identity.world_size
     with process_group(identity, device):
-        rates = measure(probe_spec(args.device), identity, device, ignore_progress)
+        rates = measure(probe_spec(kind), identity, device, ignore_progress)
         dist.all_gather_object(everyone, to_json(rates))
     if identity.rank == 0:
         write_json(everyone, args.out)

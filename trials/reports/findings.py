@@ -64,6 +64,9 @@ class GraphReport:
     ranks together."""
     cache_misses: int = 0
     """Graphs that it looked for there and had to compile."""
+    again_s: float | None = None
+    """Seconds that compiling took once more, in fresh processes that found in the cache what these had left there; of
+    a gang, on the slowest rank. None where nobody tried, or the try came to nothing."""
 
     @property
     def cache(self) -> CompileCache | None:
@@ -72,6 +75,16 @@ class GraphReport:
         if not self.cache_hits:
             return "cold" if self.cache_misses else None
         return "mixed" if self.cache_misses else "warm"
+
+    @property
+    def cold_s(self) -> float | None:
+        """Seconds of compilation from nothing; None of a trial for which an earlier one had left something."""
+        return self.compile_s if self.cache == "cold" else None
+
+    @property
+    def warm_s(self) -> float | None:
+        """Seconds of compilation with all in the cache that a trial leaves there: what a restart pays."""
+        return self.compile_s if self.cache == "warm" else self.again_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

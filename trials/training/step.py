@@ -127,7 +127,7 @@ class Trainer:
         scaler.update(finite=finite)
 
     def _is_finite(self, totals: Tensor) -> bool:
-        return bool(torch.isfinite(totals[1]))
+        return bool(torch.isfinite(totals[1]).item())
 
     def _update(self) -> None:
         if self.optimizer is not None:
@@ -136,6 +136,12 @@ class Trainer:
     def _clear_gradients(self) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
+
+    def settle(self) -> None:
+        """Wait for all weights, which after a step may be on their way from other ranks: before reading them, and
+        before the gang ends."""
+        for held in self.gradients.held:
+            held.settle()
 
     def findings(self, num_steps: int) -> Findings:
         """What this rank found out over the last ``num_steps`` steps."""

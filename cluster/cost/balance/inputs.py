@@ -82,7 +82,7 @@ def problem_of(
     """
     layout = candidate.layout
     layers = layout.stage_layers if layout.pp > 1 else ((workload.num_layers,),)
-    on_cpu = cluster.accelerator.name == "cpu"
+    on_cpu = cluster.accelerator.is_core
     variants = [
         inputs_of([(workload, replace(candidate, recompute=policy.of_all(layers)))], cluster) for policy in policies
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from cluster.cost.coefficients import Coefficients
@@ -21,6 +23,12 @@ TILE = 128 * 256
 section 3)."""
 NUM_UNITS = 128
 """Units of a device, between the 108 multiprocessors of an A100 and the 148 of a B200."""
+CORE_TILE = 64 * 64
+"""Elements of a matmul's result that a processor's core works out at a time: a block that fits its nearest caches
+(Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication)."""
+CORE_SHARE = 0.1
+"""What short products and few keys cost a core relative to an accelerator's unit: its pipelines are that much shorter.
+By order of magnitude, some ten instructions in flight against hundreds of cycles to fill shared memory."""
 HALF_SEQUENCE = 1000.0
 """Keys of a rank at which fused attention is half as efficient as with many: causal forward and backward passes on an
 A100 rise that way from 512 to 16,384 tokens (Dao, arXiv 2307.08691, figure 5)."""
@@ -35,7 +43,7 @@ REFERENCE_HEAD = 128.0
 
 
 def matmul_flops_per_s(
-    k: Coefficients, *, peak: Array, base: Array, rows: Array, columns: Array, depth: Array
+    k: Coefficients, *, peak: Array, base: Array, rows: Array, columns: Array, depth: Array, on_cores: Array | bool
 ) -> Array:
     """FLOPs per second that matmuls reach, shape (n,).
 
@@ -48,8 +56,9 @@ def matmul_flops_per_s(
         rows: rows of the result.
         columns: columns of the result.
         depth: length of the products that are added up for each element.
+        on_cores: 1 where the device is a processor's core: one unit of small tiles.
     """
-    return np.asarray(_large_flops_per_s(k, peak, base) / _slowness(k, rows, columns, depth))
+    return np.asarray(_large_flops_per_s(k, peak, base) / _slowness(k, rows, columns, depth, on_cores))
 
 
 def _large_flops_per_s(k: Coefficients, peak: Array, base: Array) -> Array:
@@ -58,10 +67,11 @@ def _large_flops_per_s(k: Coefficients, peak: Array, base: Array) -> Array:
     return np.asarray(sustained * k["matmul_efficiency"] * (base / REFERENCE_PEAK_FLOPS_PER_S) ** -k["peak_exponent"])
 
 
-def _slowness(k: Coefficients, rows: Array, columns: Array, depth: Array) -> Array:
+def _slowness(k: Coefficients, rows: Array, columns: Array, depth: Array, on_cores: Array | bool) -> Array:
     """How much longer a matmul takes per FLOP than a large one."""
-    per_wave = TILE * NUM_UNITS * k["half_waves"]
-    return np.asarray((1 + per_wave / (rows * columns)) * (1 + k["half_depth"] / depth))
+    per_wave = np.where(np.asarray(on_cores) > 0, CORE_TILE, TILE * NUM_UNITS) * k["half_waves"]
+    half_depth = np.where(np.asarray(on_cores) > 0, CORE_SHARE, 1.0) * k["half_depth"]
+    return np.asarray((1 + per_wave / (rows * columns)) * (1 + half_depth / depth))
 
 
 def layer_flops_per_s(x: CostInputs, work: Work, k: Coefficients) -> Array:
@@ -70,7 +80,7 @@ def layer_flops_per_s(x: CostInputs, work: Work, k: Coefficients) -> Array:
     inner = np.maximum(1.0, (x.ffn * (1 - x.expert_share) + x.shared_ffn * x.expert_share) / x.tp)
     rows = work.tokens / x.num_copies
     shapes = ((width + 2 * kv_width, x.hidden), (x.hidden, width), ((1 + x.gated) * inner, x.hidden), (x.hidden, inner))
-    slowed = sum(n * d * _slowness(k, rows, n, d) for n, d in shapes) / sum(n * d for n, d in shapes)
+    slowed = sum(n * d * _slowness(k, rows, n, d, x.on_cores) for n, d in shapes) / sum(n * d for n, d in shapes)
     return np.asarray(_large_flops_per_s(k, x.peak_flops_per_s, x.base_flops_per_s) / slowed)
 
 
@@ -83,7 +93,8 @@ def attention_flops_per_s(x: CostInputs, k: Coefficients, rate: Array) -> Array:
     """
     keys = x.seq_length / np.where(x.cp_method == CP_METHODS.index("ring"), x.cp, 1.0)
     by_head = x.head_dim / (x.head_dim + HALF_HEAD) * (1 + HALF_HEAD / REFERENCE_HEAD)
-    fused = keys / (keys + HALF_SEQUENCE) * by_head * np.where(x.aged_attention > 0, AGED_SHARE, 1.0)
+    half = np.where(x.on_cores > 0, CORE_SHARE, 1.0) * HALF_SEQUENCE
+    fused = keys / (keys + half) * by_head * np.where(x.aged_attention > 0, AGED_SHARE, 1.0)
     plain = 1 / np.where(x.head_dim % 8 > 0, k["misaligned_cost"], 1.0)
     return np.asarray(rate * k["attention_efficiency"] * np.where(x.flash > 0, fused, plain))
 
@@ -115,8 +126,9 @@ def expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     """Seconds of the matmuls of a layer's routed experts, forward: each multiplies the rows that were sent to it."""
     peak, base, rows = x.peak_flops_per_s, x.base_flops_per_s, rows_per_expert(x, work.tokens)
     width = np.maximum(x.expert_ffn, 1.0) / x.tp
-    into = matmul_flops_per_s(k, peak=peak, base=base, rows=rows, columns=(1 + x.gated) * width, depth=x.hidden)
-    out = matmul_flops_per_s(k, peak=peak, base=base, rows=rows, columns=x.hidden, depth=width)
+    flops_per_s = functools.partial(matmul_flops_per_s, k, peak=peak, base=base, rows=rows, on_cores=x.on_cores)
+    into = flops_per_s(columns=(1 + x.gated) * width, depth=x.hidden)
+    out = flops_per_s(columns=x.hidden, depth=width)
     rate = (2 + x.gated) / ((1 + x.gated) / into + 1 / out) * k["expert_efficiency"]
     return np.asarray(work.expert_flops / rate)
 
@@ -138,7 +150,8 @@ def head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     peak = np.where(x.casts_operands > 0, x.base_flops_per_s, x.peak_flops_per_s)
     rows = work.tokens / x.loss_chunks
     columns = x.vocab / x.tp
-    rate = matmul_flops_per_s(k, peak=peak, base=x.base_flops_per_s, rows=rows, columns=columns, depth=x.hidden)
+    flops_per_s = functools.partial(matmul_flops_per_s, k, peak=peak, base=x.base_flops_per_s, on_cores=x.on_cores)
+    rate = flops_per_s(rows=rows, columns=columns, depth=x.hidden)
     rate = rate / np.where((x.tp == 1) & (x.vocab % 8 > 0), k["misaligned_cost"], 1.0)
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
     matmuls = 3 - (1 - x.trained_share) + (x.loss_chunks > 1)

@@ -1,7 +1,8 @@
 """Seconds of one optimiser step, as named terms that sum to it.
 
 A layer's pass costs the device FLOPs / (peak x efficiency) + bytes / bandwidth, and the host a fixed launch time;
-whichever is longer counts (rounded where both are alike). Collectives cost latency + bytes / bandwidth. The pipeline
+whichever is longer counts (rounded where both are alike); on a processor's cores, which launch what they compute, both
+count. Collectives cost latency + bytes / bandwidth. The pipeline
 (``pipeline.py``) turns the stages' times into that of the step.
 """
 
@@ -118,7 +119,8 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
     }
     terms["host_copies"] = host_copy_seconds(x, work, k, forward, backward)
     device = terms["forward"] + terms["backward"] + terms["recompute"] + terms["tensor_parallel"]
-    terms["launch"] = rounded_max(device, layers * passes * host[:, None]) - device
+    launched = layers * passes * host[:, None]
+    terms["launch"] = np.where(x.on_cores[:, None] > 0, launched, rounded_max(device, launched) - device)
     return StageTimes(terms)
 
 

@@ -249,7 +249,7 @@ def kind_of_device(accelerator: Accelerator | None) -> Kind:
     """Which of an effect's distributions counts; for an unknown device that of accelerators."""
     if accelerator is None:
         return "accelerator"
-    if accelerator.name == "cpu":
+    if accelerator.is_core:
         return "cpu"
     low, full = accelerator.peak("bfloat16") or accelerator.peak("float16"), accelerator.peak("float32")
     return "accelerator_without_units" if low and full and low < HAS_UNITS * full else "accelerator"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
 from cluster.hardware.listing.tools import ListedDevice, ask, bus_id_of, whole_number
@@ -19,6 +19,9 @@ _FORMAT = "--format=csv,noheader,nounits"
 _GPU = re.compile(r"^GPU (\d+):")
 _SLICE = re.compile(r"^\s+MIG (?P<profile>\S+)\s+Device\s+(?P<number>\d+): \(UUID: (?P<uuid>MIG-[^)\s]+)\)")
 _GIGABYTES = re.compile(r"(\d+)gb")
+_DIVIDED = "it is divided (MIG), and its slices are used only where CUDA_VISIBLE_DEVICES names them"
+_BARE = "it is in MIG mode without slices: create some with nvidia-smi mig, or end the mode with nvidia-smi -mig 0"
+_LOST = "Unable to determine the device handle"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +31,20 @@ class _Gpu:
 
 
 def devices() -> list[ListedDevice]:
-    """Whole GPUs; where all are divided, their slices.
+    """Whole GPUs; where there is none to use, the slices of those that are divided. A GPU of no use says why.
 
     Raises:
         DeviceQueryError: nvidia-smi fails.
     """
     gpus = list(_gpus())
+    divided = {gpu.device.name: gpu.device for gpu in gpus if gpu.is_divided}
     whole = [gpu.device for gpu in gpus if not gpu.is_divided]
-    if whole or not gpus:
-        return whole
-    return list(_slices({gpu.device.name: gpu.device for gpu in gpus}))
+    if any(not gpu.trouble for gpu in whole):
+        return [*whole, *(replace(gpu, trouble=_DIVIDED) for gpu in divided.values())]
+    parts = list(_slices(divided)) if divided else []
+    divided_up = {part.gpu_uuid for part in parts}
+    bare = [replace(gpu, trouble=_BARE) for gpu in divided.values() if gpu.uuid not in divided_up]
+    return [*whole, *parts, *bare]
 
 
 def slices() -> list[ListedDevice]:
@@ -72,18 +79,28 @@ def is_persistent() -> bool | None:
 
 def _gpus() -> Iterator[_Gpu]:
     for row in _rows(ask(TOOL, f"--query-gpu={','.join(_COLUMNS)}", _FORMAT)):
-        if len(row) != len(_COLUMNS) or (total := whole_number(row[3])) is None:
+        if row[0].startswith(_LOST):
+            yield _Gpu(ListedDevice(name="?", model="GPU", memory_bytes=0, trouble=" ".join(row)), is_divided=False)
+        if len(row) != len(_COLUMNS):
             continue
-        used = whole_number(row[4])
+        total, used = whole_number(row[3]), whole_number(row[4])
         device = ListedDevice(
             name=row[0],
-            model=row[2],
-            memory_bytes=total << 20,
+            model="GPU" if row[2].startswith("[") else row[2],
+            memory_bytes=(total or 0) << 20,
             used_bytes=None if used is None else used << 20,
             uuid=row[1],
             bus_id=bus_id_of(row[5]),
+            trouble=_trouble(row[3]) if total is None else "",
         )
-        yield _Gpu(device, is_divided=row[6] == "Enabled")
+        yield _Gpu(device, is_divided=total is not None and row[6] == "Enabled")
+
+
+def _trouble(told: str) -> str:
+    """What a GPU without a figure of its memory lacks; ``told`` stands in the figure's place."""
+    if "N/A" in told or "Not Supported" in told:
+        return f"nvidia-smi shows no memory of its own ({told}), as of GPUs that share their host's"
+    return f"nvidia-smi says {told}"
 
 
 def _slices(gpus: dict[str, ListedDevice]) -> Iterator[ListedDevice]:
@@ -103,6 +120,7 @@ def _slices(gpus: dict[str, ListedDevice]) -> Iterator[ListedDevice]:
                 uuid=found["uuid"],
                 bus_id=gpu.bus_id,
                 is_slice=True,
+                gpu_uuid=gpu.uuid,
             )
 
 

@@ -38,6 +38,10 @@ class ListedDevice:
     """Address on the PCI bus as sysfs writes it, ``0000:c1:00.0``."""
     is_slice: bool = False
     """Whether it is a part of a GPU (MIG) rather than a whole one."""
+    gpu_uuid: str = ""
+    """UUID of the GPU that a slice is a part of; empty for a whole one."""
+    trouble: str = ""
+    """Why no rank can use it; empty where one can."""
 
 
 def is_installed(tool: str) -> bool:

@@ -1,7 +1,8 @@
 """A rank's Flight Recorder, torch's ring of the latest collectives: reads it, and tells it from a thread on request.
 
 While the main thread waits in C for a collective or a device it does not hold the interpreter, so that another thread
-can answer. torch tells JSON; what leaves the rank is a summary of bounded size (:class:`FlightRecord`).
+can answer; where C code holds it, nobody does. torch tells JSON; what leaves the rank is a summary of bounded size
+(:class:`FlightRecord`).
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _active(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The operations that have not ended.
 
     NCCL records operations that it sends off together one by one and then as a whole, all under one number; only the
-    whole is told when it ends.
+    whole is told when it begins and ends.
     """
     found: list[Mapping[str, Any]] = []
     whole: Mapping[str, Any] | None = None
@@ -152,8 +153,9 @@ def _active(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         if str(entry["profiling_name"]).endswith(_TOGETHER):
             whole = entry
         is_part = whole is not None and entry is not whole and _number(entry) == _number(whole, like=entry)
-        if not _has_ended(whole if is_part and whole is not None else entry):
-            found.append(entry)
+        told = whole if is_part and whole is not None else entry
+        if not _has_ended(told):
+            found.append({**entry, "state": told.get("state")})
     return found
 
 

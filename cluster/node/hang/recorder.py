@@ -1,8 +1,9 @@
-"""The warden's side of the Flight Recorder: asks ranks for their records, and gets those that the rank cannot tell.
+"""The warden's side of the Flight Recorder: asks ranks for their records.
 
-The first way is the rank's own thread (:mod:`cluster.node.hang.flight`). It is silent where C code holds the
-interpreter, and in programs of the user's own there is none. For those NCCL has a named pipe, which a thread of C++
-looks at about once a second: its dump is a pickle, and is read by an unpickler that knows no class.
+Ranks of ours have a thread that tells it (:mod:`cluster.node.hang.flight`). Programs of the user's own have none; for
+them NCCL has a named pipe, which a thread of C++ looks at about once a second: its dump is a pickle, and is read by an
+unpickler that knows no class. Both need the interpreter, NCCL to name the Python frames in its dump: where C code
+holds it there is no record, and the stack alone tells.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from trials.codec import CodecError, from_json
 
 ANSWER_S = 2.0
 """How long a rank's thread may take to answer: it has to get at the interpreter."""
-PIPE_S = 3.0
-"""How long NCCL's thread may take to notice and to write."""
+PIPE_S = 10.0
+"""How long NCCL's thread may take to notice and to write. A process's first dump takes 1.5 s of CPU time to name frames
+(torch 2.13)."""
 POLL_S = 0.02
 MAX_BYTES = 32 << 20
 """A dump that is larger is not read."""
@@ -56,24 +58,40 @@ class RecordedRank:
 
 
 DUMP_PREFIX = "nccl-flight-rank"
+_BUFFERS = (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), ("TORCH_HCCL_TRACE_BUFFER_SIZE",))
+_FILES = (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), ("TORCH_HCCL_DEBUG_INFO_TEMP_FILE",))
+_PIPES = (("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",), ("TORCH_HCCL_DEBUG_INFO_PIPE_FILE",))
+"""Variables of NCCL's recorder and of HCCL's, each with the names that versions of torch have for it."""
 
 
 def recorder_env(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables by which torch keeps and dumps records in ``folder``, as far as ``environment`` does not say otherwise.
 
-    Names differ between versions of torch. The pipe is left out where the file system has none: NCCL would refuse to
-    start.
+    torch reads the names of one variable in an order of its own, and versions know different ones: a value that the
+    environment has under one name is given under all, so that ours never goes over it. The pipe is left out where the
+    file system has none: NCCL would refuse to start.
     """
     prefix = str(folder / DUMP_PREFIX)
-    wanted = {
-        "TORCH_FR_BUFFER_SIZE": str(BUFFER_SIZE),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(BUFFER_SIZE),
-        "TORCH_FR_DUMP_TEMP_FILE": prefix,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
-    }
+    wanted = {**dict.fromkeys(_BUFFERS, str(BUFFER_SIZE)), **dict.fromkeys(_FILES, prefix)}
     if _has_pipes(folder):
-        wanted["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = prefix
-    return {name: value for name, value in wanted.items() if name not in environment}
+        wanted |= dict.fromkeys(_PIPES, prefix)
+    found = {}
+    for names, ours in wanted.items():
+        value = next((environment[name] for name in names if name in environment), ours)
+        found.update({name: value for name in names if name not in environment})
+    return found
+
+
+def listening(folder: Path) -> list[int]:
+    """The ranks on this host that listen on a pipe in ``folder``, in order; nodes may share the folder."""
+    found = []
+    for path in folder.glob(f"{DUMP_PREFIX}*.pipe"):
+        number = path.name.removeprefix(DUMP_PREFIX).removesuffix(".pipe")
+        if number.isdigit():
+            with contextlib.suppress(OSError):
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                found.append(int(number))
+    return sorted(found)
 
 
 def _has_pipes(folder: Path) -> bool:
@@ -89,8 +107,8 @@ def _has_pipes(folder: Path) -> bool:
 def records(ranks: Sequence[RecordedRank]) -> dict[int, FlightRecord]:
     """The records of those ranks that give one. Takes up to :data:`ANSWER_S` and :data:`PIPE_S`."""
     found = _collected([rank for rank in ranks if _ask(rank)], _answer, ANSWER_S)
-    silent = [rank for rank in ranks if rank.rank not in found and _ask_nccl(rank)]
-    return {**found, **_collected(silent, _dumped, PIPE_S)}
+    without_thread = [rank for rank in ranks if rank.asking < 0 and _ask_nccl(rank)]
+    return {**found, **_collected(without_thread, _dumped, PIPE_S)}
 
 
 def _ask(rank: RecordedRank) -> bool:

@@ -1,27 +1,27 @@
 """Sees where ranks stand that make no progress, and how far they are in their collectives.
 
-The fork server has faulthandler dump them into the
-rank's log on SIGUSR1, which works even while C code holds the interpreter. Programs of the user's own would be ended by
-that signal: it goes to those processes of theirs only in which our hook has said that it may.
+The fork server has faulthandler dump their stacks into the slot's log on SIGUSR1, which works even while C code holds
+the interpreter. Programs of the user's own would be ended by that signal: it goes to those processes of theirs only in
+which our hook has said that it may.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import linecache
 import os
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from cluster.gang.sights import Blame, FlightRecord, RankSight
-from cluster.node.hang.recorder import RecordedRank, records
-from cluster.processes import catches, descendants, process_info
+from cluster.node.hang.hanging import HangingSlot
+from cluster.node.hang.recorder import records
+from cluster.processes import catches, process_info
 from trials.accelerator.kinds import DeviceKind
 from trials.secrets import redact
 
@@ -29,12 +29,17 @@ DUMP_SIGNAL = signal.SIGUSR1
 DUMP_S = 0.3
 """How long stacks take to be written."""
 TAIL_LINES = 20
-REPORT_BYTES = 1 << 20
-"""How far into a report file is looked for what our hook says when it is loaded."""
+Stack = tuple[str, ...]
+"""The lines of faulthandler's dump of one thread, innermost frame first."""
 _HEADER = "(most recent call first):"
 _TORCH = re.compile(r".*/torch(?:_npu)?/(?P<part>.*)$")
-_WAITING_CALL = re.compile(r"\.(?:item|tolist|cpu|numpy|synchronize|wait|wait_stream|elapsed_time)\(|\.to\([\"']cpu")
-"""Calls that return when the device has done its work."""
+_WAITING_CALL = re.compile(
+    r"\.(?:item|tolist|cpu|numpy|synchronize|wait|wait_stream|elapsed_time)\(|\.to\([\"']cpu"
+    r"|\b(?:bool|float|int|nonzero|argwhere|masked_select|unique|equal|allclose)\("
+    r"|^\s*(?:if|elif|while|assert)\b.*\b(?:torch\.|(?:all|any)\()"
+    r"|\w\[[^\]]*[<>!=]=?[^\]]*\]"
+)
+"""Code that goes on when the device has done its work: what reads a value, branches on one, or picks by a mask."""
 _WAITS = ("synchronize", "wait", "wait_event", "elapsed_time")
 """Functions of torch's that do so."""
 _HOST_WORK = ("utils/data/", "_dynamo/", "_inductor/", "multiprocessing/", "serialization.py")
@@ -49,62 +54,46 @@ _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankLook:
-    """What one rank was doing."""
+class SlotLook:
+    """What the ranks of one slot were doing."""
 
-    sight: RankSight
+    sights: tuple[RankSight, ...]
     tail: tuple[str, ...]
-    """The log's last lines and the innermost frames of the main thread."""
+    """The log's last lines and the innermost frames of a main thread, one that waits for no peer where there is any."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HangingRank:
-    """A rank to look at."""
+def examine(slots: Sequence[HangingSlot]) -> dict[int, SlotLook]:
+    """Look at hanging slots, by their number: at the stacks of their ranks and at their records, where they have any.
 
-    pid: int
-    log: Path
-    device: DeviceKind
-    progress: tuple[int, int]
-    """Phase and step that it has reported, as numbers."""
-    recorded: RecordedRank
-    reports: Path | None = None
-    """Folder in which a program of the user's own, and our hook in it, report; None where it runs a model of ours."""
-
-    @property
-    def trained_by(self) -> list[int]:
-        """The processes that train, the rank itself or those of its program."""
-        return [self.pid] if self.reports is None else descendants(self.pid)
-
-    @property
-    def telling(self) -> list[int]:
-        """Those of them that write their stacks when they are asked."""
-        if self.reports is None:
-            return [self.pid]
-        registered = _registered(self.reports)
-        return [pid for pid in self.trained_by if pid in registered and catches(pid, DUMP_SIGNAL)]
-
-
-def examine(ranks: Sequence[HangingRank]) -> dict[int, RankLook]:
-    """Look at hanging ranks, by their number: at their stacks and at their records, where they have any.
-
-    Takes :data:`DUMP_S` where all give their records, and some seconds where one does not.
+    Takes :data:`DUMP_S` for the ranks that one slot has, at the same time in all slots, and then no time where all give
+    their records, some seconds where one does not.
     """
-    before = [_Before.of(rank.log) for rank in ranks]
-    for pid in [pid for rank in ranks for pid in rank.telling]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, DUMP_SIGNAL)
-    asked_s = time.monotonic()
-    found = records([rank.recorded for rank in ranks])
-    time.sleep(max(0.0, DUMP_S - (time.monotonic() - asked_s)))
-    return {
-        rank.recorded.rank: _look(rank, log, found.get(rank.recorded.rank))
-        for rank, log in zip(ranks, before, strict=True)
-    }
+    before = {slot.rank: _Before.of(slot.log) for slot in slots}
+    ranks = {slot.rank: slot.ranks() for slot in slots}
+    stacks = _stacks(slots, ranks)
+    found = records([slot.recorded(rank) for slot in slots for rank in ranks[slot.rank]])
+    return {slot.rank: _look(slot, before[slot.rank], ranks[slot.rank], stacks[slot.rank], found) for slot in slots}
+
+
+def _stacks(slots: Sequence[HangingSlot], ranks: Mapping[int, dict[int, list[int]]]) -> dict[int, dict[int, Stack]]:
+    """Stacks of main threads by slot and rank. Ranks of one slot write to one log: they are asked one by one."""
+    waiting = {slot.rank: sorted(slot.telling(ranks[slot.rank]).items()) for slot in slots}
+    found: dict[int, dict[int, Stack]] = {slot.rank: {} for slot in slots}
+    while any(waiting.values()):
+        asked = [(slot, *waiting[slot.rank].pop(0), _Before.of(slot.log).size) for slot in slots if waiting[slot.rank]]
+        for _, _, pid, _ in asked:
+            if catches(pid, DUMP_SIGNAL):  # it would end others
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, DUMP_SIGNAL)
+        time.sleep(DUMP_S)
+        for slot, rank, _, size in asked:
+            found[slot.rank][rank] = main_thread(_read(slot.log, size))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """A rank's log before it was asked for stacks."""
+    """A slot's log before its ranks were asked for stacks."""
 
     size: int
     silent_s: float
@@ -119,32 +108,31 @@ class _Before:
         return cls(status.st_size, max(0.0, time.time() - status.st_mtime))
 
 
-def _registered(reports: Path) -> set[int]:
-    """Pids of the processes in which our hook has the stacks written on :data:`DUMP_SIGNAL`, by what they reported."""
-    found = set()
-    for path in reports.glob("rank*.jsonl"):
-        for text in _read(path, 0, REPORT_BYTES).splitlines():
-            if '"stack_signal"' in text:
-                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                    told = json.loads(text)
-                    found |= {int(told["pid"])} if told["stack_signal"] is True else set()
-    return found
+def _look(
+    slot: HangingSlot,
+    log: _Before,
+    ranks: Mapping[int, list[int]],
+    stacks: Mapping[int, Stack],
+    found: Mapping[int, FlightRecord],
+) -> SlotLook:
+    sights = []
+    for rank, pids in sorted(ranks.items()):
+        blame, where = judge(stacks.get(rank, ()), slot.device)
+        states = [info.state for pid in pids if (info := process_info(pid)) is not None]
+        if any(state in ("T", "t") for state in states):
+            blame, where = Blame.STOPPED, "it was stopped by a signal"
+        elif slot.reports is not None and not stacks.get(rank):
+            where = f"its program had printed nothing for {log.silent_s:.0f} s"
+        sights.append(
+            RankSight(rank=rank, stack=_WORDS[blame], where=where, progress=slot.progress, record=found.get(rank))
+        )
+    shown = min((sight for sight in sights if stacks.get(sight.rank)), key=lambda sight: sight.blame, default=None)
+    stack = () if shown is None else stacks[shown.rank]
+    before = tuple(redact(_read(slot.log, max(0, log.size - 4096), log.size)).splitlines()[-TAIL_LINES // 4 :])
+    return SlotLook(sights=tuple(sights), tail=(*before, *stack)[:TAIL_LINES])
 
 
-def _look(rank: HangingRank, log: _Before, record: FlightRecord | None) -> RankLook:
-    stack = main_thread(_read(rank.log, log.size))
-    before = tuple(redact(_read(rank.log, max(0, log.size - 4096), log.size)).splitlines()[-TAIL_LINES // 4 :])
-    states = [info.state for pid in rank.trained_by if (info := process_info(pid)) is not None]
-    blame, where = judge(stack, rank.device)
-    if any(state in ("T", "t") for state in states):
-        blame, where = Blame.STOPPED, "it was stopped by a signal"
-    elif rank.reports is not None and not stack:
-        where = f"its program had printed nothing for {log.silent_s:.0f} s"
-    sight = RankSight(stack=_WORDS[blame], where=where, progress=rank.progress, record=record)
-    return RankLook(sight=sight, tail=(*before, *stack)[:TAIL_LINES])
-
-
-def main_thread(dump: str) -> tuple[str, ...]:
+def main_thread(dump: str) -> Stack:
     """The lines of faulthandler's dump that are about the main thread, which comes last; innermost frame first."""
     lines = dump.splitlines()
     headers = [number for number, text in enumerate(lines) if text.endswith(_HEADER)]

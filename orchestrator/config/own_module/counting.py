@@ -32,6 +32,9 @@ class CountedSection(Section):
     has_batch_norm: bool = Field(default=False, description="Whether it normalises over the samples of a micro-batch.")
     no_pipeline: str | None = Field(default=None, description="Why a pipeline cannot split it; null: it can.")
     no_tensor_parallel: str | None = Field(default=None, description="Why tp cannot split it; null: it can.")
+    head: str | None = Field(
+        default=None, description="Module that makes a decoder's logits, and can make its loss; null: there is none."
+    )
     shape: dict[str, float] | None = Field(
         default=None, description="Dimensions of the decoder like it, by which its time is predicted; null: none."
     )

@@ -15,6 +15,7 @@ from trials.dryrun.estimate import (
     COMMUNICATOR_BYTES,
     CUDA_CONTEXT_BYTES,
     FRAGMENTATION,
+    HOST_FRAGMENTATION,
     DryRunEstimate,
     num_communicators,
 )
@@ -73,10 +74,13 @@ class DryRunEstimates:
 
     def _host_problem(self, candidate: Candidate, estimate: DryRunEstimate) -> str | None:
         num_ranks = min(self.ranks_per_node, candidate.layout.world_size)
-        if self.host_limit_bytes is None or estimate.host_bytes * num_ranks <= self.host_limit_bytes:
+        needed = round(estimate.host_bytes * (1.0 + HOST_FRAGMENTATION))
+        if self.host_limit_bytes is None or needed * num_ranks <= self.host_limit_bytes:
             return None
-        each, limit = num_bytes(estimate.host_bytes), num_bytes(self.host_limit_bytes)
-        return f"predicted {each} of host memory on each of {num_ranks} ranks of a node exceed its {limit}"
+        each, limit = num_bytes(needed), num_bytes(self.host_limit_bytes)
+        return (
+            f"predicted {each} of host memory, with margin, on each of {num_ranks} ranks of a node exceed its {limit}"
+        )
 
     def _device_problem(self, candidate: Candidate, estimate: DryRunEstimate) -> str | None:
         if self.limit_bytes is None:

@@ -137,7 +137,7 @@ class Predictor:
         workload = predicted_workload(workload)
         self.cluster = cluster
         self.objective = objective or Objective()
-        self.on_cpu = cluster.accelerator.name == "cpu"
+        self.on_cpu = cluster.accelerator.is_core
         try:
             self.inputs = _inputs(workload, self.candidates, self.earlier, cluster, estimates or {})
         except NotImplementedError as error:

@@ -95,6 +95,21 @@ def test_precision_levels() -> None:
     assert (x.weight_bytes + x.gradient_bytes + x.optimizer_bytes == 16).all()
 
 
+def test_sums_over_tp_hide_where_the_backward_pass_can_be_taken_apart() -> None:
+    local, zbv = Layout(tp=2, tp_engine="local"), {"schedule": "zbv", "num_virtual_stages": 2}
+    layouts = [local, Layout(tp=2), Layout(tp=2, tp_engine="local", pp=2, stage_layers=((8, 8), (8, 8)), **zbv)]  # type: ignore[arg-type]
+    candidates = [Candidate(layout=layout, precision=BF16) for layout in layouts]
+    candidates.append(Candidate(layout=local, precision=Precision(level="O1-fp8", dtype="bfloat16")))
+    x = inputs_of([(WORKLOAD, candidate) for candidate in candidates], CLUSTER)
+    assert x.hides_sums.tolist() == [1, 0, 0, 0]
+
+
+def test_chunks_add_up_gradients_of_the_head_in_fp32() -> None:
+    candidates = [Candidate(precision=BF16, kernels=Kernels(loss_chunks=chunks)) for chunks in (1, 4)]
+    x = inputs_of([(WORKLOAD, candidate) for candidate in candidates], CLUSTER)
+    assert x.head_sums_bytes.tolist() == [0, 4]
+
+
 def test_other_models_are_refused() -> None:
     other = Workload(model=LinearModel(), data=RandomData(), seq_length=1, global_batch_size=8)
     with pytest.raises(NotImplementedError, match="linear"):

@@ -28,6 +28,22 @@ def test_the_hosts_own_word_goes_before_a_default():
     assert {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG"}.isdisjoint(found)
 
 
+def test_a_default_gives_way_to_its_other_names():
+    """torch would read ours, and not the older name that the host has."""
+    found = default_env("cuda", 1, None, host={"NCCL_ENABLE_TIMING": "0", "TORCH_FR_DUMP_ON_TIMEOUT": "0"})
+    assert {"TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DUMP_ON_TIMEOUT"}.isdisjoint(found)
+    assert default_env("rocm", 1, None, host={})["TORCH_NCCL_ENABLE_TIMING"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "connect", "execute"), [(30, "120", "68"), (4000, "4000", "4000"), (20000, "7200", "17340")]
+)
+def test_hccl_gives_up_after_the_gangs_deadlines_as_far_as_it_lets_itself_be_told(patience_s, connect, execute):
+    found = default_env("npu", 1, None, host={}, patience_s=patience_s)
+    assert (found["HCCL_CONNECT_TIMEOUT"], found["HCCL_EXEC_TIMEOUT"]) == (connect, execute)
+    assert "HCCL_EXEC_TIMEOUT" not in default_env("cuda", 1, None, host={})
+
+
 def test_every_default_is_documented_with_its_why():
     text = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
@@ -37,7 +53,8 @@ def test_every_default_is_documented_with_its_why():
 
 def test_defaults_that_others_set_are_what_these_set():
     elsewhere = {default.name: default.value for default in DEFAULTS if not default.is_set_here}
-    assert elsewhere == {"TORCH_FR_BUFFER_SIZE": str(BUFFER_SIZE), "PYTORCH_CUDA_ALLOC_CONF": DEFAULT_SETTINGS}
+    buffers = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_HCCL_TRACE_BUFFER_SIZE"), str(BUFFER_SIZE))
+    assert elsewhere == {**buffers, "PYTORCH_CUDA_ALLOC_CONF": DEFAULT_SETTINGS}
     assert elsewhere.keys().isdisjoint(default_env("cuda", 1, None, host={}))
 
 

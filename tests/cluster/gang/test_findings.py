@@ -68,6 +68,14 @@ def test_the_rest_comes_from_the_first_rank_that_has_it():
     assert merge_findings([Findings()] * 2) == Findings()
 
 
+def test_a_second_compilation_took_as_long_as_on_the_slowest_rank_and_counts_only_where_all_told():
+    def merged(*seconds):
+        graphs = [GraphReport(num_graphs=1, num_recompilations=0, compile_s=9.0, again_s=s) for s in seconds]
+        return merge_findings([Findings(graph=graph) for graph in graphs]).graph.again_s
+
+    assert (merged(1.0, 2.0), merged(2.0, None), merged(None, None)) == (2.0, None, None)
+
+
 def test_a_measurement_carries_the_gangs_findings_whatever_the_order():
     results = [
         success(rank, [1.0 + rank], samples_per_step=4, findings=Findings(recompute=(effect("a", 10 - rank),)))

@@ -8,6 +8,7 @@ from cluster.hardware import discovery
 from cluster.hardware.discovery import DeviceError, discover_node
 from cluster.node.device_memory import DeviceUse, device_uses
 from tests.cluster.hardware import vendors
+from trials.accelerator.kinds import FAMILIES
 
 MIB = 1 << 20
 
@@ -15,6 +16,7 @@ MIB = 1 << 20
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     """Makes this host one with these tools, and with drivers only where a test says so."""
+    discovery._tell.cache_clear()
     for kind, source in list(discovery._MAKERS.items()):
         monkeypatch.setitem(discovery._MAKERS, kind, replace(source, driver_files=()))
     return lambda **programs: vendors.install(tmp_path, monkeypatch, **programs)
@@ -44,6 +46,7 @@ def test_slices_are_devices_of_their_own_with_their_own_memory(host):
     node = discover_node()
     assert node.device_name == "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
     assert [one.name for one in node.handles] == ["MIG-aaaa", "MIG-bbbb", "MIG-cccc"]
+    assert [one.gpu_uuid for one in node.handles] == ["GPU-0000", "GPU-0000", "GPU-1111"]
     assert [one.memory_bytes for one in node.handles] == [40448 * MIB, 40448 * MIB, 40 * 10**9]
     assert node.device_memory_bytes == 40 * 10**9, "what the name of the profile promises where no figure is printed"
     uses = device_uses("cuda", node.handles)
@@ -73,9 +76,14 @@ def test_slices_that_differ_are_refused(host):
         ),
         ({"amd_smi": vendors.plain(vendors.AMD)}, ("rocm", 1, "AMD Instinct MI300X", 196592 * MIB), ["0000:0c:00.0"]),
         (
-            {"xpu_smi": vendors.plain(vendors.INTEL)},
-            ("xpu", 1, "Intel(R) Data Center GPU Max 1550", 137438953472),
-            ["0000:29:00.0"],
+            {"xpu_smi": vendors.intel(tiles=1)},
+            ("xpu", 2, "Intel(R) Data Center GPU Max 1550", 137438953472),
+            ["0000:29:00.0", "0000:3a:00.0"],
+        ),
+        (
+            {"xpu_smi": vendors.intel(tiles=2)},
+            ("xpu", 4, "Intel(R) Data Center GPU Max 1550", 137438953472 // 2),
+            ["0000:29:00.0", "0000:29:00.0", "0000:3a:00.0", "0000:3a:00.0"],
         ),
         (
             {"npu_smi": vendors.ASCEND},
@@ -88,7 +96,7 @@ def test_slices_that_differ_are_refused(host):
             ["0000:9d:00.0", "0000:9f:00.0"],
         ),
     ],
-    ids=["rocm", "amd", "xpu", "npu", "npu-two-chips"],
+    ids=["rocm", "amd", "xpu", "xpu-two-tiles", "npu", "npu-two-chips"],
 )
 def test_other_makers_devices_are_found_under_auto(host, programs, expected, names):
     host(**programs)
@@ -108,6 +116,93 @@ def test_devices_that_hip_would_count_otherwise_are_refused(host, monkeypatch):
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
     with pytest.raises(DeviceError, match=r"ROCR_VISIBLE_DEVICES=1 numbers .* unset it, .* HIP_VISIBLE_DEVICES"):
         discover_node()
+
+
+def test_tiles_are_numbered_as_ranks_are_told_to_see_them(host, monkeypatch):
+    """A mask that numbers cards would give a rank other tiles than were listed, or tiles of one card for two cards."""
+    host(xpu_smi=vendors.intel(tiles=2))
+    assert FAMILIES["xpu"].order_variables == {"ZE_FLAT_DEVICE_HIERARCHY": "FLAT"}
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "1,2")
+    assert [(one.name, one.bus_id) for one in discover_node().handles] == [("1", "0000:29:00.0"), ("2", "0000:3a:00.0")]
+    assert device_uses("xpu", discover_node().handles) == [], "memory in use is told of whole cards"
+    monkeypatch.setenv("ZE_FLAT_DEVICE_HIERARCHY", "COMPOSITE")
+    with pytest.raises(DeviceError, match=r"ZE_AFFINITY_MASK=1,2 numbers cards under .*=COMPOSITE.*unset the latter"):
+        discover_node()
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "")
+    assert discover_node().num_devices == 4, "an empty mask hides nothing"
+
+
+def test_a_limit_in_cudas_variable_holds_for_hip_too(host, monkeypatch):
+    host(rocm_smi=vendors.plain(vendors.ROCM))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [one.name for one in discover_node().handles] == ["1"]
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
+    assert [one.name for one in discover_node().handles] == ["0"], "HIP's own comes first"
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(DeviceError, match=r"lists 0, 1, of which CUDA_VISIBLE_DEVICES=7 names none"):
+        discover_node(device="rocm")
+
+
+GONE = "Unable to determine the device handle for GPU0000:9A:00.0: Unknown Error"
+DIVIDED = {"mode": "Enabled", "other": "Enabled"}
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        (vendors.nvidia(rows=vendors.UNIFIED), r"0 \(NVIDIA GB10\) is of no use: .*no memory of its own \(\[N/A\]\)"),
+        (vendors.nvidia(**DIVIDED, has_slices=False), r"0 \(.*MIG mode without slices.*; 1 \(.*without slices"),
+        (vendors.nvidia(rows=vendors.RESET), r"1 \(GPU\) is of no use: nvidia-smi says"),
+        (vendors.nvidia(rows=GONE), r"\? \(GPU\) is of no use: Unable to determine"),
+    ],
+    ids=["unified", "undivided", "reset", "gone"],
+)
+def test_gpus_that_cannot_be_used_are_never_traded_for_cores(host, monkeypatch, tool, words):
+    host(nvidia_smi=tool)
+    with pytest.raises(DeviceError, match=f"kind cuda that cannot be used: {words}.*device: cpu"):
+        discover_node()
+    with pytest.raises(DeviceError, match=f"device: cuda, but {words}"):
+        discover_node(device="cuda")
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert discover_node().device_kind == "cpu"
+
+
+def test_a_driver_whose_tool_lists_nothing_is_no_host_of_cores(host, monkeypatch, tmp_path, caplog):
+    host(nvidia_smi=vendors.nvidia(rows="No devices were found"))
+    assert discover_node().device_kind == "cpu"
+    assert "nvidia-smi lists no device here" in caplog.text, "without its driver: said, no more"
+    source = replace(discovery._MAKERS["cuda"], driver_files=(str(tmp_path),))
+    monkeypatch.setitem(discovery._MAKERS, "cuda", source)
+    with pytest.raises(DeviceError, match=r"nvidia-smi lists no device here.*device: cpu"):
+        discover_node()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert discover_node().device_kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("tool", "names", "words"),
+    [
+        (
+            vendors.nvidia(rows=f"{vendors.NVIDIA_ROWS.splitlines()[0]}\n{vendors.RESET}"),
+            ["0"],
+            "1 GPU(s) used, for 1 (GPU) is of no use: nvidia-smi says [GPU requires reset]",
+        ),
+        (vendors.nvidia("Enabled"), ["1"], "0 (NVIDIA H100 80GB HBM3) is of no use: it is divided (MIG)"),
+    ],
+    ids=["reset", "divided"],
+)
+def test_a_gpu_that_is_left_out_is_told(host, monkeypatch, caplog, tool, names, words):
+    host(nvidia_smi=tool)
+    assert [one.name for one in discover_node().handles] == names
+    discover_node()
+    assert caplog.text.count(words) == 1
+    with pytest.raises(DeviceError, match=r"devices_per_node is 2, but this host has 1 GPU\(s\), for . .* of no use"):
+        discover_node(num_devices=2)
+    caplog.clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names[0])
+    assert discover_node().num_devices == 1 and not caplog.text, "the others are not asked for"
 
 
 def test_an_idle_npu_shows_memory_in_use_and_one_that_is_used_more(host):

@@ -3,16 +3,14 @@
 NVIDIA = r"""#!/bin/sh
 case "$*" in
 --query-gpu=index,*) cat <<'ROWS'
-0, GPU-0000, NVIDIA H100 80GB HBM3, 81559, 4, 00000000:17:00.0, {mode}
-1, GPU-1111, NVIDIA H100 80GB HBM3, 81559, 1, 00000000:9A:00.0, {other}
+{rows}
 ROWS
 ;;
 -L) cat <<'LIST'
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0000)
-  MIG 3g.40gb     Device  0: (UUID: MIG-aaaa)
-  MIG 3g.40gb     Device  1: (UUID: MIG-bbbb)
+{first_slices}
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1111)
-  MIG {profile}     Device  0: (UUID: MIG-cccc)
+{second_slices}
 LIST
 ;;
 "-q -x") cat <<'XML'
@@ -66,16 +64,26 @@ JSON
 esac
 """
 
+NVIDIA_ROWS = """\
+0, GPU-0000, NVIDIA H100 80GB HBM3, 81559, 4, 00000000:17:00.0, {mode}
+1, GPU-1111, NVIDIA H100 80GB HBM3, 81559, 1, 00000000:9A:00.0, {other}"""
+RESET = "1" + ", [GPU requires reset]" * 6
+"""What nvidia-smi prints of a GPU that has fallen out of use."""
+UNIFIED = "0, GPU-2222, NVIDIA GB10, [N/A], [N/A], 0000000F:01:00.0, [N/A]"
+"""What it prints of one without memory of its own."""
+
 INTEL = r"""#!/bin/sh
 case "$*" in
 "discovery -j") cat <<'JSON'
 {{"device_list": [{{"device_id": 0, "device_name": "Intel(R) Data Center GPU Max 1550",
-  "pci_bdf_address": "0000:29:00.0", "uuid": "00000000-0000-0029-0000-002f0bd58086"}}]}}
+  "pci_bdf_address": "0000:29:00.0", "uuid": "00000000-0000-0029-0000-002f0bd58086"}},
+ {{"device_id": 1, "device_name": "Intel(R) Data Center GPU Max 1550",
+  "pci_bdf_address": "0000:3a:00.0", "uuid": "00000000-0000-003a-0000-002f0bd58086"}}]}}
 JSON
 ;;
-"discovery -d 0 -j") cat <<'JSON'
-{{"device_id": 0, "device_name": "Intel(R) Data Center GPU Max 1550", "memory_physical_size_byte": "137438953472",
-  "memory_free_size_byte": "137195683840"}}
+"discovery -d "*) cat <<'JSON'
+{{"device_name": "Intel(R) Data Center GPU Max 1550", "memory_physical_size_byte": "137438953472",
+  "memory_free_size_byte": "137195683840", "number_of_tiles": "{tiles}"}}
 JSON
 ;;
 esac
@@ -117,7 +125,14 @@ cat <<'TABLE'
 TABLE
 """
 
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ZE_FLAT_DEVICE_HIERARCHY",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
 
 
 def install(folder, monkeypatch, **programs):
@@ -131,8 +146,21 @@ def install(folder, monkeypatch, **programs):
         monkeypatch.delenv(variable, raising=False)
 
 
-def nvidia(mode="Disabled", other="Disabled", profile="3g.40gb"):
-    return NVIDIA.format(mode=mode, other=other, profile=profile)
+def nvidia(mode="Disabled", other="Disabled", profile="3g.40gb", *, rows=NVIDIA_ROWS, has_slices=True):
+    """nvidia-smi of a host with two GPUs, or with these rows; whether those in MIG mode have slices."""
+    return NVIDIA.format(
+        rows=rows.format(mode=mode, other=other),
+        first_slices=_slices("3g.40gb", "MIG-aaaa", "MIG-bbbb") if has_slices else "",
+        second_slices=_slices(profile, "MIG-cccc") if has_slices else "",
+    )
+
+
+def _slices(profile, *uuids):
+    return "\n".join(f"  MIG {profile}     Device  {i}: (UUID: {uuid})" for i, uuid in enumerate(uuids))
+
+
+def intel(tiles=2):
+    return INTEL.format(tiles=tiles)
 
 
 def plain(text):

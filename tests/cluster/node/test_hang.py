@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from cluster.base import Deadlines
 from cluster.gang.sights import Blame, FlightRecord
 from cluster.node.forked import tail_of
 from cluster.node.hang import flight
-from cluster.node.hang.recorder import RecordedRank, recorder_env, records, unpickled
+from cluster.node.hang.recorder import RecordedRank, listening, recorder_env, records, unpickled
 from cluster.node.hang.stacks import judge
 from tests.cluster.gangs import living, run
 from trials.outcome import TimedOut
@@ -32,6 +33,14 @@ def frame(file, number, function):
         ("    loss = losses.tolist()", Blame.WAITING),
         ("    end.synchronize()", Blame.WAITING),
         ("    host = grads.to('cpu')", Blame.WAITING),
+        ("    finite = bool(torch.isfinite(norm))", Blame.WAITING),
+        ("    print(step, float(loss))", Blame.WAITING),
+        ("    count = int(mask.sum())", Blame.WAITING),
+        ("    places = torch.nonzero(mask)", Blame.WAITING),
+        ("    kept = losses[losses > 0]", Blame.WAITING),
+        ("    while not done.all():", Blame.WAITING),
+        ("    losses[names['a']] = time.time()", Blame.ELSEWHERE),
+        ("    checkpoint(bools(kept))", Blame.ELSEWHERE),
         ("    time.sleep(600)", Blame.ELSEWHERE),
         ("    batch = next(batches)", Blame.ELSEWHERE),
     ],
@@ -125,27 +134,72 @@ def test_a_dump_cannot_run_code():
 def test_a_rank_that_cannot_answer_is_asked_through_the_pipe_of_nccl(tmp_path, alone):
     """A thread stands in for NCCL's: it makes the pipe that the environment names, and dumps when a byte comes."""
     environment = recorder_env(tmp_path, {})
-    assert environment["TORCH_FR_BUFFER_SIZE"] == "2000"
-    assert "TORCH_FR_BUFFER_SIZE" not in recorder_env(tmp_path, {"TORCH_FR_BUFFER_SIZE": "9"})
     rank = RecordedRank(rank=3, folder=tmp_path, asking=-1)
     assert records([rank]) == {}, "there is no pipe"
     pipe = f"{environment['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}3.pipe"
     os.mkfifo(pipe)
-    listening = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
     def dump():
-        while not _read(listening):
+        while not _read(reading):
             pass
         rank.dump.write_bytes(torch._C._distributed_c10d._dump_fr_trace())
 
     thread = threading.Thread(target=dump)
     thread.start()
+    assert listening(tmp_path) == [3]
     found = records([rank])
     thread.join()
-    os.close(listening)
+    os.close(reading)
+    assert listening(tmp_path) == [], "a pipe that nobody reads is of another host, or of the dead"
     assert environment["TORCH_FR_DUMP_TEMP_FILE"] + "3" == str(rank.dump)
     assert isinstance(found[3], FlightRecord)
     assert [place.entered for place in found[3].places] == [2]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({}, {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"}, {"TORCH_FR_BUFFER_SIZE": "20000"}),
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}),
+        ({"TORCH_FR_DUMP_TEMP_FILE": "/mine"}, {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"}),
+        ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"}, {"TORCH_FR_DUMP_TEMP_FILE": "/mine"}),
+    ],
+)
+def test_a_variable_of_the_users_is_theirs_under_all_of_its_names(tmp_path, theirs, ours):
+    found = recorder_env(tmp_path, theirs)
+    assert {name: found.get(name) for name in ours} == ours
+    assert found.keys().isdisjoint(theirs)
+    assert found["TORCH_HCCL_TRACE_BUFFER_SIZE"] == "2000", "another recorder"
+
+
+SIZE = """
+import torch, torch.distributed as dist, json
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(5):
+    dist.all_reduce(torch.ones(1))
+print(len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]))
+"""
+
+
+@pytest.mark.slow
+def test_torch_obeys_the_users_number_of_operations_under_its_older_name(tmp_path):
+    theirs = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "3"}
+    environment = {**os.environ, **theirs, **recorder_env(tmp_path, theirs)}
+    ran = subprocess.run([sys.executable, "-c", SIZE], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "3"
+
+
+def test_where_c_code_holds_the_interpreter_only_a_rank_without_a_thread_is_asked_twice(tmp_path):
+    """NCCL names the Python frames in what it dumps, for which it needs the interpreter as well."""
+    asked, asking = os.pipe()
+    os.mkfifo(tmp_path / "nccl-flight-rank0.pipe")
+    reading = os.open(tmp_path / "nccl-flight-rank0.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert records([RecordedRank(rank=0, folder=tmp_path, asking=asking)]) == {}
+    assert (os.read(asked, 9), os.read(reading, 9)) == (b"?", b"")
+    for descriptor in (asked, asking, reading):
+        os.close(descriptor)
 
 
 def _read(pipe):

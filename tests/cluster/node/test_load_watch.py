@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.hardware.topology import DeviceHandle
 from cluster.node import cpu_load
 from cluster.node.load_watch import LoadWatch, most_used, parse_samples, with_devices
 from trials.reports.disturbance import FOREIGN_CPU_LIMIT, Disturbance, most_disturbed
@@ -20,6 +21,10 @@ CLOCKS = """\
 0, GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01, 0x0000000000000004, 1740, 1980, 63, 12000
 1, GPU-5d0c9b12-03c7-51ab-8f0e-9a7be3d4c102, 0x00000000000"""
 """What ``nvidia-smi -l`` has written when it is killed: two GPUs with figures, one without, the last line cut off."""
+
+
+def called(*names):
+    return [DeviceHandle(name=name) for name in names]
 
 
 @pytest.fixture
@@ -35,9 +40,11 @@ def test_what_descends_from_the_owner_is_no_foreign_load():
     """However busy the host is: from the first process all others descend but the kernel's own threads."""
     before = cpu_load.look()
     time.sleep(cpu_load.MIN_WINDOW_S)
-    found = cpu_load.disturbance("n", before, cpu_load.look(), owner=1)
+    after = cpu_load.look()
+    found = cpu_load.disturbance("n", before, after, owner=1)
     assert found.foreign_cpu is not None and found.foreign_cpu < 2 * FOREIGN_CPU_LIMIT
-    assert not found.foreign_processes
+    kernel = {one.name for one in after.processes.values() if one.parent_pid == 2}
+    assert {name.rpartition(" ")[0] for name in found.foreign_processes} <= kernel
 
 
 def test_a_busy_process_of_somebody_else_is_found_and_named(burner):
@@ -73,27 +80,38 @@ def test_a_window_too_short_to_count_in_says_nothing(tmp_path):
 
 def test_throttling_clocks_and_heat_are_read_from_what_nvidia_smi_prints():
     assert [one.throttle_mask for one in parse_samples(CLOCKS)] == [4, 64, None, 4]
-    quiet = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, "", ("0", "2"), ())
+    quiet = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, "", called("0", "2"), ())
     assert (quiet.throttled_by, quiet.highest_temperature_c, quiet.is_disturbing) == ((), 63.0, False)
     assert quiet.lowest_clock == pytest.approx(1740 / 1980), "a power cap lowers it, and is normal"
-    hot = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, "", ("GPU-5d0c",), ())
+    hot = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, "", called("GPU-5d0c"), ())
     assert (hot.throttled_by, hot.highest_temperature_c, hot.is_disturbing) == (("hw_thermal",), 88.0, True)
-    nothing = with_devices(Disturbance(node="n", seconds=9.0), "", "", ("0",), ())
+    nothing = with_devices(Disturbance(node="n", seconds=9.0), "", "", called("0"), ())
     assert nothing == Disturbance(node="n", seconds=9.0), "nvidia-smi said nothing: unknown, and no error"
 
 
 def test_the_most_memory_in_use_on_devices_is_kept():
     samples = parse_samples(CLOCKS)
-    assert (most_used(samples, ("0", "1")), most_used(samples, ("GPU-5d0c",))) == (12000 << 20, 20 << 20)
-    assert most_used(samples, ("2",)) == 0, "not told"
+    assert (most_used(samples, called("0", "1")), most_used(samples, called("GPU-5d0c"))) == (12000 << 20, 20 << 20)
+    assert most_used(samples, called("2")) == 0, "not told"
 
 
 def test_processes_of_others_on_the_devices_are_told_from_the_gangs_own():
     uuid, mine, other, hidden = CLOCKS.split(", ")[1], os.getpid(), os.getppid(), 4194305
     told = "".join(f"{uuid}, {pid}\n" for pid in (mine, other, hidden, "[N/A]"))
-    found = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, told, ("0",), {mine})
+    found = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, told, called("0"), {mine})
     assert found.foreign_on_devices == (f"pid {other} on GPU 0",), "a pid that means nothing here is nobody's"
-    assert not with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, told, ("1",), {mine}).foreign_on_devices
+    assert not with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, told, called("1"), {mine}).foreign_on_devices
+
+
+def test_of_a_slice_clocks_and_heat_are_its_gpus_but_not_memory_or_processes():
+    """nvidia-smi tells of whole GPUs; in the other slices of one somebody else may compute, as in another machine."""
+    uuid = CLOCKS.split("\n")[1].split(", ")[1]
+    part = [DeviceHandle(name="MIG-cccc", uuid="MIG-cccc", gpu_uuid=uuid)]
+    found = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, f"{uuid}, {os.getppid()}\n", part, ())
+    assert (found.throttled_by, found.highest_temperature_c) == (("hw_thermal",), 88.0)
+    assert found.lowest_clock == pytest.approx(1245 / 1980)
+    assert not found.foreign_on_devices
+    assert most_used(parse_samples(CLOCKS), part) == 0
 
 
 def test_of_many_nodes_the_most_disturbed_are_kept():

@@ -67,7 +67,7 @@ def log_rate_interval(prior, peak, rate):
     """Mean and standard deviation of the log rate predicted for matrices of the rate's size."""
 
     def predict(k):
-        return _log_matmul_rates([(peak, rate)], k)
+        return _log_matmul_rates([(peak, rate)], catalogue()["cpu"], k)
 
     slope = derivatives(predict, prior.coefficients)
     return float(predict(prior.coefficients)[0]), math.sqrt((slope @ prior.covariance @ slope.T).item())

@@ -70,11 +70,11 @@ def test_what_is_offloaded_counts_against_the_nodes_memory() -> None:
     estimate = DryRunEstimate(stages=(dataclasses.replace(_stage(500), host_bytes=300),))
     two, four = (Candidate(layout=Layout(dp_replicate=number)) for number in (2, 4))
     judged: dict[str, Any] = {"by_candidate": {two: estimate, four: estimate}, "limit_bytes": 600}
-    rule = DryRunEstimates(**judged, host_limit_bytes=1000, ranks_per_node=8).rule(Candidate())
+    rule = DryRunEstimates(**judged, host_limit_bytes=1250, ranks_per_node=8).rule(Candidate())
     case = Case(workload=load_sweep(QUICKSTART).to_workload(), candidate=two)
     assert rule.check(case) is None
     words = rule.check(dataclasses.replace(case, candidate=four))
-    assert words == "predicted 300 B of host memory on each of 4 ranks of a node exceed its 1000 B"
+    assert words == "predicted 330 B of host memory, with margin, on each of 4 ranks of a node exceed its 1 KiB"
     on_cpu = DryRunEstimates(**judged, devices_are_host=True)
     assert on_cpu.needed_bytes(two) == on_cpu.by_candidate[two].needed_bytes(FRAGMENTATION, 0) + 300
 

@@ -69,6 +69,18 @@ def test_device_hours_are_those_of_the_trials_the_budget_allows(big, tmp_path):
     assert more["forecast"]["device_hours"] > 1.5 * forecast["device_hours"]
 
 
+def test_a_compiled_trial_starts_twice(tmp_path):
+    """Once more from the cache that it left warm."""
+    hours = {}
+    for compile_ in ("off", "block"):
+        sweep = {**SWEEP, "baseline": {**SWEEP["baseline"], "compile": compile_}, "budget": {"max_trials": 1}}
+        sweep["space"] = {name: values for name, values in SWEEP["space"].items() if name != "compile"}
+        sweep["space"]["compile"] = [compile_]
+        found = plan(tmp_path, sweep, "--cluster", "h100-1000x8", "--json")["forecast"]
+        hours[compile_] = found["device_hours"] - 20 * 32 * found["baseline"]["step_time_s"] / 3600
+    assert hours["block"] == pytest.approx(2 * hours["off"])
+
+
 def test_why_names_every_rule_an_illegal_candidate_breaks(tmp_path):
     options = ("--cluster", "h100-1000x8", "--json")
     why = plan(tmp_path, SWEEP, *options, "--why", "{tp: 16, dp_shard: 1, micro_batch_size: 3}")["why"]

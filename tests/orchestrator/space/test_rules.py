@@ -263,6 +263,21 @@ def test_knowing_the_hardware_only_adds_reasons(candidate, workload, nodes):
 
 
 @pytest.mark.parametrize(
+    ("device", "is_slice"),
+    [
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", True),
+        ("NVIDIA A100-SXM4-40GB MIG 1c.3g.20gb", True),
+        ("NVIDIA H100 80GB HBM3", False),
+    ],
+)
+def test_slices_take_one_rank_each(device, is_slice):
+    where = topology(4, kind="cuda", name=device)
+    assert "slices-alone" not in broken(Candidate(), where=where)
+    for layout in (Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3), Layout(tp=2), Layout(pp=2), Layout(cp=2)):
+        assert ("slices-alone" in broken(Candidate(layout=layout), where=where)) == is_slice
+
+
+@pytest.mark.parametrize(
     ("kind", "device", "refused"),
     [
         ("cuda", "NVIDIA H200", set()),

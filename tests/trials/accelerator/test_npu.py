@@ -45,6 +45,11 @@ def test_a_trial_runs_on_the_device_as_on_cores(tmp_path):
     assert ["set_per_process_memory_fraction", (32 - 4) / 64, "npu:0"] in calls, "what others hold is not ours"
     assert {"Event", "stream", "wait_stream", "record_stream", "reset_peak_memory_stats"} <= set(names)
     assert report.peak_allocated_bytes > 0
+    assert report.device_memory is not None
+    assert (report.device_memory.total_bytes, report.device_memory.settings) == (64 << 30, "")
+    assert report.device_memory.outside_bytes <= 4 << 30
+    assert names.count("set_per_process_memory_fraction") == 2, "again when communicators have been made"
+    assert report.findings.devices == (), "NVML knows no NPU"
     assert report.breakdown.backward_s > 0
 
 

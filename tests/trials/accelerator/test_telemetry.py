@@ -7,17 +7,20 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pynvml
 import pytest
+import torch
 
+from trials.accelerator import device, telemetry
 from trials.accelerator.telemetry import HealthSample, HealthWatch, sample
 from trials.reports.devices import DeviceHealth, device_health, most_noteworthy, with_throttling
-from trials.reports.disturbance import Disturbance
+from trials.reports.disturbance import THROTTLED_BY, Disturbance, reasons_in
 
 UUID = "GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01"
+SLICE = "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"
 THERMAL, POWER_CAP = 0x20, 0x04
 
 
@@ -34,20 +37,28 @@ class Driver(ModuleType):
         super().__init__("pynvml")
         self.num_looks = 0
         self.is_open = False
-        self.asked = threading.Event()
+        self.opened, self.asked = threading.Event(), threading.Event()
 
     def nvmlInit(self) -> None:
         self.is_open = True
+        self.opened.set()
 
     def nvmlShutdown(self) -> None:
         self.is_open = False
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid != UUID:
+        if uuid not in (UUID, SLICE):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return "handle" if uuid == UUID else "slice"
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: str) -> str:
+        if handle != "slice":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return "handle"
 
-    def nvmlDeviceGetClockInfo(self, _handle: str, kind: int) -> int:
+    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
+        if handle != "handle":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         assert self.is_open
         self.num_looks += kind == self.NVML_CLOCK_SM
         self.asked.set()
@@ -107,6 +118,48 @@ def test_a_device_that_got_hot_is_told_with_its_figures(driver: Driver) -> None:
         corrected_errors=1,
         uncorrected_errors=0,
     )
+
+
+def test_a_slice_has_the_clocks_of_its_gpu(driver: Driver) -> None:
+    (found,) = device_health(0, watched(SLICE, driver, period_s=60.0))
+    assert (found.num_samples, found.lowest_sm_clock_mhz, found.throttled_by) == (2, 1200, ("sw_thermal",))
+
+
+@pytest.mark.parametrize(
+    ("visible", "name", "index", "expected"),
+    [
+        (None, "NVIDIA H100 80GB HBM3", 0, f"GPU-{UUID[4:]}"),
+        ("1,0", "NVIDIA H100 80GB HBM3", 1, f"GPU-{UUID[4:]}"),
+        (SLICE, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0, SLICE),
+        (f"{SLICE}-other, {SLICE}", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 1, SLICE),
+        (None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0, f"MIG-{UUID[4:]}"),
+    ],
+)
+def test_a_slice_is_called_as_nvml_calls_it(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, name: str, index: int, expected: str
+) -> None:
+    """torch gives the digits alone; with the prefix of whole GPUs NVML would know no such device, and tell nothing."""
+    module = SimpleNamespace(
+        get_device_properties=lambda _: SimpleNamespace(uuid=UUID[4:]), get_device_name=lambda _: name
+    )
+    monkeypatch.setattr(device, "module_of", lambda _: module)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device.device_uuid(torch.device("cuda", index)) == expected
+
+
+def test_reasons_for_lowered_clocks_are_nvmls_bits() -> None:
+    bits = {
+        "hw_slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
+        "sw_thermal": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
+        "hw_thermal": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        "hw_power_brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+    }
+    assert bits == THROTTLED_BY
+    assert telemetry.POWER_CAP == POWER_CAP == pynvml.nvmlClocksThrottleReasonSwPowerCap
+    normal = pynvml.nvmlClocksThrottleReasonAll & ~sum(THROTTLED_BY.values())
+    assert reasons_in(normal) == () and reasons_in(pynvml.nvmlClocksThrottleReasonAll) == tuple(THROTTLED_BY)
 
 
 def test_nobody_waits_for_a_driver_that_does_not_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

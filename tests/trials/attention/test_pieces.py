@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trials.attention.kernels import attend, attend_backward
-from trials.attention.pieces import Back, Merged, Parts, add_part, packed, unpacked
+from trials.attention.pieces import Back, Merged, Parts, add_part, packed, plus_packed
 from trials.dryrun.fake import fake_process_group
 from trials.parallel.collectives import Group
 from trials.parallel.context.gathered import GatheredAttention
@@ -55,7 +55,11 @@ def test_parts_of_the_keys_add_up(kernel: Any, dtype: torch.dtype, tolerance: fl
     all_k, all_v = (torch.cat(wide[i::2], dim=2) for i in (1, 2))
     wanted = F.scaled_dot_product_attention(wide[0], all_k, all_v, attn_mask=visible, enable_gqa=True)
     wanted.backward(grad.double())
-    found = [merged.out, of_q, of_own_k, of_own_v, *unpacked(sums[0]), *unpacked(sums[1])]
+    none = torch.zeros(1, dtype=dtype)
+    of_others = (
+        plus_packed(none.expand_as(k), none.expand_as(k), one) for k, one in zip((seen_k, late_k), sums, strict=True)
+    )
+    found = [merged.out, of_q, of_own_k, of_own_v, *next(of_others), *next(of_others)]
     for one, other in zip(found, [wanted.detach(), *(t.grad for t in wide)], strict=True):
         assert other is not None
         assert (one.double() - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))
@@ -98,3 +102,61 @@ def test_nothing_is_larger_than_the_keys_and_values_held(function: Any, held: in
             out = function.apply(q, k, v, Parts("flash", repeats=False), group)
             functools.reduce(torch.add, out.unbind(1)).sum().backward()
     assert largest.num_elements == max(held * 2 * k.numel(), q.numel())
+
+
+class Launches(TorchDispatchMode):
+    """Collectives started and awaited, and attention, in order; and whether that reads what was received itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.reads_received: list[bool] = []
+        self._received: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional":
+            self.names.append(NAMES[name])
+            self._received.add(result.untyped_storage().data_ptr())
+        elif "flash_attention" in name:
+            self.names.append("attend")
+            keys, values = args[2:4] if name.endswith("backward") else args[1:3]
+            places = {one.untyped_storage().data_ptr() for one in (keys, values)}
+            self.reads_received.append(places <= self._received)
+        return result
+
+
+NAMES = {
+    "all_gather_into_tensor": "gather",
+    "reduce_scatter_tensor": "scatter",
+    "all_to_all_single": "turn",
+    "wait_tensor": "wait",
+}
+GATHERED = ["gather", "attend", "wait", "attend", "attend"]
+TURN = ["wait", "turn", "attend"]
+RING_FORWARD = ["turn", "attend", *TURN, *TURN, "wait", "attend"]
+RING_BACKWARD = ["turn", "attend", *TURN, "turn", *TURN, "wait", "turn", "wait", "attend", "wait", "turn", "wait"]
+
+
+@pytest.mark.parametrize(
+    ("function", "forward", "backward"),
+    [(GatheredAttention, GATHERED, [*GATHERED, "scatter", "wait"]), (RingAttention, RING_FORWARD, RING_BACKWARD)],
+)
+def test_keys_and_values_travel_while_others_are_attended_to(
+    function: Any, forward: list[str], backward: list[str]
+) -> None:
+    """The gather, or the next turn of the ring, is started before attention to what is here, and awaited after it, in
+    both passes; round the ring, sums of gradients too travel while the next keys are attended to. Attention reads keys
+    and values where they arrived, of several ranks as of one."""
+    rank = CP - 2
+    with fake_process_group(rank, CP):
+        group = Group(name=torch.distributed.group.WORLD.group_name, size=CP, rank=rank)  # type: ignore[union-attr]
+        q, k, v = (torch.randn(1, heads, 64, 8, requires_grad=True) for heads in (2, 2, 2))
+        with Launches() as launches:
+            out = function.apply(q, k, v, Parts("flash", repeats=False), group)
+        with Launches() as back:
+            out.sum().backward()
+    assert launches.names == forward and back.names == backward
+    for one in (launches, back):
+        assert one.reads_received == [False, *[True] * (one.names.count("attend") - 1)], "the first are its own"

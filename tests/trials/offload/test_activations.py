@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.dryrun.cases import FAMILIES
 from benchmarks.dryrun.gang import measured_peaks
+from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials.dryrun.__main__ import run_children
 from trials.dryrun.records import DryRunRequest, RankRun
@@ -18,7 +21,18 @@ from trials.dryrun.simulate import simulate
 from trials.failure import InfeasibleSpec
 from trials.legality.rules import check
 from trials.models.llama import next_token_loss
-from trials.spec import Kernels, Offload, Precision, Recompute, SelectiveRecompute, TrialSpec
+from trials.parallel.mesh import build_mesh
+from trials.spec import (
+    ImageFolderData,
+    Kernels,
+    Layout,
+    Offload,
+    Precision,
+    Recompute,
+    ResNetModel,
+    SelectiveRecompute,
+    TrialSpec,
+)
 from trials.training.build import ModelPart, parallelize
 
 CPU = torch.device("cpu")
@@ -48,14 +62,50 @@ def test_all_layers_but_the_last_move_what_they_keep_and_train_the_same() -> Non
     assert rest == 0 and per_layer >= tokens * 4 * (5 * hidden + 2 * 16 + 3 * ffn)
 
 
-def test_weights_stay_where_they_are() -> None:
+SHORT = dataclasses.replace(
+    DEEP, model=dataclasses.replace(DEEP.model, hidden_size=64, ffn_hidden_size=64), seq_length=2
+)
+"""All activations of one sequence are smaller than what is worth moving."""
+
+
+BLOCK = Kernels(compile="block", backend="aot_eager")
+
+
+def moved_bytes(cases: list[tuple[Layout, Kernels]]) -> list[int]:
+    """What a rank moves in one pass over one short sequence, by case."""
+    warnings.simplefilter("ignore")  # what Dynamo looks at warns
+    found = []
+    for layout, kernels in cases:
+        mesh = build_mesh(layout, CPU) if layout.world_size > 1 else None
+        spec = tiny_spec(layout, workload=SHORT, offload=ON, precision=O1, kernels=kernels)
+        (part,) = parallelize(spec, mesh, CPU, stage=0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            part.module(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+        found.append(part.offload_meter.num_bytes)
+    return found
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), BLOCK], ids=["eager", "block"])
+def test_weights_stay_where_they_are(kernels: Kernels) -> None:
     """Also autocast's copies of them: without activations worth moving, nothing moves."""
-    shape = dataclasses.replace(DEEP.model, hidden_size=64, ffn_hidden_size=64)
-    short = dataclasses.replace(DEEP, model=shape, seq_length=2)
-    (part,) = parallelize(tiny_spec(workload=short, offload=ON, precision=O1), None, CPU, stage=0)
+    assert moved_bytes([(Layout(), kernels)]) == [0]
+
+
+def test_split_weights_stay_where_they_are(tmp_path: Path) -> None:
+    """Also the copies of them that projections of the local engine make in 16 bits."""
+    layouts = [Layout(tp=2, **options) for options in ({}, {"tp_engine": "local"})]
+    layouts.append(dataclasses.replace(layouts[1], sequence_parallel=True))
+    cases = [*((layout, Kernels()) for layout in layouts), (layouts[1], BLOCK)]
+    assert run_ranks(moved_bytes, 2, tmp_path, cases) == [[0] * 4] * 2
+
+
+def test_weights_of_convolutions_stay_where_they_are() -> None:
+    """Of two small images a ResNet keeps much less than its weights."""
+    workload = dataclasses.replace(WORKLOAD, model=ResNetModel(image_size=64), data=ImageFolderData())
+    (part,) = parallelize(tiny_spec(workload=workload, offload=ON, precision=O1), None, CPU, stage=0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        part.module(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
-    assert part.offload_meter.num_bytes == 0
+        part.module(torch.zeros(2, 3, 64, 64)).sum().backward()
+    assert 0 < part.offload_meter.num_bytes < sum(one.numel() for one in part.model.parameters())
 
 
 def test_full_recompute_moves_the_layers_inputs() -> None:

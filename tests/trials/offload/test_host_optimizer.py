@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.dryrun.cases import FAMILIES
+from benchmarks.dryrun.gang import measured_peaks
 from tests.trials.gang import differences, run_gang
 from tests.trials.offload.test_activations import simulated
 from tests.trials.tiny import tiny_spec
@@ -67,23 +69,26 @@ def test_counts_of_steps_are_in_host_memory_where_no_kernel_reads_them(monkeypat
         assert adamw.UpdateState(torch.empty(3, device="meta")).num_steps.device.type == where
 
 
-def test_gradients_outlive_their_copies_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient that is laid out otherwise than its parameter is cut from a copy, which nobody else holds."""
+def test_steps_after_the_first_need_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are new to a process cost more than what is computed in them."""
     monkeypatch.setattr("trials.training.optimizer.on_host.WORKSPACE_BYTES", 4 * 100)
-    parameter = torch.nn.Parameter(torch.ones(30, 7))
+    parameter = torch.nn.Parameter(torch.ones(30, 7, dtype=torch.bfloat16))
     optimizer = HostAdamW([HeldParameter(parameter)], CPU, lr=1e-2)
-    parameter.grad = torch.ones(7, 30).t()
-    under_way: list[weakref.ref[torch.Tensor]] = []
-
-    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        under_way.append(weakref.ref(source))
-        assert all(reference() is not None for reference in under_way)
-        target.copy_(source)
-
-    monkeypatch.setattr(optimizer._copies, "copy", copy)
-    monkeypatch.setattr(optimizer, "_write_back", lambda _copied: None)
+    parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert len(under_way) == 3 and not optimizer._sent
+    made = []
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, _told(getattr(torch, name), made))
+    optimizer.step()
+    assert made and {tensor.device.type for tensor in made} == {"meta"}
+
+
+def _told(make: Callable[..., torch.Tensor], made: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(*args: Any, **options: Any) -> torch.Tensor:
+        made.append(make(*args, **options))
+        return made[-1]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,16 @@ def test_the_device_holds_no_states(name: str, precision: Precision, device_byte
     # Beside the states there are two groups of gradients on the way, and new weights in 16 bits.
     least = host_bytes * kept.num_parameters
     assert least <= moved.host_bytes <= least + 10 * kept.num_parameters
+
+
+@pytest.mark.parametrize("activations", [False, True])
+def test_what_device_and_host_hold_is_what_a_real_rank_holds(activations: bool) -> None:
+    """On a CPU both are one; also with activations in host memory."""
+    base = FAMILIES["single, O2 bf16"]
+    offload = Offload(optimizer=True, activations=activations)
+    spec = dataclasses.replace(base, candidate=dataclasses.replace(base.candidate, offload=offload))
+    run = simulated(spec)
+    assert measured_peaks(spec)[0] == pytest.approx(run.peak_bytes + run.host_bytes, rel=0.01)
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ SP = Layout(tp=2, tp_engine="local", sequence_parallel=True)
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tp": (TP, {}),
     "sp": (SP, {}),
+    "sp-expanded": (SP, {"expands": True}),
     "tp-compiled": (TP, {"compiled": True}),
     "sp-compiled": (SP, {"compiled": True}),
     "tp-autocast": (TP, {"autocast": True}),
@@ -123,11 +124,12 @@ def test_a_used_up_start_starts_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", [TP, SP], ids=["tp", "sp"])
 def test_gradients_of_weights_hide_the_sums_of_gradients_of_inputs(layout: Layout, tmp_path: Path) -> None:
     """In the backward pass each sum of a projection's input gradient is awaited after another matmul has begun; under
-    sequence parallelism the gathers that leave sub-layers have nothing to hide behind."""
+    sequence parallelism the gathers that leave sub-layers have nothing to hide behind. What a projection has made is
+    summed where it lies."""
     sums_only = [True] * (2 * len(LAYERS.layer_ids))
     expected = sums_only if layout is TP else [hidden for _ in sums_only for hidden in (False, True)]
-    for forward, backward in run_ranks(orders, 2, tmp_path, [layout])[0]:
-        assert backward == expected and not any(forward)
+    for forward, backward, in_place in run_ranks(orders, 2, tmp_path, [layout])[0]:
+        assert backward == expected and not any(forward) and in_place
 
 
 def test_a_layer_runs_four_matmuls() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support import ROOT
 from trials.codec import from_json
+from trials.probe import worker
 from trials.probe.links import neighbours_of
 from trials.reports.rates import Link, MessageTime, RankRates, fit_line, probe_spec
 
@@ -46,6 +47,15 @@ def test_neighbours_are_mutual_and_on_other_nodes(per_node, num_nodes):
         assert all(met[peer] == rank and peer // per_node != rank // per_node for rank, peer in met.items())
         assert len(met) >= per_node * (num_nodes - num_nodes % 2)
     assert all(any(peer is not None for peer in neighbours_of(rank, per_node, num_nodes)) for rank in ranks)
+
+
+def test_who_names_a_device_has_no_other_looked_at(monkeypatch):
+    looks = []
+    monkeypatch.setattr(worker, "installed_kind", lambda: looks.append(1) or "cpu")
+    monkeypatch.setattr(sys, "argv", ["worker", "--device", "toaster"])
+    with pytest.raises(SystemExit):
+        worker.main()
+    assert not looks
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trials.attention.pieces import Back, Merged, Parts, add_part, later_half, packed, unpacked
+from trials.attention.pieces import Back, Merged, Parts, add_part, later_half, packed, plus_packed, unpacked
 from trials.parallel.collectives import Group
 from trials.parallel.context.transfers import arrived, start_gather, start_scatter
 
@@ -45,8 +45,8 @@ class GatheredAttention(torch.autograd.Function):
         sums = torch.zeros_like(gathered)
         for (is_late, both), (_, part) in zip(_others(gathered, group), _others(sums, group), strict=True):
             add_part(parts, back, q, grad_q, both, part, is_late=is_late)
-        others_k, others_v = unpacked(arrived(start_scatter(sums, group)))
-        return grad_q.to(q.dtype), grad_k + others_k, grad_v + others_v, None, None
+        grad_k, grad_v = plus_packed(grad_k, grad_v, arrived(start_scatter(sums, group)))
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None
 
 
 def _others(gathered: Tensor, group: Group) -> list[tuple[bool, Tensor]]:
@@ -55,6 +55,6 @@ def _others(gathered: Tensor, group: Group) -> list[tuple[bool, Tensor]]:
     Without a mask their order does not matter. All ranks use what they gather: graphs drop a collective that is for
     nothing, and the other ranks would wait for it.
     """
-    by_piece = torch.unflatten(gathered, 0, (group.size, 2, -1))
-    before, after = by_piece[: group.rank, 0], by_piece[group.rank + 1 :]
+    by_rank = torch.unflatten(gathered, 0, (group.size, -1))
+    before, after = by_rank[: group.rank, :, 0], by_rank[group.rank + 1 :]
     return [(is_late, part) for is_late, part in ((False, before), (True, after)) if part.numel()]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trials.attention.pieces import Back, Merged, Parts, add_part, later_half, packed, unpacked
+from trials.attention.pieces import Back, Merged, Parts, add_part, later_half, packed, plus_packed, unpacked
 from trials.parallel.collectives import Group
 from trials.parallel.context.transfers import arrived, start_rotation
 
@@ -58,8 +58,8 @@ class RingAttention(torch.autograd.Function):
                 sums.add_(arrived(behind))
             behind = start_rotation(sums, group)
         assert behind is not None, "a ring has two ranks or more"
-        others_k, others_v = unpacked(arrived(behind))
-        return grad_q.to(q.dtype), grad_k + others_k, grad_v + others_v, None, None
+        grad_k, grad_v = plus_packed(grad_k, grad_v, arrived(behind))
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None
 
 
 def _comes_after(group: Group, step: int) -> bool:
@@ -69,4 +69,4 @@ def _comes_after(group: Group, step: int) -> bool:
 
 def _seen(held: Tensor, *, is_late: bool) -> Tensor:
     """What queries see of packed keys and values: this rank's late piece all, both its pieces the early half."""
-    return held if is_late else held[: held.shape[0] // 2]
+    return held if is_late else held[:, 0]

@@ -23,7 +23,7 @@ from trials.parallel.collectives import group_of
 from trials.parallel.shards import ShardMap
 from trials.parallel.tensor.local import borders, split_layers
 from trials.parallel.tensor.plans import apply_plan
-from trials.parallel.tensor.vocabulary import split_vocabulary
+from trials.parallel.tensor.vocabulary import split_head, split_vocabulary
 from trials.spec import Layout, Precision
 
 Plan = dict[str, ParallelStyle]
@@ -38,10 +38,6 @@ def apply_tensor_parallel(
     With sequence parallelism the regions between them, norms included, hold ``S / tp`` positions each (Korthikanti et
     al., arXiv 2205.05198). ``mesh`` is the tensor-parallel one.
     """
-    if isinstance(model, GivenModel):
-        return apply_plan(model, mesh)
-    assert isinstance(model, Llama), "legality keeps tensor parallelism to models that have it"
-    is_local = layout.tp_engine == "local"
     crossing = borders(
         group_of(mesh),
         sequence_parallel=layout.sequence_parallel,
@@ -49,6 +45,12 @@ def apply_tensor_parallel(
         overlap=layout.schedule != "zbv",
         in_16_bits=precision is None or "linear" not in precision.black,
     )
+    if isinstance(model, GivenModel):
+        shard_map = apply_plan(model, mesh)
+        split_head(model, crossing, mesh)
+        return shard_map
+    assert isinstance(model, Llama), "legality keeps tensor parallelism to models that have it"
+    is_local = layout.tp_engine == "local"
     vocabulary = split_vocabulary(model, crossing, None if is_local else mesh)
     if is_local:
         layers = split_layers(model, crossing, sequence_parallel=layout.sequence_parallel)

@@ -296,7 +296,8 @@ class _Projection(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # In the type of the token: autograd would cast, and so read, what is still in flight.
             input_grad = torch.mm(grad, weight).view(x.shape).to(ctx.token_dtype)
-            summed = launch(sum_by, by_part(input_grad, size) if sum_by == "reduce_scatter" else input_grad, size, name)
+            sent = by_part(input_grad, size) if sum_by == "reduce_scatter" else input_grad
+            summed = launch(sum_by, sent, size, name, is_fresh=True)
         if ctx.needs_input_grad[2]:
             weight_grad = torch.mm(grad.t(), x.flatten(0, 1)).to(ctx.weight_dtype)
         return summed, None, weight_grad, None, None, None, None

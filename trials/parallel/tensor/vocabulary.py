@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from trials.models import GivenModel
 from trials.models.llama import Head, Llama
 from trials.parallel.collectives import Group, reduced
 from trials.parallel.shards import LocalShard, ShardMap
@@ -40,9 +41,18 @@ def split_vocabulary(model: Llama, crossing: Borders, mesh: DeviceMesh | None) -
     return ShardMap(shards={name: LocalShard(dim=0, index=group.rank, num_shards=group.size) for name in split})
 
 
+def split_head(model: GivenModel, crossing: Borders, mesh: DeviceMesh) -> None:
+    """Split the head of a decoder that is not ours over the group, in place, as DTensors.
+
+    One that shares its weights with the embedding stays whole, like one whose vocabulary the group does not divide.
+    """
+    if model.output is not None and not model.has_tied_head and model.output.out_features % crossing.group.size == 0:
+        model.output = VocabParallelHead(model.output, crossing, mesh)
+
+
 def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     """Compute head and loss in so many parts of the positions, in place."""
-    if num_chunks > 1 and isinstance(model, Llama) and model.output is not None:
+    if num_chunks > 1 and isinstance(model, Llama | GivenModel) and model.output is not None:
         head = model.output
         if isinstance(head, VocabParallelHead):
             head.num_chunks = num_chunks
@@ -167,7 +177,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight, *rows = ctx.saved_tensors
         narrow, scale = weight.to(x.dtype), grads[0] / len(x)
-        input_grad, weight_grad = torch.empty_like(x), torch.zeros_like(narrow)
+        input_grad, weight_grad = torch.empty_like(x), torch.zeros_like(narrow, dtype=torch.float32)
         parts = zip(*(t.tensor_split(ctx.num_chunks) for t in (x, input_grad, *rows)), strict=True)
         for part, part_grad, *labels in parts:
             _chunk_gradients(part, part_grad, labels, narrow, weight_grad, scale)
@@ -182,7 +192,20 @@ def _chunk_gradients(
     total, ids, absent = rows
     _into_gradient(logits, total, ids, absent, scale)
     torch.mm(logits, weight, out=input_grad)
-    torch.addmm(weight_grad, logits.t(), x, out=weight_grad)
+    _add_product(weight_grad, logits, x)
+
+
+def _add_product(sums: Tensor, logits: Tensor, x: Tensor) -> None:
+    """Add the product of ``logits [N, V]`` and ``x [N, D]`` to ``sums [V, D]`` in fp32.
+
+    In the logits' 16 bits, every further addition would round the sum so far. A product in these is made for a few rows
+    of the sums at a time.
+    """
+    if logits.dtype == sums.dtype:
+        torch.addmm(sums, logits.t(), x, out=sums)
+        return
+    for rows, columns in _pieces(sums, logits.t()):
+        rows.add_(torch.mm(columns, x))
 
 
 def _own_ids(tokens: Tensor, num_own: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -193,7 +216,7 @@ def _own_ids(tokens: Tensor, num_own: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors a few rows at a time; the first one is the largest."""
+    """The tensors a few rows at a time, as many as :data:`PIECE_ELEMENTS` are of the first one."""
     num_pieces = -(-tensors[0].numel() // PIECE_ELEMENTS)
     return zip(*(tensor.tensor_split(max(1, num_pieces)) for tensor in tensors), strict=True)
 

@@ -83,10 +83,10 @@ class LocalAdamW(torch.optim.Optimizer):
     DTensors every one of its operations is dispatched through the placements of all parameters, and first works them
     out, which takes longer than training a small model.
 
-    16-bit parameters are updated group by group, so that fp32 copies of their gradients take no more than
-    :data:`WORKSPACE_BYTES`. Gradients are divided by ``grad_scale()`` after that cast, where small ones do not
-    underflow. States are made at the first step: FSDP may place shards anew before its first forward pass, and
-    parameters have the memory format they train in.
+    They are updated group by group, so that fp32 copies of 16-bit gradients take no more than :data:`WORKSPACE_BYTES`,
+    and new weights are on their way to other ranks while more are made. Nobody waits for those here. Gradients are
+    divided by ``grad_scale()`` after that cast, where small ones do not underflow. States are made at the first step:
+    FSDP may place shards anew before its first forward pass, and parameters have the memory format they train in.
     """
 
     def __init__(
@@ -110,8 +110,6 @@ class LocalAdamW(torch.optim.Optimizer):
         if self._groups is None:
             self._groups = list(self._grouped())
         self._update_all(self._groups)
-        for held in self._held:
-            held.settle()
 
     def _grouped(self) -> Iterator[list[Slice]]:
         return grouped(slices(self._held, WORKSPACE_BYTES // 4), WORKSPACE_BYTES // 4)
@@ -140,7 +138,7 @@ class LocalAdamW(torch.optim.Optimizer):
             if grad.dtype == torch.float32 and grad.stride() == state.master.stride():
                 grads.append(grad)
                 continue
-            grads.append(torch.empty_like(state.master))
+            grads.append(self._fp32_room(state.master))
             grads[-1].copy_(grad)
             if grad.dtype != torch.float32:
                 short.append(grads[-1])
@@ -148,6 +146,10 @@ class LocalAdamW(torch.optim.Optimizer):
         if short and scale != 1.0:
             torch._foreach_mul_(short, 1.0 / scale)
         return grads
+
+    def _fp32_room(self, master: Tensor) -> Tensor:
+        """Memory for the fp32 copy of a gradient, laid out as ``master``."""
+        return torch.empty_like(master)
 
 
 def publish(group: list[Slice]) -> None:
@@ -158,19 +160,18 @@ def publish(group: list[Slice]) -> None:
 
 
 def grouped(pieces: Iterable[Slice], most: int) -> Iterator[list[Slice]]:
-    """What is updated together: all that has no copy, and of the rest so much that it has no more than ``most``
-    elements."""
-    whole: list[Slice] = []
+    """What is updated together: one piece after the other, together no more than ``most`` elements unless it is one."""
     group: list[Slice] = []
+    size = 0
     for piece in pieces:
-        if not piece.state.is_copy:
-            whole.append(piece)
-            continue
-        if group and sum(other.state.master.numel() for other in group) + piece.state.master.numel() > most:
+        num_elements = piece.state.master.numel()
+        if group and size + num_elements > most:
             yield group
-            group = []
+            group, size = [], 0
         group.append(piece)
-    yield from (group for group in (group, whole) if group)
+        size += num_elements
+    if group:
+        yield group
 
 
 def slices(
