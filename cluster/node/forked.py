@@ -35,6 +35,8 @@ Python's threads may follow."""
 WEIGH_S = 0.5
 SYSTEM = "system"
 """Source of what the operating system tells of a program."""
+SECOND_RUN_GRACE_S = 10.0
+"""How much longer than the first the second run of a gang may take: nodes need not begin it at the same moment."""
 _ABORTED = re.compile(rf"\bkilled by signal {int(signal.SIGABRT)}\b")
 """How the message of a rank reads that aborted, or whose program did: libraries do so after saying why in the log."""
 _SHELL_ABORTED = re.compile(r"\bthe command exited with code (?:134|250)\b")

@@ -40,6 +40,7 @@ from cluster.gang.outcome import MAY_HAVE_A_CAUSE
 from cluster.node.clocks import GangClocks
 from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_handles, watched_handles, why_not_free
 from cluster.node.forked import (
+    SECOND_RUN_GRACE_S,
     ForkedRank,
     SecondRun,
     as_preempted,
@@ -250,7 +251,7 @@ class Warden:
         if isinstance(result, RankFailure):
             result = with_host_cause(result, self._oom_kills)
             result = with_logged_cause(result, rank.log, self._launch.device_kind)
-            result = with_devices(result, slot_names(self._launch, rank.slot))
+            result = with_devices(result, [it.name for it in slot_handles(self._launch, rank.slot)])
             if not self._is_stopping and result.category in MAY_HAVE_A_CAUSE:
                 self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
             else:
@@ -270,10 +271,8 @@ class Warden:
         return most_used(self._load.samples, slot_handles(self._launch, rank.slot))
 
     def _note(self, category: str, message: str, at_s: float | None = None) -> None:
-        at_s = at_s or time.time()
-        self._notes.append(
-            RankFailure(rank=None, node=self._launch.node, category=category, message=message, at_s=at_s)
-        )
+        node, at_s = self._launch.node, at_s or time.time()
+        self._notes.append(RankFailure(rank=None, node=node, category=category, message=message, at_s=at_s))
 
     def _patience_s(self) -> float | None:
         """Seconds until the next deadline."""
@@ -296,16 +295,14 @@ class Warden:
             self._stop(reason, is_hang=True)
 
     def _look(self, message: str) -> None:
-        """See what the ranks are doing that have no result, and make that their result; those too that leave it to
-        others to report, as they may be the ones that the others wait for."""
+        """See what the ranks do that have no result, those too that leave reports to others: it is their result."""
         hanging = [rank for rank in self._clocks.unsettled() if rank.is_running]
         looks = examine([self._to_look_at(rank) for rank in hanging])
         slowest = self._clocks.slowest()
         for rank in hanging:
-            look = looks[rank.slot.rank]
+            look, clock = looks[rank.slot.rank], rank.clock if self._clocks.speaks(rank) else slowest
             failure = self._failure(rank, "deadline", message, log_tail=look.tail)
-            phase = (rank.clock if self._clocks.speaks(rank) else slowest).phase
-            rank.result = replace(failure, phase=phase, sights=look.sights)
+            rank.result = replace(failure, phase=clock.phase, sights=look.sights)
 
     def _to_look_at(self, rank: ForkedRank) -> HangingSlot:
         is_script = self._launch.is_script
@@ -364,14 +361,14 @@ class Warden:
         if self._preempted_at_s is not None:
             self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
 
-    def _compile_again(self, most_s: float) -> None:
-        """Run the gang again where its ranks ask for that, for so long at most; it takes nothing from their results."""
+    def _compile_again(self, took_s: float) -> None:
+        """Run the gang again where its ranks ask for that, hardly longer than before; their results stand anyhow."""
         if self._is_stopping or self._notes or not (runner := asked_again(self._ranks)):
             return
         again = SecondRun(self._launch, runner)
         with contextlib.suppress(OSError):  # no space for its files, or no process
             again.start(self._selector)
-        self._release_due_s = time.monotonic() + most_s
+        self._release_due_s = time.monotonic() + took_s + SECOND_RUN_GRACE_S
         while again.is_running and not self._is_stopping and time.monotonic() < self._release_due_s:
             self._wait()
         self._release()

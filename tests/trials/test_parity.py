@@ -19,7 +19,17 @@ import pytest
 from tests.trials.gang import Result, differences, run_gang
 from tests.trials.pairwise import Pair, Row, pairs_of
 from tests.trials.parallel.initial import check_all
-from tests.trials.parity_knobs import MAX_RANKS, THREE_STEPS, WIDE, WORKLOAD, covering, is_legal, read_rows, spec_of
+from tests.trials.parity_knobs import (
+    MAX_RANKS,
+    THREE_STEPS,
+    WIDE,
+    WORKLOAD,
+    cost,
+    covering,
+    is_legal,
+    read_rows,
+    spec_of,
+)
 from tests.trials.tiny import tiny_spec
 from trials.spec import Kernels, Layout, Loader, Precision, TrialSpec
 
@@ -90,12 +100,13 @@ MAX_REPRESENTATIVE_RANKS = 4
 
 
 def representatives() -> frozenset[str]:
-    """Few trials of the matrix, on few ranks, in which each knob value that so few ranks can have occurs."""
+    """Few and cheap trials of the matrix, on few ranks, in which each knob value that so few ranks can have occurs."""
     rows = [row for row in ROWS if world_size_of(name_of(row)) <= MAX_REPRESENTATIVE_RANKS]
     missing = {value for row in rows for value in row.items()}
     chosen: list[Row] = []
     while missing:
-        chosen.append(max(rows, key=lambda row: (len(missing & row.items()), -world_size_of(name_of(row)))))
+        # The root lets many values count more than little work.
+        chosen.append(max(rows, key=lambda row: len(missing & row.items()) / cost(row) ** 0.25))
         missing -= chosen[-1].items()
     return frozenset(map(name_of, chosen))
 

@@ -63,7 +63,7 @@ def simulate(request: DryRunRequest) -> RankRun:
 
 
 @contextlib.contextmanager
-def simulation(request: DryRunRequest) -> Iterator[Simulation]:
+def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
     """The rank as it is built, on fake tensors in a world that does not exist; for what :func:`simulate` says of it."""
     spec = _eager(request.spec)
     check(spec)
@@ -85,7 +85,7 @@ def simulation(request: DryRunRequest) -> Iterator[Simulation]:
         if is_accelerator:
             stack.enter_context(fake.fused_rms_norm())
             stack.enter_context(fake.scaled_matmuls())
-        yield Simulation(request, spec, mesh, mode, tracker)
+        yield SimulatedRank(request, spec, mesh, mode, tracker)
 
 
 def _eager(spec: TrialSpec) -> TrialSpec:
@@ -94,7 +94,7 @@ def _eager(spec: TrialSpec) -> TrialSpec:
     return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
 
 
-class Simulation:
+class SimulatedRank:
     """One rank, built. It may :meth:`run` once."""
 
     def __init__(

@@ -16,11 +16,11 @@ _CHILD_ABORTED = re.compile(
             r"\bdied with <Signals\.SIGABRT\b",  # Python's subprocess: accelerate without torchrun
             r"\bterminated with signal SIGABRT\b",  # torch.multiprocessing.spawn
             r"\bterminated with code -6\b",  # Lightning
-            r"\bnoticed that process rank \d+ .*exited\s+on signal 6\b",  # Open MPI: mpirun, prterun
+            r"\bexited\s+on signal 6\b",  # Open MPI: mpirun, prterun
             r"\bKILLED BY SIGNAL: 6\b",  # Hydra: MPICH, Intel MPI
             r"\bEXIT STRING: Abort(?:ed)? \(signal 6\)",
-            r"\bsrun: error: .*: Aborted\b",
-            r"\bstatus failed cmd .* code -6\b",  # paddle.distributed.launch
+            r"\bsrun: error: .{0,200}: Aborted\b",
+            r"\] code -6 log\b",  # paddle.distributed.launch
             r"\bprocess \d+ exit with exception\b",  # msrun, which does not say by what
             r"\bAborted\s+\(core dumped\)",  # shells
             r"^Fatal Python error: Aborted\b",

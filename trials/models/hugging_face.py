@@ -79,7 +79,8 @@ def head_of(built: Built, tokens: Tensor) -> str | None:
         logits = built.call(built.module, tokens)
     if len(made) != 1 or logits is not made[0] or logits.shape != (*tokens.shape, head.out_features):
         return None
-    return next(name for name, one in built.module.named_modules() if one is head)
+    paths: dict[nn.Module, str] = {one: name for name, one in built.module.named_modules()}
+    return paths[head]
 
 
 def _layers_path(module: nn.Module, config: Any) -> str:

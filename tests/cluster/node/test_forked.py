@@ -1,12 +1,13 @@
 """What a warden makes of how a rank ended: its log, its devices, the memory that it shares."""
 
 import signal
+import time
 from dataclasses import replace
 
 import pytest
 
 from cluster.gang.messages import RankFailure
-from cluster.node import host_memory
+from cluster.node import host_memory, rank
 from cluster.node.forked import ABORT_TAIL_BYTES, how_it_ended, with_devices, with_host_cause, with_logged_cause
 from cluster.node.host_memory import OomKills
 
@@ -85,6 +86,25 @@ def test_what_ranks_wrote_after_the_first_abort_does_not_hide_it(tmp_path):
     assert 1 << 19 < path.stat().st_size < ABORT_TAIL_BYTES
     assert with_logged_cause(failure("exit", KILLED), path, "cuda").category == "device_lost"
     assert with_logged_cause(failure("exit", KILLED), tmp_path / "none", "cuda").category == "exit"
+
+
+def test_a_log_without_lines_is_searched_in_no_time(tmp_path):
+    """Progress bars end none; each of these words could begin a sentence of a launcher's."""
+    path = tmp_path / "rank0.log"
+    words = "srun: error: Aborted exited on code -6 killed by Signal 6 exits with return code "
+    path.write_text(words * (ABORT_TAIL_BYTES // len(words)))
+    began_s = time.process_time()
+    assert with_logged_cause(failure("error", ENDED), path, "cuda").category == "error"
+    assert time.process_time() - began_s < 10
+
+
+def test_words_that_mean_memory_only_where_none_is_left(monkeypatch):
+    """The device is asked where an error has no better reason; a device that SYCL calls lost may be a full one."""
+    monkeypatch.setattr(rank, "is_memory_full", lambda device: device == "xpu")
+    lost = RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)")
+    handle = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
+    assert [rank._category(error, "xpu") for error in (lost, handle)] == ["oom", "oom"]
+    assert [rank._category(error, "cuda") for error in (lost, handle)] == ["device_suspect", "error"]
 
 
 def test_the_memory_of_the_host_is_the_devices_where_the_device_is_the_cpu(tmp_path):

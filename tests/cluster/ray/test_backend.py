@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,13 @@ def test_a_gang_spans_nodes(lease, pids):
     assert isinstance(end.outcome, Measured), end.outcome
     assert end.outcome.measurement.model_flops_per_token == 4.0, "the all-reduce saw all ranks"
     assert living(pids) == []
+
+
+def test_ranks_on_several_nodes_meet_again_where_those_before_have_compiled(lease, pids):
+    end = run(lease, "compiles_cold", world_size=4, spec={"pids": pids, "again": "compiles_warm"})
+    assert isinstance(end.outcome, Measured), end.outcome
+    assert end.outcome.measurement.findings.graph.warm_s == 4.0, "that of the last rank"
+    assert len(list(Path(pids).iterdir())) == 8 and living(pids) == []
 
 
 @pytest.mark.exhaustive

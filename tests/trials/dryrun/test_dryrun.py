@@ -73,7 +73,9 @@ def _layer_size(model: object) -> int:
 
 
 @pytest.mark.representative("ZeRO-3 x2")
-@pytest.mark.parametrize("name", ["single, O1 bf16, full recompute", "single, O1 fp8", "ZeRO-1 x2", "ZeRO-3 x2", "PP2 1F1B"])
+@pytest.mark.parametrize(
+    "name", ["single, O1 bf16, full recompute", "single, O1 fp8", "ZeRO-1 x2", "ZeRO-3 x2", "PP2 1F1B"]
+)
 def test_peak_is_that_of_a_real_run(name: str) -> None:
     spec = FAMILIES[name]
     layout = spec.candidate.layout
