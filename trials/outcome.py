@@ -295,6 +295,8 @@ class GangLost:
     consequence: ClassVar[Consequence] = "retry"
     evidence: Evidence
     cause: LossCause = "infrastructure"
+    is_hang: bool = False
+    """Whether it hung with all ranks in one operation: the fault of a link, or the candidate's where nobody sees it."""
 
 
 Failure = StoppedEarly | OutOfMemory | HostOutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost

@@ -96,8 +96,8 @@ class ModuleFacts:
     no_tensor_parallel: str | None = None
     """Why tensor parallelism cannot; None: it can."""
     head: str | None = None
-    """Path of the linear module, without a bias, whose outputs are a decoder's logits as they are: it and the loss can be
-    computed together. None: there is none, or the loss is not ours."""
+    """Path of the linear module, without a bias, whose outputs are a decoder's logits as they are: it and the loss can
+    be computed together. None: there is none, or the loss is not ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

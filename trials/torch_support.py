@@ -54,10 +54,9 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 """What trials import of torch that not every release has: names by module."""
 NEEDED_BY_DRY_RUNS: Mapping[str, tuple[str, ...]] = {
-    "torch.distributed.pipelining._utils": ("InferenceMode", "_StageMeta", "extract_tensor_metas"),
     "torch.distributed.tensor._sharding_prop": ("ShardingPropagator",),
 }
-"""What dry runs need besides. The first row came with 2.12; without it all but pipelines can be simulated."""
+"""What dry runs need besides."""
 
 
 def installed_version() -> str | None:

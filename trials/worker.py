@@ -313,7 +313,11 @@ def main() -> None:
     if args.profile_dir is not None:
         os.environ[FOLDER_VARIABLE] = str(args.profile_dir.absolute())
     is_first = RankIdentity.from_env().rank == 0
+    # What torch prints meanwhile is no report: gloo before 2.11 tells on stdout who its peers are.
+    stdout = os.dup(1)
+    os.dup2(2, 1)
     report = run_rank(json.loads(args.spec.read_text()), _write_progress if is_first else ignore_progress)
+    os.dup2(stdout, 1)
     if is_first:
         write_json(report, args.out)
 

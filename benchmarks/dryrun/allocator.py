@@ -1,4 +1,4 @@
-"""Peak memory of a real CPU rank within one step, from the allocator's own events: what dry runs are held against."""
+"""Peak memory of a real CPU rank, built or in a step, from the allocator's events: what dry runs are held against."""
 
 from __future__ import annotations
 
@@ -45,6 +45,17 @@ def measure_rank(spec: TrialSpec) -> int:
             with record_function(_MEASURED):
                 trainer.step(inputs, targets, SilentMarker())
         return peak_bytes(live, *_events(profiler))
+
+
+def measure_build(spec: TrialSpec) -> int:
+    """Peak bytes of building the rank that the environment names: its model with initial values, and its optimiser."""
+    identity = RankIdentity.from_env()
+    with process_group(identity, CPU):
+        mesh = build_mesh(spec.candidate.layout, CPU)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function(_MEASURED):
+            trainer = Trainer(spec, mesh, CPU, place=coordinates(spec.candidate.layout, identity.rank))
+        del trainer
+        return peak_bytes({}, *_events(profiler))
 
 
 def live_storages() -> dict[int, int]:

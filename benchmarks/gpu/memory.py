@@ -19,15 +19,18 @@ from trials.accelerator.kinds import without_devices
 from trials.codec import to_json
 from trials.spec import TrialSpec
 
+ENDING_S = 2.0
+"""Seconds that ending the simulations may take."""
 Measured = tuple[str, TrialSpec, float]
 """A trial's name, what it was told, its peak in MiB."""
 
 
 def dry_runs(setting: Setting) -> None:
     """Tell a row as each simulation ends, so that a slow one costs no other's."""
-    waiting = dict(enumerate(measured(setting)))
-    if not waiting:
+    found = measured(setting)
+    if not found:
         raise NotHereError("no trial was measured before; run it together with training, knobs or layouts")
+    waiting = dict(enumerate(found))
     for index, reply in _replies(setting, [spec for _, spec, _ in waiting.values()]):
         name, _, peak = waiting.pop(index)
         row: dict[str, Any] = {"trial": name, "measured MiB": peak}
@@ -59,24 +62,23 @@ def _replies(setting: Setting, specs: list[TrialSpec]) -> Iterator[tuple[int, An
     mode = "cpu" if setting.device == "cpu" else "accelerator"
     requests = [{"spec": to_json(spec), "rank": 0, "mode": mode} for spec in specs]
     body = {"requests": requests, "timeout_s": setting.left_s, "max_children": len(os.sched_getaffinity(0))}
-    log = Path(setting.folder, "dryrun.log")
+    wanted, log = Path(setting.folder, "dryrun.json"), Path(setting.folder, "dryrun.log")
+    wanted.write_text(json.dumps(body), encoding="utf-8")
     env = without_devices(environment({"OMP_NUM_THREADS": "1"}))
-    with log.open("wb") as errors:
+    with wanted.open("rb") as asked, log.open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "trials.dryrun"],
-            stdin=subprocess.PIPE,
+            stdin=asked,
             stdout=subprocess.PIPE,
             stderr=errors,
             env=env,
             text=True,
         )
-    assert process.stdin is not None and process.stdout is not None
-    ending = threading.Timer(setting.left_s, process.terminate)  # which ends its children too
+    assert process.stdout is not None
+    ending = threading.Timer(setting.left_s - ENDING_S, process.terminate)  # which ends its children too
     ending.start()
     num_replies = 0
     try:
-        process.stdin.write(json.dumps(body))
-        process.stdin.close()
         for line in process.stdout:
             answer = json.loads(line)
             num_replies += 1
@@ -86,6 +88,6 @@ def _replies(setting: Setting, specs: list[TrialSpec]) -> Iterator[tuple[int, An
         process.terminate()
         process.stdout.close()
         code = process.wait()
-    if code > 0 and not num_replies and setting.left_s > 0:
+    if code > 0 and not num_replies and setting.left_s > ENDING_S:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise NotHereError(f"the dry run cannot start with this torch: {lines[-1] if lines else 'no output'}")

@@ -161,7 +161,7 @@ class Setting:
     @property
     def left_s(self) -> float:
         """Seconds that are left, but for what ending takes."""
-        return self.until_s - time.time() - 1.0
+        return self.until_s - time.time() - 3.0
 
     @property
     def is_small(self) -> bool:

@@ -108,7 +108,7 @@ def run_trial(setting: Setting, spec: TrialSpec, *, env: Mapping[str, str] | Non
     path = Path(setting.folder) / f"spec-{uuid4().hex[:8]}.json"
     path.write_text(json.dumps(to_json(spec)), encoding="utf-8")
     world_size = spec.candidate.layout.world_size
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size))}
+    threads = {"OMP_NUM_THREADS": "1" if setting.is_small else str(max(1, (os.cpu_count() or 1) // world_size))}
     env = {**threads, **caches(Path(setting.folder, "compiled")), **(env or {})}
     return run_ranks(setting, "trials.worker", ["--spec", str(path)], world_size=world_size, env=env)
 

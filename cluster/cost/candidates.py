@@ -124,6 +124,8 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "zero_stage": layout.zero_stage,
         "reduces_last": float(layout.gradient_reduction == "last"),
         "sequence_parallel": float(layout.sequence_parallel),
+        # Layers wait for their own weights, a model that is one graph for all of them.
+        "hides_gathering": float(layout.zero_stage == 1 and candidate.kernels.compile != "model"),
         # Stages of torch's pipelines free weights after forward passes only.
         "stays_gathered": float(layout.pp > 1),
         "num_copies": layout.num_copies,

@@ -36,17 +36,21 @@ from trials.secrets import redact
 
 COLLATERAL = frozenset({"connection"})
 """Categories of failures that another rank's failure brings about."""
+MAY_HAVE_A_CAUSE = COLLATERAL | {"device_suspect"}
+"""Categories of failures for whose cause on another rank it is worth to wait a moment: a kernel breaks off as well
+where it reads the memory of a peer's device that broke."""
 STOPPED = "stopped"
 """Category of ranks that were killed because a peer had failed."""
-CAUSE_WINDOW_S = {"oom": 1.0, "host_oom": 1.0}
+CAUSE_WINDOW_S = {"oom": 1.0, "host_oom": 1.0, "device_lost": 5.0}
 """How much later than the first failure one of this category may be and still be its cause: the traceback of an
-out-of-memory takes time to unwind."""
+out-of-memory takes time to unwind, and a device that broke is noticed by its own rank's next call, by its peers'
+kernels at once."""
 CLOCK_SKEW_S = 0.5
 """How far the clocks of two nodes may be apart. Failures on two nodes that are closer in time are told apart by
 :data:`_EVIDENCE`; those on one node by their time, which one clock gives."""
 _EVIDENCE = (
-    ("oom", "host_oom"),
-    ("infeasible", "data", "diverged", "device_lost", "device_busy", "node_setup", "disk", "port", "preempted"),
+    ("oom", "host_oom", "device_lost"),
+    ("infeasible", "data", "diverged", "device_busy", "node_setup", "disk", "port", "preempted"),
     ("error", "exception", "exit", "device_suspect"),
 )
 """Categories from those that no peer's failure can bring about to those that may be an effect; what only tells of an
@@ -98,7 +102,9 @@ def _hang(root: RankFailure, failures: Sequence[RankFailure]) -> Failure:
             if rank != found.suspects[0]
         ),
     )
-    return GangLost(evidence=evidence) if found.kind == "link" else TimedOut(phase=suspect.phase, evidence=evidence)
+    if found.kind == "link":
+        return GangLost(evidence=evidence, is_hang=True)
+    return TimedOut(phase=suspect.phase, evidence=evidence)
 
 
 def _where(sight: RankSight, failure: RankFailure) -> str:
@@ -108,14 +114,14 @@ def _where(sight: RankSight, failure: RankFailure) -> str:
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     """The failure that explains the others: the earliest, but no lost connection before a root cause, and no hang
-    before the loss of a node.
+    before the loss of a node or a device.
 
     Among those too close to the earliest to be told apart by their time, the kind of evidence decides.
     """
     roots = [failure for failure in failures if failure.category not in COLLATERAL] or list(failures)
     first = min(roots, key=_order)
-    lost = [failure for failure in roots if failure.category == "lost"]
-    if first.category == "deadline" and lost:  # ranks hang for a node that is gone, long before anybody knows it
+    lost = [failure for failure in roots if failure.category in ("lost", "device_lost")]
+    if first.category == "deadline" and lost:  # ranks hang for what is gone, long before anybody knows it
         return min(lost, key=_order)
     return min((f for f in roots if f.at_s <= first.at_s + _doubt_s(f, first)), key=lambda f: (_rung(f), _order(f)))
 
@@ -169,11 +175,17 @@ def _by_treatment(treatment: Treatment, evidence: Evidence) -> Failure:
             return Diverged(evidence=evidence)
         case "crashed":
             return Crashed(evidence=evidence)
-        case "gang_lost" if treatment.strikes_node:
-            return GangLost(evidence=evidence)
         case "gang_lost":
-            message = f"{evidence.message} (on {evidence.node}, which need not be the culprit)"
-            return GangLost(evidence=replace(evidence, message=message, node=None))
+            doubt = "" if treatment.strikes_node else f" (on {evidence.node}, which need not be the culprit)"
+            message = _with_remedy(evidence.message, doubt, treatment.remedy)
+            node = evidence.node if treatment.strikes_node else None
+            return GangLost(evidence=replace(evidence, message=message, node=node))
+
+
+def _with_remedy(message: str, doubt: str, remedy: str) -> str:
+    """The message with what to do about it behind its first line, which is what people see."""
+    what, end, rest = message.partition("\n")
+    return f"{what}{doubt}{f'; {remedy}' if remedy else ''}{end}{rest}"
 
 
 def _describe(failure: RankFailure) -> str:

@@ -104,12 +104,18 @@ def device_uses(kind: DeviceKind, handles: Sequence[DeviceHandle]) -> list[Devic
     """Memory in use on these devices, as far as their tool gives figures.
 
     Raises:
-        DeviceQueryError: the tool fails.
+        DeviceQueryError: the tool fails, or says that one of them cannot be used.
     """
-    shown = {one.name: one.used_bytes for one in listed(kind, with_slices=any(_is_slice(one) for one in handles))}
-    return [
-        DeviceUse(handle=handle, used_bytes=used) for handle in handles if (used := shown.get(handle.name)) is not None
-    ]
+    shown = {one.name: one for one in listed(kind, with_slices=any(_is_slice(one) for one in handles))}
+    found = []
+    for handle in handles:
+        if (one := shown.get(handle.name)) is None:
+            continue
+        if one.trouble:
+            raise DeviceQueryError(f"device {one.name} is of no use any more: {one.trouble}")
+        if one.used_bytes is not None:
+            found.append(DeviceUse(handle=handle, used_bytes=one.used_bytes))
+    return found
 
 
 def _is_slice(handle: DeviceHandle) -> bool:

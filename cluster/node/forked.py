@@ -18,19 +18,20 @@ from pathlib import Path
 from cluster.gang.deadlines import RankClock
 from cluster.gang.environment import started_again
 from cluster.gang.messages import Lines, NodeLaunch, RankFailure, RankResult, RankSlot, RankSuccess
-from cluster.node.host_memory import OomKills, peak_below
+from cluster.node.host_memory import MIN_SHARED_BYTES, OomKills, peak_below, shared_memory_shortage
 from cluster.node.rank import RankPipes, rank_main, result_file
 from trials.accelerator.kinds import DeviceKind
 from trials.codec import from_json
-from trials.failure import cause_in_log
+from trials.failure.logs import cause_in_log, tells_of_abort
 from trials.files import make_private_folder
 from trials.reports.script import ScriptSource
 from trials.secrets import redact, redact_file
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 8192
-ABORT_TAIL_BYTES = 1 << 16
-"""How much of a log's end is searched for why a process aborted: stacks of C++ may follow it."""
+ABORT_TAIL_BYTES = 1 << 20
+"""How much of a log's end is searched for why a process aborted: of each rank that writes to it, stacks of C++ and of
+Python's threads may follow."""
 WEIGH_S = 0.5
 SYSTEM = "system"
 """Source of what the operating system tells of a program."""
@@ -38,6 +39,17 @@ SECOND_RUN_GRACE_S = 10.0
 """How much longer than the first the second run of a gang may take: nodes need not begin it at the same moment."""
 _ABORTED = re.compile(rf"\bkilled by signal {int(signal.SIGABRT)}\b")
 """How the message of a rank reads that aborted, or whose program did: libraries do so after saying why in the log."""
+_SHELL_ABORTED = re.compile(r"\bthe command exited with code (?:134|250)\b")
+"""How it reads where a shell (128 + 6) or deepspeed (-6 as a byte) passed the abort on as a code."""
+_COMMAND_FAILED = re.compile(r"\bthe command exited with code [1-9]")
+"""How it reads where a program ended, which may have been no more than a launcher's way to say that a rank did."""
+_UNHANDLED = re.compile(r"\bunhandled (?:cuda|system) error\b")
+"""How NCCL's errors read, whose reason stands in further lines."""
+_UNTOLD = re.compile(rf"^the command |^rank \d+ was killed|{_UNHANDLED.pattern}")
+"""How the message of an ``error`` reads that gives no reason of the program's own."""
+_MAY_BE_SURVIVED = frozenset({"exit", "error", "oom", "host_oom", "connection", "device_suspect"})
+"""Categories that an abort may overrule: what a program printed before it, it may have survived."""
+_BUS_ERROR = re.compile(rf"\bkilled by signal {int(signal.SIGBUS)}\b")
 _ABOUT_OUR_VARIABLES = re.compile(r"variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated")
 _CHILD_KILLED = re.compile(
     r"DataLoader worker .*(killed by signal|exited unexpectedly)|the command was killed by signal 9\b"
@@ -190,18 +202,49 @@ def how_it_ended(exit_code: int, oom_kills: OomKills) -> tuple[str, str]:
 
 
 def with_host_cause(failure: RankFailure, oom_kills: OomKills) -> RankFailure:
-    """The failure, put down to the host's memory when the kernel killed not the rank but what loads its data."""
+    """The failure, put down to the host's memory where the kernel killed not the rank but what loads its data, or where
+    /dev/shm has no room for what it shares with others."""
     if failure.category == "error" and _CHILD_KILLED.search(failure.message) and oom_kills.grew():
         return replace(failure, category="host_oom")
+    is_bus_error = failure.category in ("exit", "error") and _BUS_ERROR.search(failure.message)
+    if is_bus_error and (too_small := shared_memory_shortage(MIN_SHARED_BYTES)):
+        return replace(failure, category="host_oom", message=f"{failure.message}: {too_small}")
     return failure
 
 
-def with_logged_cause(failure: RankFailure, log: Path) -> RankFailure:
-    """The failure of a process that aborted, put down to what its log says: the threads of NCCL cannot raise."""
-    if failure.category not in ("exit", "error") or not _ABORTED.search(failure.message):
+def with_logged_cause(failure: RankFailure, log: Path, device: DeviceKind) -> RankFailure:
+    """The failure of a process that aborted, put down to what its log says: the threads of NCCL cannot raise.
+
+    So with a program of the user's own that starts its ranks by itself, where its launcher says that one aborted. An
+    error that the program told of itself stands, unless a device broke; and a lost connection explains nothing that is
+    known better.
+    """
+    message = failure.message
+    is_aborted = any(how.search(message) for how in (_ABORTED, _SHELL_ABORTED, _UNHANDLED))
+    if failure.category not in _MAY_BE_SURVIVED or not (is_aborted or _COMMAND_FAILED.search(message)):
         return failure
-    found = cause_in_log(_end(log, ABORT_TAIL_BYTES))
-    return failure if found is None else replace(failure, category=found[0], message=f"{failure.message}: {found[1]}")
+    text = _end(log, ABORT_TAIL_BYTES)
+    found = cause_in_log(text) if is_aborted or tells_of_abort(text) else None
+    if found is None:
+        return failure
+    kind, line = found
+    is_told = failure.category == "error" and not _UNTOLD.search(message)
+    is_collateral = kind == "connection" and failure.category not in ("exit", "error")
+    if is_collateral or (is_told and kind != "device_lost"):
+        return failure
+    category = "oom" if (kind, device) == ("host_oom", "cpu") else kind
+    between = "\n" if kind == "error" else ": "  # the first line of a crash is alike whenever it is repeated
+    return replace(failure, category=category, message=f"{message}{between}{line}")
+
+
+def with_devices(failure: RankFailure, names: Sequence[str]) -> RankFailure:
+    """The failure, with the names of the rank's devices where they may be at fault: behind the message's first line,
+    which is what people see."""
+    if not failure.category.startswith("device_") or not names:
+        return failure
+    what, end, rest = failure.message.partition("\n")
+    devices = f"device{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    return replace(failure, message=f"{what} ({devices}){end}{rest}")
 
 
 def with_program_memory(success: RankSuccess, peak_bytes: int, device: DeviceKind) -> RankSuccess:

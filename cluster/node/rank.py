@@ -198,7 +198,9 @@ def _category(error: BaseException, device: DeviceKind) -> str:
     if not isinstance(error, Exception):
         return "exception"
     found = classify(error, device)
-    if found in ("error", "connection") and is_memory_full(device):  # asked of the device only where it matters
+    if found in ("error", "connection", "device_suspect") and is_memory_full(
+        device
+    ):  # asked of the device only where it matters
         found = classify(error, device, is_memory_full=True)
     return str(found)
 

@@ -36,7 +36,7 @@ from cluster.gang.messages import (
     RankSlot,
     StopGang,
 )
-from cluster.gang.outcome import COLLATERAL
+from cluster.gang.outcome import MAY_HAVE_A_CAUSE
 from cluster.node.clocks import GangClocks
 from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_handles, watched_handles, why_not_free
 from cluster.node.forked import (
@@ -48,6 +48,7 @@ from cluster.node.forked import (
     died_of_sigterm,
     fork_rank,
     how_it_ended,
+    with_devices,
     with_host_cause,
     with_log,
     with_logged_cause,
@@ -65,7 +66,7 @@ from trials.script.places import remove_scratch, report_folder
 from trials.secrets import redact_file
 
 COLLATERAL_GRACE_S = 2.0
-"""How long a lost connection may wait for the failure that caused it before the gang is killed for it."""
+"""How long a failure may wait for the one that caused it before the gang is killed for it."""
 SIGTERM_GRACE_S = 0.5
 """How far apart a batch system's signals to the processes of one node may arrive."""
 SIGTERM_SEEN = "the node's processes were told to end (SIGTERM), as batch systems do"
@@ -243,13 +244,15 @@ class Warden:
         )
 
     def _settle(self, rank: ForkedRank, result: RankResult) -> None:
-        """Keep the rank's result. Kill the gang for a root cause at once, for a collateral error after a moment."""
+        """Keep the rank's result. Kill the gang for a root cause at once, for what may have a cause after a moment."""
         self._load.end()
         if isinstance(rank.result, RankFailure):  # it hung; how it ended then tells nothing
             return
         if isinstance(result, RankFailure):
-            result = with_logged_cause(with_host_cause(result, self._oom_kills), rank.log)
-            if not self._is_stopping and result.category in COLLATERAL:
+            result = with_host_cause(result, self._oom_kills)
+            result = with_logged_cause(result, rank.log, self._launch.device_kind)
+            result = with_devices(result, [it.name for it in slot_handles(self._launch, rank.slot)])
+            if not self._is_stopping and result.category in MAY_HAVE_A_CAUSE:
                 self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
             else:
                 self._stop(result.message)
@@ -268,10 +271,8 @@ class Warden:
         return most_used(self._load.samples, slot_handles(self._launch, rank.slot))
 
     def _note(self, category: str, message: str, at_s: float | None = None) -> None:
-        at_s = at_s or time.time()
-        self._notes.append(
-            RankFailure(rank=None, node=self._launch.node, category=category, message=message, at_s=at_s)
-        )
+        node, at_s = self._launch.node, at_s or time.time()
+        self._notes.append(RankFailure(rank=None, node=node, category=category, message=message, at_s=at_s))
 
     def _patience_s(self) -> float | None:
         """Seconds until the next deadline."""
@@ -294,16 +295,14 @@ class Warden:
             self._stop(reason, is_hang=True)
 
     def _look(self, message: str) -> None:
-        """See what the ranks are doing that have no result, and make that their result; those too that leave it to
-        others to report, as they may be the ones that the others wait for."""
+        """See what the ranks do that have no result, those too that leave reports to others: it is their result."""
         hanging = [rank for rank in self._clocks.unsettled() if rank.is_running]
         looks = examine([self._to_look_at(rank) for rank in hanging])
         slowest = self._clocks.slowest()
         for rank in hanging:
-            look = looks[rank.slot.rank]
+            look, clock = looks[rank.slot.rank], rank.clock if self._clocks.speaks(rank) else slowest
             failure = self._failure(rank, "deadline", message, log_tail=look.tail)
-            phase = (rank.clock if self._clocks.speaks(rank) else slowest).phase
-            rank.result = replace(failure, phase=phase, sights=look.sights)
+            rank.result = replace(failure, phase=clock.phase, sights=look.sights)
 
     def _to_look_at(self, rank: ForkedRank) -> HangingSlot:
         is_script = self._launch.is_script

@@ -98,10 +98,10 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool)
 
 
 def _with_variables(made: Export, described: VersionDescription) -> Export:
-    """The export with the environment variables that its sweep gave all ranks."""
-    from orchestrator.recipes.variables import variables_of, with_exports
+    """The export with the environment variables that ranks of its sweep had."""
+    from orchestrator.recipes.variables import with_exports
 
-    return replace(made, files=with_exports(made.files, variables_of(described.fingerprint)))
+    return replace(made, files=with_exports(made.files, described.fingerprint))
 
 
 def _print_formats(as_json: bool) -> None:

@@ -53,13 +53,13 @@ from orchestrator.sweep.limits import launchable
 from orchestrator.sweep.requests import new_events
 from orchestrator.sweep.snapshot import Observer
 from orchestrator.sweep.state import SweepState, Trial, attempt_id, describe_failure
-from trials.outcome import GangLost, LossCause
+from trials.outcome import GangLost, LossCause, Outcome
 
 logger = logging.getLogger(__name__)
 
 MAX_LOST_IN_A_ROW = 5
-"""Attempts lost one after another, whatever their trials, before the cluster is taken to be broken."""
-
+"""Attempts lost one after another, whatever their trials, before the cluster is taken to be broken. Those of one trial
+that hung with all ranks in one operation count once: that may be the candidate's doing, and then is so every time."""
 
 POLL_S = 0.5
 """Longest wait for gang events between two looks at the clock."""
@@ -115,6 +115,7 @@ class Runtime:
         self._is_restart = is_restart
         self._num_earlier_requests = num_earlier_requests
         self._num_lost_in_a_row = 0
+        self._hung_in_a_row: set[int] = set()
         self._evaluator = Evaluator(ledger.folder / "evaluations")
         self._state = fold(ledger.events())
         self._commands: tuple[Command, ...] = ()
@@ -308,8 +309,21 @@ class Runtime:
                 device_seconds=event.device_seconds,
             )
         )
-        is_lost = isinstance(outcome, GangLost) and outcome.cause == "infrastructure"
-        self._num_lost_in_a_row = self._num_lost_in_a_row + 1 if is_lost else 0
+        self._count_lost(running.trial, outcome)
+
+    def _count_lost(self, trial: int, outcome: Outcome) -> None:
+        """Count attempts lost in a row.
+
+        Raises:
+            ClusterLostError: there are too many.
+        """
+        if not (isinstance(outcome, GangLost) and outcome.cause == "infrastructure"):
+            self._num_lost_in_a_row, self._hung_in_a_row = 0, set()
+            return
+        if outcome.is_hang and trial in self._hung_in_a_row:
+            return
+        self._num_lost_in_a_row += 1
+        self._hung_in_a_row |= {trial} if outcome.is_hang else set()
         if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW:
             raise ClusterLostError(
                 f"{MAX_LOST_IN_A_ROW} attempts in a row were lost, the last one: {describe_failure(outcome)}. "

@@ -71,7 +71,7 @@ def torch() -> str:
         raise TroubleError(f"{words} lacks {', '.join(missing[:_LISTED])}, which trials need", REMEDY, "fail")
     if missing := found["lacking_for_dry_runs"]:
         raise TroubleError(
-            f"{words}: trials run, dry runs of pipelines do not: no {missing[0]}", "Plan without them, or update torch."
+            f"{words}: trials run, dry runs do not: no {missing[0]}", "Plan without them, or update torch."
         )
     tested = ".".join(map(str, TESTED))
     return words if found["version"].startswith(tested) else f"{words}; tested with {tested}"

@@ -16,7 +16,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
 from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
-from orchestrator.recipes.variables import variables_of, with_exports
+from orchestrator.recipes.variables import with_exports
 from orchestrator.scripts.artifact import ScriptArtifact, artifact
 from orchestrator.scripts.overlay import START
 from orchestrator.scripts.script import Script
@@ -70,7 +70,7 @@ def list_files(files: Mapping[str, bytes]) -> dict[str, str]:
 def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifest:
     """The manifest of a trial, with its files as they are to be stored."""
     candidate, workload = chosen.trial.candidate, state.sweep.workload
-    script, env = script_of(ledger), variables_of(state.sweep.fingerprint)
+    script, fingerprint = script_of(ledger), state.sweep.fingerprint
     made = None if script is None else artifact(script, candidate, short_name(candidate))
     kept = {"script": {**made.to_json(script), **_origin(ledger, chosen)}} if made and script else {}
     content = redact_all(
@@ -87,7 +87,7 @@ def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifes
         JSON: json.dumps(content, indent=1, sort_keys=True) + "\n",
         YAML: yaml.safe_dump(content, sort_keys=False, allow_unicode=True),
         **_sweep_files(ledger),
-        **(_exports(candidate, workload, env) if made is None else _command_files(made, env)),
+        **(_exports(candidate, workload, fingerprint) if made is None else _command_files(made, fingerprint)),
     }
     files = {path: redact(text) for path, text in files.items()}
     listed = list_files({path: text.encode() for path, text in files.items()})
@@ -101,7 +101,7 @@ def _sweep_files(ledger: Ledger) -> dict[str, str]:
     return as_written | ({SWEEP_WRITTEN_OUT: json.dumps(redact_all(spec), indent=1) + "\n"} if spec else {})
 
 
-def _exports(candidate: Candidate, workload: Workload, env: Mapping[str, str]) -> dict[str, str]:
+def _exports(candidate: Candidate, workload: Workload, fingerprint: Mapping[str, str]) -> dict[str, str]:
     """The configuration of every framework that can express it, and why the others cannot."""
     files: dict[str, str] = {}
     lines: list[str] = []
@@ -110,7 +110,7 @@ def _exports(candidate: Candidate, workload: Workload, env: Mapping[str, str]) -
             lines += [f"{name}: none", *(f"  {line}" for line in str(made).splitlines())]
             continue
         lines += [f"{name}: {made.command}", *(f"  {note}" for note in made.notes)]
-        files |= {f"exports/{name}/{path}": text for path, text in with_exports(made.files, env).items()}
+        files |= {f"exports/{name}/{path}": text for path, text in with_exports(made.files, fingerprint).items()}
     return files | {"exports/README.txt": "\n".join(lines) + "\n"}
 
 
@@ -129,10 +129,10 @@ def is_of_script(spec: Mapping[str, Any]) -> bool:
     return "run" in spec.get("workload", {})
 
 
-def _command_files(made: ScriptArtifact, env: Mapping[str, str]) -> dict[str, str]:
+def _command_files(made: ScriptArtifact, fingerprint: Mapping[str, str]) -> dict[str, str]:
     """The user's own command with the configuration laid over it, ready to start, and what differs from theirs."""
     lines = [f"{COMMAND}: sh {START}", *(f"  {note}" for note in made.notes)]
-    files = {f"exports/{COMMAND}/{path}": text for path, text in with_exports(made.files, env).items()}
+    files = {f"exports/{COMMAND}/{path}": text for path, text in with_exports(made.files, fingerprint).items()}
     return files | {"exports/README.txt": "\n".join(lines) + "\n"}
 
 

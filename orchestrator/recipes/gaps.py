@@ -142,11 +142,12 @@ def refuse_fp8(draft: Draft, why: str = "there is no setting for 8-bit floats he
         draft.refuse("precision.level", why)
 
 
-def memory_savers(**settings: Setting) -> tuple[Setting, ...]:
-    """Settings for what saves memory at a price: none in most frameworks. ``settings`` gives those that there are for
-    ``loss_chunks``, ``activations`` and ``optimizer``."""
+def memory_savers(**ways: Setting | str) -> tuple[Setting, ...]:
+    """Settings for what saves memory at a price: none in most frameworks. ``ways`` gives those that there are for
+    ``loss_chunks``, ``activations`` and ``optimizer``, or why what there is is not the same."""
     paths = {name: f"offload.{name}" for name in ("activations", "optimizer")} | {"loss_chunks": "kernels.loss_chunks"}
-    return tuple(settings.get(name) or unable(path, message="there is no such setting") for name, path in paths.items())
+    found = {name: ways.get(name, "there is no such setting") for name in paths}
+    return tuple(unable(paths[name], message=way) if isinstance(way, str) else way for name, way in found.items())
 
 
 def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _: True) -> Setting:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 VARIABLES = "variables"
 """Name of the text in the fingerprint; absent where a sweep has none."""
+THREADS = "OMP_NUM_THREADS"
+_THREADS_PRINT = "threads_per_device"
 ENV_FILE = "env.sh"
 """File of an export that sets them, where it has no script of its own that could."""
 
@@ -23,13 +25,20 @@ def variables_of(fingerprint: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def with_exports(files: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
-    """Files of an export, whose shell scripts set the variables before anything else; where there is no script, with
-    one more file to be sourced before the start."""
+def with_exports(files: Mapping[str, str], fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """Files of an export, whose shell scripts set what ranks of a sweep with this fingerprint had before anything else.
+
+    That is the sweep's own variables, and the threads of a rank, of which torchrun gives it one otherwise: with the
+    optimiser on the host the step would take that many times as long. Where there is no script, one more file to be
+    sourced before the start sets the sweep's own.
+    """
+    env = variables_of(fingerprint)
+    scripts = {name for name, text in files.items() if text.startswith("#!")}
+    if scripts and _THREADS_PRINT in fingerprint:
+        env = {THREADS: fingerprint[_THREADS_PRINT]} | env
     if not env:
         return dict(files)
     lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items()))
-    scripts = {name for name, text in files.items() if text.startswith("#!")}
     if not scripts:
         return {**files, ENV_FILE: f"# What trials were measured with: . ./{ENV_FILE}\n{lines}"}
     return {name: _after_comments(text, lines) if name in scripts else text for name, text in files.items()}

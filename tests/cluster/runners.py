@@ -247,6 +247,13 @@ def aborts_as_the_watchdog_does(spec, progress):
     time.sleep(FOREVER_S)
 
 
+def raises_one_after_the_other(spec, progress):
+    """Each rank raises what the specification says, half a second after the one before; one without words waits."""
+    rank = int(os.environ["RANK"])
+    time.sleep(0.5 * rank if spec["words"][rank] else FOREVER_S)
+    raise RuntimeError(spec["words"][rank])
+
+
 def compiles_slowly(spec, progress):
     """A trial of compiled blocks, on whose rank 1 the compiler takes its time, or makes code that never ends."""
     from trials.kernels import compile_beats

@@ -287,6 +287,7 @@ OWN_MODULE = {
             "has_batch_norm": False,
             "no_pipeline": "why",
             "no_tensor_parallel": "why",
+            "head": "lm_head",
         },
         "model": {"kind": "huggingface", "config": "config.json"},
     }

@@ -1,77 +1,77 @@
-"""Texts by which CUDA, NCCL, HIP and CANN report failures, as users have met them, and what kind each is."""
+"""Texts by which libraries report failures, as users have met them: tests/data/failures/texts.toml."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 
+from tests.support import ROOT
 from trials.accelerator.kinds import DeviceKind
+
+FILE = ROOT / "tests" / "data" / "failures" / "texts.toml"
+_KNOWN = tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class FailureText:
-    """The message of an exception, its kind, and its kind where the device's memory is used up."""
+    """The message of an error, its kind, and its kind where the device's memory is used up."""
 
     words: str
     kind: str
     device: DeviceKind = "cuda"
     if_full: str = ""
+    type: str = "RuntimeError"
+    in_logs: bool = True
 
     @property
     def kind_if_full(self) -> str:
         return self.if_full or self.kind
 
+    def raised(self) -> Exception:
+        """An error of that type, as far as its name goes; a builtin one is itself."""
+        base = {"ValueError": ValueError, "KeyError": KeyError, "TypeError": TypeError, "OSError": OSError}
+        kind = base.get(self.type) or type(self.type, (RuntimeError,), {})
+        made: Exception = kind(self.words)
+        return made
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.words.strip()[:40]}"
+
+
+@dataclass(frozen=True)
+class LogText:
+    """The end of a log and what is to be found in it."""
+
+    name: str
+    words: str
+    kind: str = ""
+    says: str = ""
+    aborted: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _texts(name: str, **defaults: str) -> tuple[FailureText, ...]:
+    fields = ({**defaults, **{key: value for key, value in entry.items() if key != "from"}} for entry in _KNOWN[name])
+    return tuple(FailureText(**values) for values in fields)
+
+
+def _logs(name: str) -> tuple[LogText, ...]:
+    return tuple(LogText(**{key: value for key, value in entry.items() if key != "from"}) for entry in _KNOWN[name])
+
 
 RAISED = (
-    FailureText("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB", "oom"),
-    FailureText("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", "oom"),
-    FailureText("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "oom"),
-    FailureText("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "oom"),
-    FailureText(
-        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", "error", if_full="oom"
-    ),
-    FailureText("GET was unable to find an engine to execute this computation", "error", if_full="oom"),
-    FailureText("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", "error", if_full="oom"),
-    FailureText(
-        "HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 63.98 GiB", "oom", "rocm"
-    ),
-    FailureText("NPU out of memory. Tried to allocate 22.00 MiB (NPU 0; 60.97 GiB total capacity", "oom", "npu"),
-    FailureText("EL0004: [PID: 553] 2025-09-17-04:55:13.065.712 Failed to allocate memory.", "oom", "npu"),
-    FailureText("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes", "host_oom"),
-    FailureText("CUDA error: uncorrectable ECC error encountered", "device_lost"),
-    FailureText(
-        "NCCL error: unhandled cuda error\nCuda failure 214 'uncorrectable ECC error encountered'", "device_lost"
-    ),
-    FailureText("CUDA error: uncorrectable NVLink error detected during the execution", "device_lost"),
-    FailureText("Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost. Reboot", "device_lost"),
-    FailureText("HIP error: hipErrorECCNotCorrectable", "device_lost", "rocm"),
-    FailureText("UCE ERROR, error code is 507053", "device_lost", "npu"),
-    FailureText("CUDA error: CUDA-capable device(s) is/are busy or unavailable", "device_busy"),
-    FailureText("CUDA error: unspecified launch failure", "device_suspect"),
-    FailureText("CUDA error: the launch timed out and was terminated", "device_suspect"),
-    FailureText("CUDA error: an illegal memory access was encountered", "error"),
-    FailureText("CUDA error: device-side assert triggered", "error"),
-    FailureText("No CUDA GPUs are available", "node_setup"),
-    FailureText(
-        'the trial asks for device "cuda" but this process sees no CUDA device; check the driver', "node_setup"
-    ),
-    FailureText("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU", "node_setup"),
-    FailureText("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized", "node_setup"),
-    FailureText(
-        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, ncclSystemError: System call failed\n"
-        "Last error:\nCall to ibv_reg_mr failed with error Cannot allocate memory",
-        "node_setup",
-    ),
-    FailureText(
-        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed.\nLast error:\n"
-        "Error while creating shared memory segment /dev/shm/nccl-XYZ (size 96), error: No space left on device (28)",
-        "node_setup",
-    ),
-    FailureText(
-        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting", "connection"
-    ),
-    FailureText("[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=880) ran for", "connection"),
-    FailureText("store->get('0') got error: Socket Timeout", "connection"),
-    FailureText(
-        "EI0006: Getting socket times out. Reason: Remote Rank did not send the data in time", "connection", "npu"
+    *_texts("text"),
+    *(
+        FailureText(form.format(code=code), entry["kind"], "npu")
+        for entry in _KNOWN["cann"]
+        for code in entry["codes"].values()
+        for form in _KNOWN["cann_forms"].values()
     ),
 )
+UNLIKE = _texts("unlike", kind="error")
+LOGS = _logs("log")
+LAUNCHERS = _logs("launcher")
+UNSOURCED = [entry for name in ("text", "log", "launcher") for entry in _KNOWN[name] if not entry.get("from")]
+"""Entries that do not say where they are from; there are to be none."""

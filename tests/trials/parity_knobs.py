@@ -56,6 +56,7 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "replicate": {"dp_replicate": 2, "replicate_with": "fsdp2"},
     "zero1": {"dp_shard": 2, "zero_stage": 1},
     "zero2": {"dp_shard": 2, "zero_stage": 2},
+    "zero2-last": {"dp_shard": 2, "zero_stage": 2, "gradient_reduction": "last"},
     "zero3": {"dp_shard": 2, "zero_stage": 3},
     "zero3-last": {"dp_shard": 2, "zero_stage": 3, "gradient_reduction": "last"},
     "hsdp": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3},
@@ -73,6 +74,8 @@ CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "all-gather": {"cp": 2, "cp_method": "all_gather"},
     "ulysses": {"cp": 2, "cp_method": "ulysses"},
     "ring": {"cp": 2, "cp_method": "ring"},
+    "all-gather4": {"cp": 4, "cp_method": "all_gather"},
+    "ring4": {"cp": 4, "cp_method": "ring"},
 }
 EMBEDDING: dict[str, dict[str, Any]] = {"embedding": {}, "sharded-embedding": {"shard_embedding": True}}
 NUM_MICROBATCHES = {"m1": 1, "m2": 2, "m4": 4}
@@ -124,6 +127,7 @@ OFFLOADS = {
     "device": Offload(),
     "host-activations": Offload(activations=True),
     "host-optimizer": Offload(optimizer=True),
+    "host-both": Offload(activations=True, optimizer=True),
 }
 OTHERS: dict[str, Mapping[str, Any]] = {
     "recompute": RECOMPUTES,

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.trials.failure_texts import RAISED
-from trials.failure import DataError, InfeasibleSpec, NonFiniteLoss, cause_in_log, classify
+from tests.trials.failure_texts import LAUNCHERS, LOGS, RAISED, UNLIKE, UNSOURCED
+from trials.failure import DataError, InfeasibleSpec, NonFiniteLoss, classify
+from trials.failure.logs import cause_in_log, tells_of_abort
+from trials.failure.signs import SIGNS, FailureSign
 
 
 def raised(outer: BaseException, inner: BaseException, *, explicit: bool) -> BaseException:
@@ -55,11 +57,70 @@ def test_kind_by_type_or_message(error: BaseException, kind: str) -> None:
     assert classify(error) == kind
 
 
-@pytest.mark.parametrize("text", RAISED, ids=lambda text: text.words[:40])
-def test_the_words_of_libraries_on_devices(text) -> None:
-    """Whichever exception carries them; what cuBLAS and cuDNN say is about memory only where there is none left."""
-    assert classify(RuntimeError(text.words), text.device) == text.kind
-    assert classify(RuntimeError(text.words), text.device, is_memory_full=True) == text.kind_if_full
+@pytest.mark.parametrize("text", RAISED, ids=str)
+def test_the_words_of_libraries(text) -> None:
+    """Whichever error carries them; what cuBLAS and cuDNN say is about memory only where there is none left."""
+    assert classify(text.raised(), text.device) == text.kind
+    assert classify(text.raised(), text.device, is_memory_full=True) == text.kind_if_full
+
+
+@pytest.mark.parametrize("text", UNLIKE, ids=str)
+def test_words_that_only_look_like_those_of_libraries(text) -> None:
+    assert classify(text.raised(), text.device, is_memory_full=True) == "error"
+
+
+def is_told(part: str, kind: str, text) -> bool:
+    sign = FailureSign(kind=kind, parts=(part,))
+    return kind in (text.kind, text.kind_if_full) and sign.part_in(text.words.lower()) is not None
+
+
+def test_every_sign_is_of_a_text_that_somebody_met() -> None:
+    parts = [(part, sign.kind) for sign in SIGNS for part in sign.parts]
+    assert [part for part, kind in parts if not any(is_told(part, kind, text) for text in RAISED)] == []
+    assert UNSOURCED == []
+
+
+ABORT = """step 1 loss 9.8
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  {words}
+Exception raised from ncclCommWatchdog at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1418
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x57 (0x7fefa74cf897 in libc10.so)
+step 2 loss 9.7 read error [3]: Broken pipe
+"""
+
+
+@pytest.mark.parametrize("text", RAISED, ids=str)
+def test_the_words_of_libraries_as_the_reason_of_an_abort(text) -> None:
+    """Those that are peculiar enough; words that any program may use are no reason."""
+    found = cause_in_log(ABORT.format(words=text.words.strip()))
+    if not text.in_logs:
+        assert found is None
+        return
+    assert found is not None
+    assert found[0] == text.kind
+    assert found[1].removeprefix("what():").strip() in text.words
+
+
+@pytest.mark.parametrize("log", LOGS, ids=str)
+def test_what_ended_a_process_is_told_by_the_end_of_its_log(log) -> None:
+    found = cause_in_log(log.words)
+    assert ("" if found is None else found[0]) == log.kind
+    assert log.says in ("" if found is None else found[1])
+
+
+def test_memory_counts_only_where_an_abort_gives_it_as_its_reason() -> None:
+    memory = "CUDA out of memory. Tried to allocate 3.00 GiB."
+    abort = "terminate called after throwing an instance of 'c10::Error'"
+    assert cause_in_log(f"{abort}\n  what():  {memory}") == ("oom", f"what():  {memory}")
+    assert cause_in_log(memory) is None
+    assert cause_in_log(f"{memory}\n{abort}") is None
+    assert cause_in_log(f"{abort}\nframe #0: x\n{memory}") is None
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+def test_launchers_that_say_that_a_rank_aborted(launcher) -> None:
+    assert tells_of_abort(launcher.words) is launcher.aborted
+    assert tells_of_abort(f"step 1 loss 9.8\n{launcher.words}\nbye\n") is launcher.aborted
 
 
 @pytest.mark.parametrize("explicit", [True, False])
@@ -79,15 +140,6 @@ def test_suppressed_context_does_not_count() -> None:
             raise RuntimeError("unrelated") from None
     except RuntimeError as error:
         assert classify(error) == "error"
-
-
-def test_a_log_tells_the_device_that_broke_before_the_watchdog_that_saw_it() -> None:
-    watchdog = "[rank1]:[E] [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: CUDA error:"
-    found = cause_in_log(f"step 3\n{watchdog} uncorrectable ECC error encountered\nframe #0: c10::Error::Error\n")
-    assert found == ("device_lost", f"{watchdog} uncorrectable ECC error encountered")
-    late = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=880) ran for 600 ms"
-    assert cause_in_log(f"read error of a file, tried again\n{late}\n") == ("connection", late)
-    assert cause_in_log("read error of a file, tried again\nconnection reset, tried again\n") is None
 
 
 def test_gloo_reports_a_peer_that_never_comes_as_connection() -> None:

@@ -1,7 +1,8 @@
 """Whatever the knobs, a trial trains like one process in fp32.
 
 Every legal pair of knob values is tried in at least one trial, on at most eight ranks. The loss alone is blind to
-gradients of the wrong size under AdamW, so the global gradient norm is compared too.
+gradients of the wrong size under AdamW, so the global gradient norm is compared too. Before, every rank finds its
+initial weights bit for bit in those of the whole model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ import pytest
 
 from tests.trials.gang import Result, differences, run_gang
 from tests.trials.pairwise import Pair, Row, pairs_of
-from tests.trials.parity_knobs import MAX_RANKS, THREE_STEPS, WIDE, WORKLOAD, covering, is_legal, read_rows, spec_of
+from tests.trials.parallel.initial import check_all
+from tests.trials.parity_knobs import (
+    MAX_RANKS,
+    THREE_STEPS,
+    WIDE,
+    WORKLOAD,
+    cost,
+    covering,
+    is_legal,
+    read_rows,
+    spec_of,
+)
 from tests.trials.tiny import tiny_spec
 from trials.spec import Kernels, Layout, Loader, Precision, TrialSpec
 
@@ -88,12 +100,13 @@ MAX_REPRESENTATIVE_RANKS = 4
 
 
 def representatives() -> frozenset[str]:
-    """Few trials of the matrix, on few ranks, in which each knob value that so few ranks can have occurs."""
+    """Few and cheap trials of the matrix, on few ranks, in which each knob value that so few ranks can have occurs."""
     rows = [row for row in ROWS if world_size_of(name_of(row)) <= MAX_REPRESENTATIVE_RANKS]
     missing = {value for row in rows for value in row.items()}
     chosen: list[Row] = []
     while missing:
-        chosen.append(max(rows, key=lambda row: (len(missing & row.items()), -world_size_of(name_of(row)))))
+        # The root lets many values count more than little work.
+        chosen.append(max(rows, key=lambda row: len(missing & row.items()) / cost(row) ** 0.25))
         missing -= chosen[-1].items()
     return frozenset(map(name_of, chosen))
 
@@ -124,13 +137,14 @@ PARTS = parts()
 
 @functools.cache
 def results(part: Part) -> dict[str, Result]:
-    """Run every trial of this part, in one gang as long as all goes well."""
+    """Run every trial of this part, in one gang as long as all goes well; ranks check the weights they start from."""
     return run_all([name for name in MATRIX if PARTS[name] == part])
 
 
 def run_all(names: list[str]) -> dict[str, Result]:
     with tempfile.TemporaryDirectory() as folder:
-        return dict(zip(names, run_gang([MATRIX[name] for name in names], Path(folder)), strict=True))
+        results = run_gang([MATRIX[name] for name in names], Path(folder), before=check_all)
+        return dict(zip(names, results, strict=True))
 
 
 @functools.cache

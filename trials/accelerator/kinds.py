@@ -112,7 +112,7 @@ def family_of(kind: str) -> Family:
 
 _HIDDEN: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
-    "HIP_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "-1",  # HIP's runtime takes an empty value for none
     "ASCEND_RT_VISIBLE_DEVICES": "",
     "ONEAPI_DEVICE_SELECTOR": "*:cpu",  # an empty ZE_AFFINITY_MASK would hide nothing
 }

@@ -91,8 +91,7 @@ class Merged:
 
 
 def add_part(parts: Parts, back: Back, q: Tensor, grad_q: Tensor, both: Tensor, sums: Tensor, *, is_late: bool) -> None:
-    """Go back through attention to the keys and values ``both``, packed ones or a part: add to ``grad_q``, write ``sums``.
-    """
+    """Go back through attention to ``both``, packed keys and values or a part: add to ``grad_q``, write ``sums``."""
     if is_late:
         back, q, grad_q = back.late(), later_half(q), later_half(grad_q)
     of_q, *of_both = parts.backward(back, q, *unpacked(both))
@@ -105,8 +104,8 @@ def add_part(parts: Parts, back: Back, q: Tensor, grad_q: Tensor, both: Tensor, 
 def packed(k: Tensor, v: Tensor) -> Tensor:
     """Keys and values as one tensor ``[S / 2, 2, 2, B, H, D]``: positions, the two pieces of a rank, keys and values.
 
-    What several ranks hold lies side by side, of the early pieces alone in equal steps: a view shows it as one sequence,
-    in an order that attention without a mask does not mind.
+    What several ranks hold lies side by side, of the early pieces alone in equal steps: a view shows it as one
+    sequence, in an order that attention without a mask does not mind.
     """
     both = torch.unflatten(torch.stack([k, v]), 3, (2, -1))
     return both.permute(4, 3, 0, 1, 2, 5).contiguous()

@@ -42,11 +42,11 @@ class StageEstimate:
     stage: int
     rank: int
     peak_bytes: int
-    """Largest sum of live tensors on the device in a step."""
+    """Largest sum of live tensors on the device, be it while the rank is built or in a step."""
     peak_by_category: Mapping[str, int]
     """Bytes by category at the moment of the peak; the sum is ``peak_bytes``."""
     peak_phase: str
-    """Phase of the step in which the peak came: ``forward``, ``backward``, ``other`` or ``optimizer``."""
+    """When the peak came: ``build``, or the step's phase ``forward``, ``backward``, ``other`` or ``optimizer``."""
     flops: Mapping[str, int]
     """FLOPs per step, by ``forward``, ``backward`` and ``recompute``."""
     collectives: Mapping[str, Traffic]
@@ -58,7 +58,7 @@ class StageEstimate:
 
     @classmethod
     def of_run(cls, stage: int, run: RankRun) -> StageEstimate:
-        """Estimate from a simulated step: its peak is the largest over all places of the step."""
+        """Estimate from a simulated rank: its peak is the largest over building it and all places of a step."""
         place, peak = max(run.peaks.items(), key=lambda item: item[1].total_bytes)
         return cls(
             stage=stage,

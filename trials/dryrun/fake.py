@@ -6,7 +6,8 @@ Also patches the few places where torch or the trial runner must be told so; eve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ import trials.precision.float8
 import trials.training.build
 from trials.dryrun.tracker import MemoryTracker
 from trials.models.base import TrainModel
+from trials.models.draws import Draws, Tile
 from trials.parallel import data_parallel
+from trials.parallel.seeding import fill
+from trials.parallel.shards import Piece, ShardMap, plain_name, stored_part
 
 DDP_BUCKET_BYTES = (1 << 20, 25 << 20)
 """Capacity of DDP's first gradient bucket and of the others (torch's defaults)."""
@@ -80,8 +84,9 @@ def untracked_propagation(tracker: MemoryTracker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def storage_from(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Models leave the meta device inside ``mode``, without initial values; they are built outside of it.
+def storage_from(mode: contextlib.AbstractContextManager[Any], tile_words: int | None) -> Iterator[None]:
+    """Models leave the meta device inside ``mode``; they are built outside of it. Of their initial values one tile is
+    drawn, ``tile_words`` at a time, as all others take no more memory.
 
     Inside, FSDP could not split what tensor parallelism has split before (``aten.nonzero`` of a fake tensor).
     """
@@ -93,9 +98,13 @@ def storage_from(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]
             setattr(model, name, _inside(mode, getattr(model, name)))
         return model
 
+    def init_parameters(model: TrainModel, seed: int, shard_map: ShardMap, perturbation: float = 0.0) -> None:
+        with torch.no_grad():
+            draw_first_tile(model, seed, shard_map, perturbation, tile_words)
+
     with (
         replaced(trials.training.build, "build_model", build_model),
-        replaced(trials.training.build, "init_parameters", _do_nothing),
+        replaced(trials.training.build, "init_parameters", _inside(mode, init_parameters)),
     ):
         yield
 
@@ -108,8 +117,28 @@ def _inside(mode: contextlib.AbstractContextManager[Any], function: Callable[...
     return run
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
-    pass
+class _FirstTile(Draws):
+    """Draws no more than the first tile of anything."""
+
+    def tiles(self, part: Tensor, size: Sequence[int], start: Sequence[int]) -> Iterator[Tile]:
+        return itertools.islice(super().tiles(part, size, start), 1)
+
+
+def draw_first_tile(
+    model: TrainModel, seed: int, shard_map: ShardMap, perturbation: float, tile_words: int | None
+) -> None:
+    """Draw the first tile of the largest parameter that has random values."""
+    named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
+    drawn = [(name, parameter) for name, parameter in named if model.initial(name).std or perturbation]
+    if drawn:
+        name, parameter = max(drawn, key=lambda one: stored_part(one[1]).numel())
+        size, shard = list(parameter.shape), shard_map.shards.get(name)
+        if shard is not None:
+            size[shard.dim] *= shard.num_shards
+        # Where it begins would be asked of the mesh, and matters to no memory.
+        start = (0,) * len(size)
+        piece = Piece(name=name, size=torch.Size(size), start=start, part=stored_part(parameter))
+        fill(piece, _FirstTile(piece.part.device, tile_words), model.initial(name), seed, perturbation)
 
 
 class _Reducer:

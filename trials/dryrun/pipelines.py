@@ -13,7 +13,6 @@ from trials.dryrun.fake import replaced
 from trials.failure import InfeasibleSpec
 from trials.precision.mixed import parameter_dtype
 from trials.spec import LinearModel, LlamaModel, TrialSpec
-from trials.torch_support import NEEDED_BY_DRY_RUNS, lacking
 from trials.training.build import ModelPart
 from trials.training.pipeline import Stage
 
@@ -22,18 +21,20 @@ with warnings.catch_warnings():
     from torch.distributed.pipelining import _utils, schedules
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-# Names in ``_utils`` are looked up where they are used: older releases lack them, and simulate all but pipelines.
+_VOTES = hasattr(_PipelineSchedule, "_warmup_p2p")
+"""Whether stages agree on what is known of shapes before the first step, as they do since torch 2.12."""
 
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
     """Skip the vote of all stages on whether shapes are known: it reads numbers the neighbours sent.
 
-    Raises:
-        RuntimeError: torch is older than 2.12, which brought the vote.
+    Torch before 2.12 has no vote: it sends a number to each neighbour, and asks for shapes that it was not told.
     """
-    if missing := lacking(NEEDED_BY_DRY_RUNS):
-        raise RuntimeError(f"torch {torch.__version__} is too old for dry runs of pipelines: it has no {missing[0]}")
+    if not _VOTES:
+        with replaced(Stage, "_get_init_p2p_neighbors_ops", lambda _: []):
+            yield
+        return
 
     def agree(_schedule: Any, stages: list[Stage], *_: Any) -> None:
         for stage in stages:
@@ -74,6 +75,11 @@ def tell_shapes(stages: list[Stage], parts: list[ModelPart], spec: TrialSpec) ->
     hidden = _meta(boundary_size(spec), _boundary_dtype(spec)).requires_grad_()
     for stage, part in zip(stages, parts, strict=True):
         first, last = part.chunk.is_first, part.chunk.is_last
+        if not _VOTES:
+            older: Any = stage
+            older.inputs_meta = (_meta(_input_size(spec), torch.long) if first else hidden,)
+            older._configure_outputs_meta((_output(spec) if last else hidden,))
+            continue
         stage._user_meta = _utils._StageMeta(
             inputs=_metas(_meta(_input_size(spec), torch.long) if first else hidden),
             outputs=_metas(_output(spec) if last else hidden),

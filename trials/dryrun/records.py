@@ -8,7 +8,7 @@ from typing import Literal
 
 from trials.spec import TrialSpec
 
-VERSION = 5
+VERSION = 6
 """Version of the simulation; results of other versions are not comparable."""
 
 Category = Literal["param", "grad", "optimizer", "activation", "temporary", "communication", "input"]
@@ -24,6 +24,9 @@ CATEGORIES: tuple[Category, ...] = (
 """Categories of live memory. ``param`` counts buffers too, ``optimizer`` fp32 masters; ``activation`` is what the
 forward pass leaves, ``temporary`` what the backward pass and the optimiser allocate on the way; ``communication`` holds
 gathered parameters, buckets and buffers of collectives."""
+
+BUILD = "build/0/"
+"""The place of a peak from before the first step."""
 
 Mode = Literal["accelerator", "cpu"]
 """``accelerator``: memory behaviour of CUDA kernels and of its caching allocator's rounding. ``cpu``: exactly what the
@@ -86,7 +89,8 @@ class RankRun:
     """Elements stored on this rank."""
     peaks: Mapping[str, Peak]
     """Peaks by place of the step, ``phase/pass/where``: ``backward/3/0.1 first+0`` is the step's third pass, in chunk
-    0, in its second run of equal layers, in the first of those. Before the first pass it is pass 0."""
+    0, in its second run of equal layers, in the first of those. Before the first pass it is pass 0. :data:`BUILD` is
+    what building the rank took."""
     flops: Mapping[str, int]
     """FLOPs by ``forward``, ``backward`` and ``recompute``."""
     collectives: Mapping[str, Traffic] = field(default_factory=dict)

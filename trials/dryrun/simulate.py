@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import gc
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from trials.dryrun.small.layer_runs import runs_of_chunk
 from trials.dryrun.tracker import MemoryTracker
 from trials.kernels.settings import expected_attention
 from trials.legality.rules import check
+from trials.models.draws import DEVICE_TILE_WORDS
 from trials.operators import in_backward
 from trials.parallel.data_parallel import finish_gradients
 from trials.parallel.mesh import build_mesh
@@ -47,23 +49,31 @@ class DryTrainer(Trainer):
 
 
 def simulate(request: DryRunRequest) -> RankRun:
-    """Simulate two steps, of which the second is reported: it sees optimiser states and what the first left.
+    """Simulate building the rank and two steps, of which the second is reported: it sees optimiser states and what the
+    first left.
 
     Patches torch while it runs, so call it in a process of its own.
 
     Raises:
         InfeasibleSpec: for a specification that a real run refuses too.
     """
+    started_s = time.process_time()
+    with simulation(request) as built:
+        return built.run(started_s)
+
+
+@contextlib.contextmanager
+def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
+    """The rank as it is built, on fake tensors in a world that does not exist; for what :func:`simulate` says of it."""
     spec = _eager(request.spec)
     check(spec)
-    started_s = time.process_time()
     is_accelerator = request.mode == "accelerator"
     tracker = MemoryTracker(CUDA_GRANULE_BYTES if is_accelerator else 1)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake.fake_process_group(request.rank, spec.candidate.layout.world_size))
         mesh = build_mesh(spec.candidate.layout, CPU)
-        stack.enter_context(fake.storage_from(mode))
+        stack.enter_context(fake.storage_from(mode, DEVICE_TILE_WORDS if is_accelerator else None))
         stack.enter_context(fake.tracked_resizes(tracker))
         stack.enter_context(fake.untracked_propagation(tracker))
         stack.enter_context(fake.host_memory(tracker))
@@ -75,7 +85,7 @@ def simulate(request: DryRunRequest) -> RankRun:
         if is_accelerator:
             stack.enter_context(fake.fused_rms_norm())
             stack.enter_context(fake.scaled_matmuls())
-        return _Simulation(request, spec, mesh, mode, tracker).run(started_s)
+        yield SimulatedRank(request, spec, mesh, mode, tracker)
 
 
 def _eager(spec: TrialSpec) -> TrialSpec:
@@ -84,7 +94,9 @@ def _eager(spec: TrialSpec) -> TrialSpec:
     return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
 
 
-class _Simulation:
+class SimulatedRank:
+    """One rank, built. It may :meth:`run` once."""
+
     def __init__(
         self, request: DryRunRequest, spec: TrialSpec, mesh: Any, mode: FakeTensorMode, tracker: MemoryTracker
     ) -> None:
@@ -94,8 +106,12 @@ class _Simulation:
         self.tracker = tracker
         self.log = PassLog(tracker)
         place = coordinates(spec.candidate.layout, request.rank)
+        tracker.phase = "build"
         with tracker:
             self.trainer = DryTrainer(spec, mesh, CPU, place=place)
+        self.build_peaks = tracker.peaks()
+        """What building took, at the one place :data:`~trials.dryrun.records.BUILD`."""
+        tracker.phase = "forward"
         self._is_pipeline = isinstance(self.trainer.engine, Pipeline)
 
     def run(self, started_s: float) -> RankRun:
@@ -113,7 +129,7 @@ class _Simulation:
         return RankRun(
             rank=self.request.rank,
             num_parameters=sum(stored_part(parameter).numel() for parameter in trainer.parameters),
-            peaks=tracker.peaks(),
+            peaks=self.build_peaks | tracker.peaks(),
             host_bytes=max(one.peak_host_bytes for one in passes),
             flops=dict(tracker.flops),
             collectives=tracker.collectives(),
@@ -136,7 +152,7 @@ class _Simulation:
             trainer.optimizer.register_step_pre_hook(lambda *_: self._enter("optimizer"))
             trainer.optimizer.register_step_post_hook(lambda *_: self._enter("other"))
 
-    def _enter(self, phase: str) -> None:
+    def _enter(self, phase: Literal["other", "optimizer"]) -> None:
         self.tracker.phase, self.tracker.place = phase, ""
 
     def mark(self, phase: str) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -59,8 +59,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.granule_bytes = granule_bytes
         self.live_bytes: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self.total_bytes = 0
-        self.phase = "forward"
-        """Phase of the step that counts outside of backward passes, which are known by themselves."""
+        self.phase: Literal["build", "forward", "other", "optimizer"] = "forward"
+        """What the rank is at outside of backward passes, which are known by themselves: building, or a step."""
         self.place = ""
         self.num_passes = 0
         """Passes of the step that have begun."""
@@ -208,6 +208,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._move(block, "communication")
 
     def _default_category(self) -> Category:
+        if self.phase == "build":
+            return "param"
         if self.phase == "optimizer" or in_backward():
             return "temporary"
         return "activation"

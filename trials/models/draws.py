@@ -53,10 +53,11 @@ class Tile:
 class Draws:
     """Draws on one device. Holds tables and one tile's counters, so make it where it is needed and let it go."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.tile_words = CPU_TILE_WORDS if device.type == "cpu" else DEVICE_TILE_WORDS
+    def __init__(self, device: torch.device, tile_words: int | None = None) -> None:
+        """``tile_words``: words drawn at a time, if not those that suit the device; no number depends on it."""
+        self.tile_words = tile_words or (CPU_TILE_WORDS if device.type == "cpu" else DEVICE_TILE_WORDS)
         self._counters = torch.arange(self.tile_words + 1, device=device) * _signed(_INCREMENT)
-        self._intercepts, self._slopes = (table.to(device) for table in _quantile_lines())
+        self._intercepts, self._slopes = (torch.tensor(table, device=device) for table in _quantile_lines())
 
     def tiles(self, part: Tensor, size: Sequence[int], start: Sequence[int]) -> Iterator[Tile]:
         """Cut ``part``, which begins at ``start`` in a tensor of this ``size``, into tiles that are drawn at once."""
@@ -129,10 +130,11 @@ def _signed(word: int) -> int:
 
 
 @functools.cache
-def _quantile_lines() -> tuple[Tensor, Tensor]:
+def _quantile_lines() -> tuple[list[float], list[float]]:
     """Intercepts and slopes of the normal quantile of ``|x| / 2**32`` by the leading bits of ``x``, and odd in ``x``.
 
-    ``|x|`` lies in [0.5, 2**31]: up to the median, where all is 0. Worked out in fp64 and rounded once.
+    ``|x|`` lies in [0.5, 2**31]: up to the median, where all is 0. Worked out in fp64; fp32 numbers made of these are
+    rounded once.
     """
     intercepts, slopes = [0.0] * _NUM_LINES, [0.0] * _NUM_LINES
     quantile, num_pieces = NormalDist().inv_cdf, 1 << _MANTISSA_BITS
@@ -146,4 +148,4 @@ def _quantile_lines() -> tuple[Tensor, Tensor]:
             slopes[line] = slopes[negative] = slope
             intercepts[line] = heights[piece] - slope * ends[piece]
             intercepts[negative] = -intercepts[line]
-    return torch.tensor(intercepts), torch.tensor(slopes)
+    return intercepts, slopes

@@ -66,8 +66,8 @@ def head_of(built: Built, tokens: Tensor) -> str | None:
     """Path of the module whose outputs for all ``tokens`` are the decoder's logits, where it is linear without a bias;
     None where there is none, or where the decoder does more with its outputs: caps or scales them, or changes their
     type."""
-    head = built.module.get_output_embeddings()  # type: ignore[operator]
-    if type(head) is not nn.Linear or head.bias is not None:
+    head: nn.Module = built.module.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear or dict(head.named_parameters()).keys() != {"weight"}:
         return None
     made: list[Tensor] = []
 
@@ -79,7 +79,8 @@ def head_of(built: Built, tokens: Tensor) -> str | None:
         logits = built.call(built.module, tokens)
     if len(made) != 1 or logits is not made[0] or logits.shape != (*tokens.shape, head.out_features):
         return None
-    return next(name for name, one in built.module.named_modules() if one is head)
+    paths: dict[nn.Module, str] = {one: name for name, one in built.module.named_modules()}
+    return paths[head]
 
 
 def _layers_path(module: nn.Module, config: Any) -> str:

@@ -79,7 +79,7 @@ class GivenModel(TrainModel):
 
 
 def _taken_out(module: nn.Module, path: str) -> Head:
-    """The linear module at ``path`` with its weights as a head of ours; what it got is the module's output from now on."""
+    """The linear module at ``path`` as a head of ours, with its weights; ``module`` gives what it got from now on."""
     linear: Any = module.get_submodule(path)
     with torch.device("meta"):
         head = Head(linear.in_features, linear.out_features)

@@ -132,8 +132,9 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
 
 def _group_options(axes: Sequence[str]) -> dict[str, Any]:
     """What ``init_device_mesh`` is told about the groups of ``axes``: with NCCL, which of them run on streams of high
-    priority. A matmul that is ready at the same time would otherwise take every multiprocessor first, and the collective
-    that it is to hide would begin when it ends. Nothing for other backends, and before torch 2.8, which cannot be told.
+    priority. A matmul that is ready at the same time would otherwise take every multiprocessor first, and the
+    collective that it is to hide would begin when it ends. Nothing for other backends, and before torch 2.8, which
+    cannot be told.
     """
     hurried = [axis for axis in axes if axis in HURRIED_AXES]
     takes_options = "backend_override" in inspect.signature(init_device_mesh).parameters

@@ -26,6 +26,9 @@ NEEDLES = (
     b"above exception",
     b"Traceback",
     b"in use",
+    b"Ignoring",
+    b"terminate called",
+    b"atchdog",
 )
 """One of these stands in every line that :class:`OutputWatch` looks at."""
 MAX_CHARS = 2000
@@ -34,14 +37,19 @@ _ERROR = re.compile(
     r"^(?:\[rank\d+\]:\s?)?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit))(?::\s*(?P<message>.*))?$"
 )
 _MEMORY = re.compile(
-    r"\b(?:CUDA|HIP|NPU|XPU|MPS|MUSA|MLU|GCU) out of memory\b|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure 2 'out of memory'"
-    r"|ResourceExhaustedError|Out of memory error on \w+ \d|Memory not enough:|memory isn't enough and alloc failed"
-    r"|Allocate memory failed|DefaultCPUAllocator: (?:can't allocate|not enough) memory|std::bad_alloc",
+    r"\b(?:CUDA|HIP|NPU|XPU|MPS|MUSA|MLU|GCU) out of memory\b|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|Cuda failure (?:2 )?'out of memory'|ResourceExhaustedError|Out of memory error on \w+ \d|Memory not enough:"
+    r"|memory isn't enough and alloc failed|Allocate memory failed"
+    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|std::bad_alloc",
 )
 _MEMORY_TYPES = ("OutOfMemoryError", "MemoryError", "ResourceExhaustedError")
+_SURVIVED = re.compile(r"Ignoring this choice|terminate called|watchdog (?:caught|thread terminated)", re.IGNORECASE)
+"""What a program says that has survived what it said of memory before: a kernel was tuned, or an abort begins."""
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _UNHANDLED = "unhandled cuda error"
-_LAUNCHERS = re.compile(r"ChildFailedError|CalledProcessError|Distributed job exited with exception")
+_LAUNCHERS = re.compile(
+    r"ChildFailedError|CalledProcessError|ProcessExitedException|Distributed job exited with exception"
+)
 _AMBIGUOUS = ("InfeasibleSpec", "DataError", "NonFiniteLoss", "NodeFault")
 """Names of errors of ours: a program's own by these names mean something else."""
 NODE_FAULT_CODES = {16: "asks to be run again elsewhere", 17: "found wrong results that do not repeat"}
@@ -82,6 +90,7 @@ class OutputWatch:
         self._chain = 0
         self._is_chained = False
         self._memory = ""
+        self._is_aborting = False
         self.is_port_taken = False
 
     def feed(self, line: str) -> None:
@@ -94,6 +103,8 @@ class OutputWatch:
             self._is_chained = False
         elif (match := _ERROR.match(line)) and not _LAUNCHERS.search(line):
             self._errors.append((self._chain, ToldError(match["type"], match["message"] or "")))
+        if not self._is_aborting and (match := _SURVIVED.search(line)):  # from then on, other ranks follow the first
+            self._memory, self._is_aborting = "", not match[0].startswith("Ignoring")
         if not self._memory and _MEMORY.search(line):
             self._memory = line.strip()
         self.is_port_taken = self.is_port_taken or _PORT_TAKEN.search(line) is not None

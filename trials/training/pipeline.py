@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from trials.failure import InfeasibleSpec
 from trials.models import Loss
 from trials.parallel.buckets import BucketedReplica
 from trials.parallel.data_parallel import (
@@ -229,11 +230,18 @@ class Pipeline:
 def build_schedule(
     layout: Layout, stages: list[Stage], num_microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Any:
-    """The order in which a rank works on its stages and micro-batches. ``loss`` is divided by their number already."""
+    """The order in which a rank works on its stages and micro-batches. ``loss`` is divided by their number already.
+
+    Raises:
+        InfeasibleSpec: this torch cannot order them so; before 2.11 it wants as many micro-batches as stages.
+    """
     looped = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble, "gpipe": ScheduleLoopedBFS}
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if layout.schedule in ("interleaved", "zbv") or layout.num_virtual_stages > 1:
         return looped[layout.schedule](stages, num_microbatches, **options)
     single = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
     (stage,) = stages
-    return single[layout.schedule](stage, num_microbatches, **options)
+    try:
+        return single[layout.schedule](stage, num_microbatches, **options)
+    except ValueError as error:
+        raise InfeasibleSpec(f"torch {torch.__version__} refuses schedule {layout.schedule}: {error}") from error

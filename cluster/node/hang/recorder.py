@@ -25,8 +25,9 @@ from trials.codec import CodecError, from_json
 
 ANSWER_S = 2.0
 """How long a rank's thread may take to answer: it has to get at the interpreter."""
-PIPE_S = 3.0
-"""How long NCCL's thread may take to notice and to write."""
+PIPE_S = 10.0
+"""How long NCCL's thread may take to notice and to write. A process's first dump takes 1.5 s of CPU time to name frames
+(torch 2.13)."""
 POLL_S = 0.02
 MAX_BYTES = 32 << 20
 """A dump that is larger is not read."""

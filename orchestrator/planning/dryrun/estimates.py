@@ -78,7 +78,9 @@ class DryRunEstimates:
         if self.host_limit_bytes is None or needed * num_ranks <= self.host_limit_bytes:
             return None
         each, limit = num_bytes(needed), num_bytes(self.host_limit_bytes)
-        return f"predicted {each} of host memory, with margin, on each of {num_ranks} ranks of a node exceed its {limit}"
+        return (
+            f"predicted {each} of host memory, with margin, on each of {num_ranks} ranks of a node exceed its {limit}"
+        )
 
     def _device_problem(self, candidate: Candidate, estimate: DryRunEstimate) -> str | None:
         if self.limit_bytes is None:

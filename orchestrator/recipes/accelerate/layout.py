@@ -164,7 +164,10 @@ SETTINGS: tuple[Setting, ...] = (
         _write_layout,
         _read_layout,
     ),
-    unable("layout.cp_method", message="Ulysses needs DeepSpeed as the engine: see the format deepspeed"),
+    unable(
+        "layout.cp_method",
+        message="keys and values are gathered; Ulysses needs DeepSpeed as the engine: see the format deepspeed",
+    ),
     no_pipeline("Accelerate has pipelines only through Megatron-LM"),
     lacking("layout.tp_engine", "tensor parallelism is by DTensor"),
     unable("layout.sequence_parallel", message=WHOLE_BETWEEN),

@@ -147,7 +147,10 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     custom(("kernels.matmul_precision",), (_TF32,), _write_matmul, _read_matmul),
     *KERNELS_OF_SCRIPT,
-    *memory_savers(activations=offloads_inputs(_OFFLOAD, applies=lambda settings: settings[TYPE] == "FSDP")),
+    *memory_savers(
+        activations=offloads_inputs(_OFFLOAD, applies=lambda settings: settings[TYPE] == "FSDP"),
+        optimizer="fsdp_offload_params moves weights and gradients too, and gathers weights from the host",
+    ),
     option(f"{_OPTIMIZER}.lr", f"{ARGUMENTS}:learning_rate"),
     option(f"{_OPTIMIZER}.beta1", f"{ARGUMENTS}:adam_beta1"),
     option(f"{_OPTIMIZER}.beta2", f"{ARGUMENTS}:adam_beta2"),

@@ -28,11 +28,11 @@ def _write_precision(draft: Draft) -> None:
     precision, layout = draft.candidate.precision, draft.candidate.layout
     is_half = precision.level == "O2"
     draft.settings |= {
-        _AUTOCAST: precision.level == "O1",
+        _AUTOCAST: precision.level in ("O1", "O1-fp8"),
         _BF16: is_half and precision.dtype == "bfloat16",
         _FP16: is_half and precision.dtype == "float16",
     }
-    if precision.level == "O1":
+    if draft.settings[_AUTOCAST]:
         _write_autocast(draft, precision.dtype)
     if is_half:
         reduced = _SHORT[precision.dtype] if holds_plain(layout) or layout.world_size == 1 else "fp32"

@@ -36,7 +36,11 @@ _RUN: tuple[Setting, ...] = (
     left_to_script("kernels.backend", "your script names it: engine.compile(backend=...)"),
     left_to_script("kernels.compile_mode", "your script names it: engine.compile(compile_kwargs={'mode': ...})"),
     *KERNELS_OF_SCRIPT,
-    *memory_savers(optimizer=layout.OFFLOAD_OPTIMIZER),
+    *memory_savers(
+        activations="activation_checkpointing.cpu_checkpointing moves only what is kept by layers that your script "
+        "recomputes with DeepSpeed's own function",
+        optimizer=layout.OFFLOAD_OPTIMIZER,
+    ),
     REDUCES_EACH,
     left_to_script("kernels.matmul_precision", "your script calls torch.set_float32_matmul_precision(...)"),
     fixed(f"{FILE}:optimizer.type", "AdamW"),

@@ -48,10 +48,10 @@ def _write_data_parallel(draft: Draft) -> None:
     if layout.dp * layout.cp > 1:
         settings["--overlap-grad-reduce"] = True
     if layout.zero_stage >= 1:
-        settings["--use-distributed-optimizer"] = True
+        settings |= {"--use-distributed-optimizer": True, "--overlap-param-gather": True}
         settings[_INSTANCES] = layout.dp_replicate
     if layout.zero_stage >= 2:
-        settings |= {_FSDP: True, _STRATEGY: _STRATEGIES[layout.zero_stage], "--overlap-param-gather": True}
+        settings |= {_FSDP: True, _STRATEGY: _STRATEGIES[layout.zero_stage]}
         settings |= {"--no-gradient-accumulation-fusion": True, "--ckpt-format": "fsdp_dtensor"}
 
 

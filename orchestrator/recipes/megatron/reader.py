@@ -272,6 +272,10 @@ def _read_run(given: Options, found: ReadingDraft) -> None:
         found.say({"kernels.attention": ATTENTION[backend]})
     elif "{" not in backend:
         found.unread("kernels.attention", f"--attention-backend {backend}")
+    if given.is_on("--optimizer-cpu-offload"):
+        found.unread("offload.optimizer", "--optimizer-cpu-offload, of another optimiser")
+    if (given.text("--cpu-offloading-num-layers") or "0") != "0":
+        found.unread("offload.activations", "--cpu-offloading-num-layers, of some of what layers keep")
     found.say(_ALWAYS)
 
 

@@ -126,6 +126,11 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "call torch.set_float32_matmul_precision before training"),
     lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
     lacking("kernels.memory_format", "there are no convolutions"),
-    *memory_savers(),
+    *memory_savers(
+        activations="--cpu-offloading-num-layers moves what Transformer Engine's operators keep, which is not all that "
+        "a layer keeps, and not in pipelines or with recompute",
+        optimizer="--optimizer-cpu-offload comes with another optimiser, --use-precision-aware-optimizer, which nobody "
+        "has compared with the one that was measured",
+    ),
     REDUCES_EACH,
 )

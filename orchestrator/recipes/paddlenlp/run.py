@@ -103,6 +103,9 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "export NVIDIA_TF32_OVERRIDE before starting"),
     lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
     lacking("kernels.memory_format", "there are no convolutions"),
-    *memory_savers(activations=offloads_inputs("offload_recompute_inputs")),
+    *memory_savers(
+        activations=offloads_inputs("offload_recompute_inputs"),
+        optimizer="offload_optim keeps states on the host, but brings them to the device to update there",
+    ),
     lacking("layout.gradient_reduction", "there is no setting for when gradients are reduced"),
 )

@@ -171,6 +171,8 @@ def _read_run(given: TitanArguments, found: ReadingDraft) -> None:
         found.say({"kernels.compile": "block" if enabled and "model" in components else "off"})
         if enabled:
             found.say({"kernels.backend": given.get("compile.backend"), "kernels.compile_mode": "default"})
+    if given.get("training.enable_cpu_offload") is True:
+        found.unread("offload.optimizer", "training.enable_cpu_offload, of weights too")
     workers = given.whole(found, "loader.num_workers", "dataloader.num_workers")
     found.say({"loader.num_workers": workers})
     for name in ("pin_memory", "persistent_workers"):

@@ -121,7 +121,10 @@ _RUN: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "fp32 matrix products stay fp32"),
     lacking("kernels.cudnn_tuning_range", "cuDNN is not tuned; Llama has no convolutions"),
     lacking("kernels.memory_format", "there is no memory format; Llama has no convolutions"),
-    *memory_savers(loss_chunks=option("kernels.loss_chunks", "loss.num_chunks")),
+    *memory_savers(
+        loss_chunks=option("kernels.loss_chunks", "loss.num_chunks"),
+        optimizer="training.enable_cpu_offload moves weights and gradients too, and gathers weights from the host",
+    ),
     fixed("dataloader.dataset", "c4"),
     option("loader.num_workers", "dataloader.num_workers"),
     option(

@@ -211,7 +211,7 @@ def hung(sights, nodes="abab"):
 
 def test_all_in_one_collective_blame_nobody_and_do_not_count_against_the_candidate():
     outcome = hung({rank: sight(rank, done("0", 1), under_way("0", 2)) for rank in range(4)})
-    assert isinstance(outcome, GangLost), outcome
+    assert isinstance(outcome, GangLost) and outcome.is_hang, outcome
     assert (outcome.evidence.rank, outcome.evidence.node) == (None, None)
     assert (
         "no progress; ranks 0, 1, 2, 3 all wait in all_reduce of [[8]] (number 2 of group default_pg): what joins them"

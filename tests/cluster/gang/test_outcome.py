@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from cluster.gang.messages import RankFailure, RankPlace, RankSuccess
 from cluster.gang.outcome import CAUSE_WINDOW_S, CLOCK_SKEW_S, COLLATERAL, fold, root_cause
 from orchestrator.sweep.fold import blamed_node
+from orchestrator.sweep.state import describe_failure
+from trials.failure import TREATMENTS
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -51,9 +53,11 @@ def failure(category, *, rank=0, at_s=0.0, **changes):
     return RankFailure(rank=rank, category=category, at_s=at_s, **values)
 
 
-OWN_DOING = ("oom", "host_oom", "infeasible", "data", "diverged", "device_busy", "preempted")
+OWN_DOING = ("oom", "host_oom", "infeasible", "data", "diverged", "device_busy", "device_lost", "preempted")
+LOST_ALONE = (GangLost, None, 0)
+"""A gang that is lost for a reason that its first rank tells, but without a node to blame."""
 ABSENCE = ("deadline", "lost", "controller")
-ROOT_CATEGORIES = (*OWN_DOING, "error", "exception", "exit", *ABSENCE)
+ROOT_CATEGORIES = (*OWN_DOING, "node_setup", "device_suspect", "error", "exception", "exit", *ABSENCE)
 failures = st.builds(
     failure,
     st.sampled_from((*ROOT_CATEGORIES, "connection", "stopped")),
@@ -141,8 +145,63 @@ def test_only_a_node_that_is_to_blame_is_struck():
     for category in ("connection", "device_suspect"):
         lost = fold([failure(category, rank=3), failure("connection", rank=1, at_s=1.0, node="m")])
         assert blamed_node(lost) is None, category
-        assert f"{category} of 3 (on n, which need not be the culprit)" in lost.evidence.message
+        assert f"{category} of 3 (on n, which need not be the culprit); where it repeats" in lost.evidence.message
         assert lost.evidence.rank == 3
+
+
+GANGS = {
+    "seven lose their connections to the one whose device breaks": (
+        [*(("connection", rank, 0.1 * rank) for rank in range(7)), ("device_lost", 7, 1.5)],
+        (GangLost, "b", 7),
+    ),
+    "nobody tells more than lost connections": ([("connection", rank, 0.1 * rank) for rank in range(8)], LOST_ALONE),
+    "kernels break off that read the memory of a device that breaks": (
+        [("device_suspect", 0, 0.0), ("device_suspect", 1, 0.1), ("connection", 2, 0.2), ("device_lost", 5, 1.9)],
+        (GangLost, "b", 5),
+    ),
+    "a kernel breaks off by itself": ([("device_suspect", 0, 0.0), ("connection", 5, 0.1)], LOST_ALONE),
+    "peers raise before a device is known to be broken": (
+        [("error", 0, 0.0), ("exit", 1, 0.1), ("device_lost", 5, 3.0)],
+        (GangLost, "b", 5),
+    ),
+    "peers hang until a device is known to be broken": (
+        [("deadline", 0, 0.0), ("deadline", 1, 0.0), ("device_lost", 5, 40.0)],
+        (GangLost, "b", 5),
+    ),
+    "a crash, and long after it a device": ([("exit", 0, 0.0), ("device_lost", 5, 40.0)], (Crashed, "a", 0)),
+    "no memory, and soon after it a device": ([("oom", 0, 0.0), ("device_lost", 5, 0.8)], (OutOfMemory, "a", 0)),
+    "a device, and soon after it no memory": ([("device_lost", 5, 0.0), ("oom", 0, 0.8)], (GangLost, "b", 5)),
+    "one asserts, and seven lose their connections first": (
+        [*(("connection", rank, 0.0) for rank in range(7)), ("error", 7, 0.4)],
+        (Crashed, "b", 7),
+    ),
+    "a node is not set up": ([("connection", 0, 0.0), ("node_setup", 6, 0.2)], (GangLost, "b", 6)),
+    "a loader finds no room": ([("connection", 0, 0.0), ("host_oom", 6, 0.2)], (HostOutOfMemory, "b", 6)),
+}
+
+
+@pytest.mark.parametrize("gang", GANGS, ids=str)
+def test_of_a_gang_whose_ranks_tell_different_things_the_cause_counts(gang):
+    """Ranks 0 to 3 are on node a, the others on b."""
+    told, (kind, node, rank) = GANGS[gang]
+    results = [failure(what, rank=at, at_s=at_s, node="ab"[at > 3]) for what, at, at_s in told]
+    for order in (results, results[::-1]):
+        outcome = fold(order)
+        assert isinstance(outcome, kind), outcome
+        assert (outcome.evidence.node, outcome.evidence.rank) == (node, rank)
+        assert len(outcome.evidence.collateral) == len(told) - 1
+        if isinstance(outcome, GangLost):
+            assert blamed_node(outcome) == node
+
+
+@pytest.mark.parametrize("category", [name for name, treatment in TREATMENTS.items() if treatment.remedy])
+def test_what_to_do_about_it_stands_in_the_line_that_people_see(category):
+    """With the node, even one that need not be to blame."""
+    lost = fold([failure(category, rank=3, node="node-7", message="what the library says\nand more of it")])
+    line = describe_failure(lost)
+    assert "node-7" in line and "what the library says" in line
+    assert line.endswith(TREATMENTS[category].remedy)
+    assert lost.evidence.message.endswith("\nand more of it")
 
 
 def test_an_out_of_memory_soon_after_wins_and_a_late_one_does_not():
@@ -172,10 +231,10 @@ def test_a_root_cause_always_comes_before_collateral(found):
     outcome = fold(found)
     assert not isinstance(outcome, Measured)
     if roots:
-        assert outcome.evidence.message in {item.message for item in roots}
         first = min(item.at_s for item in roots)
-        told = [item for item in roots if item.message in outcome.evidence.message]
-        assert any(item.at_s <= first + OOM_WINDOW_S or item.category == "lost" for item in told), "and an early one"
+        told = [item for item in roots if outcome.evidence.message.startswith(item.message)]
+        late = ("lost", "device_lost")
+        assert any(item.at_s <= first + OOM_WINDOW_S or item.category in late for item in told), "and an early one"
     elif any(item.category in COLLATERAL for item in found):
         assert isinstance(outcome, GangLost), "nobody's own failure explains the connections that broke"
 

@@ -10,6 +10,7 @@ from cluster.connect import connect
 from cluster.hardware.discovery import discover_node
 from cluster.node.agent import Agent
 from cluster.request import ClusterRequest
+from tests.support import ROOT
 
 
 def test_a_fork_server_that_cannot_start_ends_with_its_own_words(tmp_path, monkeypatch):
@@ -19,6 +20,34 @@ def test_a_fork_server_that_cannot_start_ends_with_its_own_words(tmp_path, monke
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(ClusterError, match="does not start: ModuleNotFoundError: No module named torch"):
         Agent(node="n", workdir=tmp_path / "work")
+
+
+WITH_LITTLE_SHARED_MEMORY = """
+import pathlib, runpy, sys
+import cluster.node.host_memory as host_memory
+host_memory.SHARED_MEMORY = pathlib.Path({folder!r})
+sys.argv = sys.argv[sys.argv.index("-m") + 1 :]
+runpy.run_module("cluster.node.fork_server", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_an_agent_warns_of_a_small_dev_shm_when_it_starts(tmp_path, monkeypatch, caplog, is_short):
+    """Which its fork server looks at, where ranks come from; here in a folder of the test's."""
+    text = WITH_LITTLE_SHARED_MEMORY.format(folder=str(tmp_path / "none" if is_short else "/dev"))
+    if not is_short:
+        text = text.replace("sys.argv =", "host_memory.MIN_SHARED_BYTES = 0\nsys.argv =", 1)
+    (tmp_path / "server.py").write_text(text)
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/server.py "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    agent = Agent(node="n7", workdir=tmp_path / "work", preload=("json",), search_path=sys.path)
+    agent.close()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warned = [text for text in told if text.startswith("fork server on n7: there is no ") and "--shm-size=8g" in text]
+    assert (told != [], warned) == (is_short, told)
 
 
 @pytest.mark.exhaustive

@@ -18,6 +18,7 @@ from cluster.local import LocalCluster
 from cluster.node.device_memory import DeviceUse, device_names, device_uses, wait_until_free
 from tests.cluster import scripts
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids
+from tests.cluster.hardware.vendors import RESET
 from trials.outcome import Crashed, GangLost, Measured
 
 SCRIPT = """#!/bin/sh
@@ -85,6 +86,10 @@ def test_free_means_up_to_an_allowance(smi):
     assert problem == "GPU 1 (GPU-0001-abcd) has 30000 MiB in use by pid 4711 (29500 MiB)"
     smi.uses("[N/A]")
     assert wait_until_free("cuda", [handle(0)], 0.0) is None, "a device without a figure counts as free"
+    smi.says("gpus", f"echo '{_row(0, 4)}'\necho '{RESET}'")
+    assert wait_until_free("cuda", [handle(0)], 0.0) is None
+    problem = wait_until_free("cuda", [handle(0), handle(1)], 0.0)
+    assert problem == "device 1 is of no use any more: nvidia-smi says [GPU requires reset]"
 
 
 @pytest.mark.parametrize(

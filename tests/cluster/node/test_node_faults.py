@@ -71,6 +71,26 @@ def test_an_abort_is_what_the_log_says_of_it(local_cluster, why, is_node_blamed)
     assert why in evidence.message
 
 
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "is_node_blamed"),
+    [
+        (["CUDA error: unspecified launch failure", "Connection closed by peer [127.0.0.1]:4242", ECC], 2, True),
+        (["CUDA error: unspecified launch failure", ECC, ""], 1, True),
+        (["CUDA error: unspecified launch failure", "", ""], 0, False),
+    ],
+)
+def test_a_kernel_that_breaks_off_waits_for_word_of_a_peers_device(local_cluster, words, rank, is_node_blamed):
+    end = run(local_cluster, "raises_one_after_the_other", world_size=3, spec={"words": words})
+    assert isinstance(end.outcome, GangLost), end.outcome
+    evidence = end.outcome.evidence
+    assert (evidence.rank, evidence.node is not None) == (rank, is_node_blamed)
+    assert words[rank] in evidence.message
+    assert len(evidence.collateral) == sum(map(bool, words)) - 1
+
+
 STALL_S = 15.0
 """More than a rank takes from one report to the next on a busy machine."""
 

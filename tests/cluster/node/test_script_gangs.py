@@ -1,6 +1,7 @@
 """Gangs whose ranks run a program of the user's own: where they meet, what is known of them, how a hang is told."""
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.cluster.gangs import events_until_end, launch, run
 from trials.outcome import GangLost, Measured, TimedOut
 
 pytestmark = pytest.mark.slow
+SLOW_START = Deadlines(starting_s=110.0)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,54 @@ def test_a_port_that_is_taken_is_no_fault_of_the_candidate(cluster, tmp_path):
     assert isinstance(outcome, GangLost), outcome
     assert outcome.cause == "infrastructure"
     assert "address already in use" in outcome.evidence.message.lower()
+
+
+ABORTS = """
+import os, sys, time
+print("CUDA out of memory. Tried to allocate 3.00 GiB. Ignoring this choice.", flush=True)
+if os.environ.get("RANK", "1") == "1":
+    why = "Process group watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered"
+    sys.stderr.write(f"[rank1]:[E1103 08:24:03.805 ProcessGroupNCCL.cpp:2068] [PG 0 Rank 1] {why}\\n")
+    sys.stderr.flush()
+    os.abort()
+time.sleep(600)
+"""
+"""What NCCL's watchdog does to a rank; another one waits for it."""
+
+ABORTS_AS_A_CHILD = f"""
+import torch.multiprocessing
+def work(number):
+    exec({ABORTS!r})
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, nprocs=2)
+"""
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank")
+ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1")
+
+
+@pytest.mark.parametrize(
+    ("head", "program"),
+    [
+        pytest.param((sys.executable, *TORCHRUN), ABORTS, id="torchrun"),
+        pytest.param(("/bin/sh", "-c", 'PYTHON "$0"; exit $?'), ABORTS, id="shell"),
+        pytest.param((sys.executable, *DEEPSPEED), ABORTS, id="deepspeed", marks=pytest.mark.exhaustive),
+        pytest.param((sys.executable, *ACCELERATE), ABORTS, id="accelerate", marks=pytest.mark.exhaustive),
+        pytest.param((sys.executable,), ABORTS_AS_A_CHILD, id="spawn", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_abort_of_a_rank_that_the_command_starts_itself_is_what_its_log_says(cluster, tmp_path, head, program):
+    """Its launcher ends with a code of its own. What a kernel under tuning found no memory for was survived."""
+    path = scripts.write(tmp_path / "own", program)
+    argv = [word.replace("PYTHON", sys.executable) for word in (*head, str(path))]
+    spec = scripts.spec(path, num_devices=2, launcher="own") | {"argv": argv}
+    end = run(cluster, scripts.RUNNER, spec=spec, options={"one_rank_per_node": True}, deadlines=SLOW_START)
+    assert isinstance(end.outcome, GangLost), end.outcome
+    evidence = end.outcome.evidence
+    assert evidence.node == cluster.topology.nodes[0].name
+    first = evidence.message.splitlines()[0]
+    assert "uncorrectable ECC error encountered" in first and "reset or replace the device" in first
 
 
 REGISTERS = """
@@ -120,10 +170,15 @@ import os, subprocess, sys, threading, time
 if "RANK" not in os.environ:
     size = os.environ["NPROC_PER_NODE"]
     each = [{**os.environ, "RANK": str(rank), "WORLD_SIZE": size} for rank in range(int(size))]
-    ranks = [subprocess.Popen([sys.executable, __file__], env=environment) for environment in each]
+    ranks = [subprocess.Popen([sys.executable, *sys.argv], env=environment) for environment in each]
     sys.exit(max(rank.wait() for rank in ranks))
+"""
+RECORDS = """
 import torch, torch.distributed as dist
-rank = int(os.environ["RANK"])
+rank, dump = int(os.environ["RANK"]), torch._C._distributed_c10d._dump_fr_trace
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+dump()  # the first takes seconds
 def listen():
     pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{rank}.pipe"
     os.mkfifo(pipe)
@@ -131,9 +186,8 @@ def listen():
     while not os.read(asked, 1):
         time.sleep(0.1)
     with open(f"{os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}{rank}", "wb") as file:
-        file.write(torch._C._distributed_c10d._dump_fr_trace())
+        file.write(dump())
 threading.Thread(target=listen, daemon=True).start()
-dist.init_process_group("gloo")
 for step in range(1, 9):
     if step == 3 and rank == 1:
         time.sleep(600)
@@ -146,16 +200,29 @@ for step in range(1, 9):
 
 def test_ranks_that_a_program_starts_itself_are_told_apart_by_their_own_records(cluster, tmp_path):
     """One slot, three ranks: the records name ranks, of which the slot's number is one by chance only."""
-    spec = scripts.spec(scripts.write(tmp_path / "own", STARTS_RANKS), num_devices=3, launcher="own")
+    spec = scripts.spec(scripts.write(tmp_path / "own", STARTS_RANKS + RECORDS), num_devices=3, launcher="own")
     options = {"one_rank_per_node": True}
     deadlines = Deadlines(stall_s=3.0, starting_s=60.0)
     end = run(cluster, scripts.RUNNER, world_size=3, spec=spec, deadlines=deadlines, options=options)
     assert isinstance(end.outcome, TimedOut), end.outcome
     message = end.outcome.evidence.message
     assert "; rank 1: its program had printed nothing for " in message
-    assert "waits for it in all_reduce number 3 of group default_pg" in message
+    assert "waits for it in all_reduce number 4 of group default_pg" in message
     assert [text.partition(":")[0] for text in end.outcome.evidence.collateral] == ["rank 0", "rank 2"]
     assert end.outcome.evidence.rank == 0, "the slot's number, after which its log is called"
+
+
+def test_ranks_of_one_slot_tell_their_stacks_one_by_one(cluster, tmp_path):
+    """They write to one log, and only the one that said it would is asked."""
+    text = f"{STARTS_RANKS}{scripts.STEPS}{REGISTERS}train(2) if os.environ['RANK'] == '0' else None\nstuck()\n"
+    for told in ("0", "1"):
+        spec = scripts.spec(scripts.write(tmp_path / told, text), num_devices=2, launcher="own")
+        spec["argv"].append(told)
+        options = {"one_rank_per_node": True}
+        end = run(cluster, scripts.RUNNER, spec=spec, deadlines=Deadlines(stall_s=1.5), options=options)
+        assert isinstance(end.outcome, TimedOut), end.outcome
+        seen = (end.outcome.evidence.message, *end.outcome.evidence.collateral)
+        assert ["it was in stuck (train.py:" in words for words in seen] == [told == "0", told == "1"], seen
 
 
 def test_a_rank_that_reports_nothing_is_looked_at_as_well(cluster, tmp_path):

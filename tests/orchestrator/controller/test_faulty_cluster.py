@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,19 +11,22 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cluster.base import Deadlines, GangLaunch
+from cluster.base import ClusterLostError, Deadlines, GangLaunch
 from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
+from cluster.virtual.backend import Course
 from cluster.virtual.modelled import ModelledCost
 from cluster.virtual.simulated import Behaviour, SimulatedCluster
+from cluster.virtual.training import trial_spec
 from orchestrator.controller.launcher import TrialLauncher
 from orchestrator.controller.recovery import Recovered
-from orchestrator.controller.runtime import Runtime
+from orchestrator.controller.runtime import MAX_LOST_IN_A_ROW, Runtime
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.search import Search
 from orchestrator.space.naming import flat_params
 from orchestrator.sweep.events import Budget
+from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from tests.support.story import created, ruled_out
 from tests.support.virtual_sweeps import Quiet
@@ -82,13 +85,13 @@ def build(trial, attempt_id, token, placement):
     )
 
 
-def run(behaviour, sampler, seed, folder):
+def run(behaviour, sampler, seed, folder, *, kind=SimulatedCluster, max_concurrent=16):
     guide = GuidedSearch(predictor())
     search = Search(CANDIDATES, features=flat_params, sampler=sampler, seed=seed, guide=guide)
-    cluster = SimulatedCluster(TOPOLOGY, COST, behaviour=behaviour, seed=seed)
+    cluster = kind(TOPOLOGY, COST, behaviour=behaviour, seed=seed)
     with Ledger(folder) as ledger, cluster:
         budget = Budget(consecutive_failures=len(CANDIDATES))
-        ledger.append(created(workload=WORKLOAD, budget=budget, max_concurrent=16))
+        ledger.append(created(workload=WORKLOAD, budget=budget, max_concurrent=max_concurrent))
         lost = GangLost(evidence=Evidence(message=""), cause="controller")
         runtime = Runtime(
             ledger=ledger,
@@ -160,3 +163,44 @@ def test_the_choice_is_one():
     fitting = [truth(candidate) for candidate in CANDIDATES if truth(candidate) < float("inf")]
     assert len(CANDIDATES) / 3 < len(fitting) < len(CANDIDATES)
     assert max(fitting) > 1.5 * min(fitting)
+
+
+class LosingSome(SimulatedCluster):
+    """Loses every gang whose candidate :attr:`loses` names; :attr:`is_hang`: with all ranks in one operation."""
+
+    loses = staticmethod(lambda candidate: candidate.micro_batch_size == 2)
+    is_hang = True
+
+    def _course(self, launch):
+        course = super()._course(launch)
+        if not self.loses(trial_spec(launch).candidate):
+            return course
+        lost = GangLost(evidence=Evidence(message="all wait"), is_hang=self.is_hang)
+        return Course(moments=(), end_at_s=600.0, outcome=lost)
+
+
+def test_candidates_that_hang_every_time_one_after_another_are_no_broken_cluster(tmp_path):
+    """Several in a row, three times each, on a cluster that measures all others."""
+    state = run(Behaviour(), "grid", 0, tmp_path, kind=LosingSome, max_concurrent=1)
+    assert state.status == "finished"
+    ends = [trial.status for trial in state.trials]
+    lost = [trial for trial in state.trials if trial.status == "gang_lost"]
+    assert {trial.candidate.micro_batch_size for trial in lost} == {2}
+    assert {len(trial.attempts) for trial in lost} == {state.sweep.budget.lost_attempts_per_trial}
+    assert any(one == other == "gang_lost" for one, other in pairwise(ends)), "two in a row: six lost attempts"
+    assert state.best is not None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_trials"),
+    [
+        (type("LosingAll", (LosingSome,), {"loses": staticmethod(lambda _: True)}), MAX_LOST_IN_A_ROW),
+        (type("BreakingSome", (LosingSome,), {"loses": staticmethod(lambda _: True), "is_hang": False}), 2),
+    ],
+)
+def test_a_cluster_that_loses_trial_after_trial_is_broken(tmp_path, cluster, num_trials):
+    with pytest.raises(ClusterLostError, match="5 attempts in a row were lost"):
+        run(Behaviour(), "grid", 0, tmp_path, kind=cluster, max_concurrent=1)
+    with Ledger(tmp_path) as ledger:
+        state = fold(ledger.events())
+    assert sum(bool(trial.attempts) for trial in state.trials) == num_trials

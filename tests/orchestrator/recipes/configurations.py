@@ -98,7 +98,8 @@ def _layout(rng):
         shard_embedding=rng.random() < 0.3,
         sequence_parallel=rng.random() < 0.5,
         tp_engine=rng.choice(["dtensor", "local"]),
-        cp_method=rng.choice(["all_gather", "ulysses"]),
+        cp_method=rng.choice(["all_gather", "ulysses", "ring"]),
+        gradient_reduction=rng.choice(["each", "each", "each", "last"]),
         schedule=schedule,
         num_virtual_stages=chunks,
     )
@@ -112,7 +113,7 @@ def _layout(rng):
 def _precision(rng):
     scale = rng.choice([LossScale(), LossScale(initial=2.0**12, growth_interval=500), LossScale(dynamic=False)])
     lists = {"white": ("softmax",)} if rng.random() < 0.1 else {}
-    level = rng.choice(["O0", "O1", "O2"])
+    level = rng.choice(["O0", "O1", "O2"] * 5 + ["O1-fp8"])
     return Precision(
         level=level,
         dtype=rng.choice(["bfloat16", "bfloat16", "float16"]),

@@ -19,6 +19,7 @@ from trials.spec import (
     Layout,
     Loader,
     ModuleFacts,
+    Offload,
     OwnChoice,
     Precision,
     PythonData,
@@ -110,3 +111,34 @@ def test_an_unknown_format_is_answered_with_those_there_are():
 
 def test_the_document_shows_what_each_format_has_a_setting_for():
     assert table() in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+
+ELSEWHERE = sorted(set(FORMATS) - {"torchrun"})
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_not_the_same_elsewhere_is_refused(name):
+    """Neither approximated nor left out in silence: 8-bit floats everywhere, and what is offloaded in other ways."""
+    fp8 = Candidate(precision=Precision(level="O1-fp8", dtype="bfloat16"))
+    refused = {note.knob: note for note in recipe(name).export(fp8, WORKLOAD).notes if note.severity == "error"}
+    assert set(refused) == {"precision.level"}
+    sharded = Layout(dp_shard=2, zero_stage=2)
+    both = Candidate(layout=sharded, offload=Offload(activations=True, optimizer=True))
+    refused = {note.knob: note for note in recipe(name).export(both, WORKLOAD).notes if note.severity == "error"}
+    taken = {"deepspeed": {"offload.optimizer"}}.get(name, set())
+    assert set(refused) == {"offload.activations", "offload.optimizer"} - taken
+    others = {knob for knob, note in refused.items() if note.message != "there is no such setting"}
+    lacking = {"mindformers": {"offload.activations", "offload.optimizer"}, "torchtitan": {"offload.activations"}}
+    assert others == set(refused) - lacking.get(name, set()), "what there is has to be named"
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_rings_are_rings_or_refused(name):
+    candidate = Candidate(layout=Layout(cp=2, cp_method="ring", dp_shard=2, zero_stage=3))
+    made = recipe(name).export(candidate, WORKLOAD)
+    is_refused = any(note.knob == "layout.cp_method" and note.severity == "error" for note in made.notes)
+    said = recipe(name).parse(made.files).values.get("layout.cp_method", "all_gather")
+    assert (said == "ring") != is_refused
+    assert is_refused == (name not in ("megatron", "paddlenlp"))
+    if name == "megatron":
+        assert any("--cp-comm-type p2p" in text for text in made.files.values())

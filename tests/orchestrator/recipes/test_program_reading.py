@@ -70,6 +70,8 @@ def test_stages_of_megatron(words, held):
         ("megatron", ("--fp8-format", "hybrid"), "precision"),
         ("megatron", ("--use-torch-fsdp2",), "layout.zero_stage"),
         ("megatron", ("--expert-model-parallel-size", "8"), "layout"),
+        ("megatron", ("--optimizer-cpu-offload", "--use-precision-aware-optimizer"), "offload.optimizer"),
+        ("megatron", ("--cpu-offloading-num-layers", "4"), "offload.activations"),
         ("lightning", ("--trainer.strategy", "my.Strategy"), "layout.zero_stage"),
         ("lightning", ("--trainer.precision", "bf16-true"), "precision"),
         ("paddlenlp", ("--sharding", "stage2 offload"), "layout.zero_stage"),
@@ -80,6 +82,15 @@ def test_what_is_not_understood_is_said_and_left_alone(name, words, knob):
     reading = training(name).read(program(name, *words))
     assert any(note.knob == knob and "not understood" in note.message for note in reading.notes)
     assert knob not in reading.values
+
+
+def test_offloading_of_torchtitan_is_not_understood():
+    run = program("torchtitan")
+    at = run.argv.index("--module")
+    run = dataclasses.replace(run, argv=(*run.argv[:at], "--training.enable_cpu_offload", *run.argv[at:]))
+    reading = training("torchtitan").read(run)
+    assert any(note.knob == "offload.optimizer" and "not understood" in note.message for note in reading.notes)
+    assert "offload.optimizer" not in reading.values
 
 
 @pytest.mark.parametrize(

@@ -82,12 +82,22 @@ def test_the_plan_shows_what_ranks_get(tmp_path):
 
 def test_exported_scripts_set_them_before_the_start(tmp_path):
     script = "#!/bin/sh\n# Starts it.\nset -eu\necho $NCCL_ALGO/$WORDS\n"
-    files = with_exports({"run.sh": script, "spec.json": "{}"}, ENV)
+    known = {"variables": assignments(ENV)}
+    files = with_exports({"run.sh": script, "spec.json": "{}"}, known)
     assert files["spec.json"] == "{}"
     (tmp_path / "run.sh").write_text(files["run.sh"])
     said = subprocess.run(["sh", tmp_path / "run.sh"], capture_output=True, text=True, check=True).stdout
     assert said == "Ring/two 'words'\n"
-    only = with_exports({"ds.json": "{}"}, ENV)
+    only = with_exports({"ds.json": "{}"}, known)
     assert "export NCCL_ALGO=Ring\n" in only[ENV_FILE]
     assert with_exports({"run.sh": script}, {}) == {"run.sh": script}
-    assert variables_of({"variables": assignments(ENV)}) == ENV
+    assert variables_of(known) == ENV
+
+
+def test_exported_scripts_say_how_many_threads_ranks_had():
+    """torchrun gives each one. What is no script, and may be all that goes to stdout, stays alone."""
+    known = {"threads_per_device": "12"}
+    assert "\nexport OMP_NUM_THREADS=12\n" in with_exports({"run.sh": "#!/bin/sh\nx\n"}, known)["run.sh"]
+    own = known | {"variables": "OMP_NUM_THREADS=3"}
+    assert "\nexport OMP_NUM_THREADS=3\n" in with_exports({"run.sh": "#!/bin/sh\nx\n"}, own)["run.sh"]
+    assert with_exports({"ds.json": "{}"}, known) == {"ds.json": "{}"}

@@ -55,7 +55,10 @@ def test_parts_of_the_keys_add_up(kernel: Any, dtype: torch.dtype, tolerance: fl
     all_k, all_v = (torch.cat(wide[i::2], dim=2) for i in (1, 2))
     wanted = F.scaled_dot_product_attention(wide[0], all_k, all_v, attn_mask=visible, enable_gqa=True)
     wanted.backward(grad.double())
-    of_others = (plus_packed(torch.zeros_like(k), torch.zeros_like(k), one) for k, one in zip((seen_k, late_k), sums, strict=True))
+    none = torch.zeros(1, dtype=dtype)
+    of_others = (
+        plus_packed(none.expand_as(k), none.expand_as(k), one) for k, one in zip((seen_k, late_k), sums, strict=True)
+    )
     found = [merged.out, of_q, of_own_k, of_own_v, *next(of_others), *next(of_others)]
     for one, other in zip(found, [wanted.detach(), *(t.grad for t in wide)], strict=True):
         assert other is not None
@@ -102,7 +105,7 @@ def test_nothing_is_larger_than_the_keys_and_values_held(function: Any, held: in
 
 
 class Launches(TorchDispatchMode):
-    """Collectives started and awaited, and attention, in order; and whether attention reads what was received itself."""
+    """Collectives started and awaited, and attention, in order; and whether that reads what was received itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,8 @@ from benchmarks.dryrun.gang import measured_peaks
 from benchmarks.dryrun.pipelines import PIPELINES, pipeline
 from orchestrator.planning.dryrun.simulation import representative_rank
 from trials.dryrun.__main__ import run_children
-from trials.dryrun.records import Category, DryRunRequest, RankRun, Reply
+from trials.dryrun.estimate import StageEstimate
+from trials.dryrun.records import BUILD, Category, DryRunRequest, RankRun, Reply
 from trials.dryrun.simulate import simulate
 from trials.dryrun.small.orders import Pass, order_of_passes
 from trials.dryrun.small.plan import plan_small_runs, with_microbatches
@@ -28,7 +29,18 @@ from trials.dryrun.small.replay import UnknownOrderError
 from trials.dryrun.small.shorter import shorter_ranks
 from trials.flops import num_parameters
 from trials.legality.rules import violations
-from trials.spec import Kernels, Layout, LlamaModel, Precision, Recompute, TrialSpec
+from trials.spec import (
+    Candidate,
+    Kernels,
+    Layout,
+    LinearModel,
+    LlamaModel,
+    Precision,
+    RandomData,
+    Recompute,
+    TrialSpec,
+    Workload,
+)
 from trials.stages import virtual_stage
 
 with warnings.catch_warnings():
@@ -61,7 +73,9 @@ def _layer_size(model: object) -> int:
 
 
 @pytest.mark.representative("ZeRO-3 x2")
-@pytest.mark.parametrize("name", ["single, O1 bf16, full recompute", "ZeRO-1 x2", "ZeRO-3 x2", "PP2 1F1B"])
+@pytest.mark.parametrize(
+    "name", ["single, O1 bf16, full recompute", "single, O1 fp8", "ZeRO-1 x2", "ZeRO-3 x2", "PP2 1F1B"]
+)
 def test_peak_is_that_of_a_real_run(name: str) -> None:
     spec = FAMILIES[name]
     layout = spec.candidate.layout
@@ -72,6 +86,27 @@ def test_peak_is_that_of_a_real_run(name: str) -> None:
     layer = 4 * _layer_size(spec.workload.model) if layout.zero_stage >= 2 else 0
     for rank, run in zip(ranks, runs, strict=True):
         assert real[rank] - layer <= run.peak_bytes * (1 + TOLERANCE) and run.peak_bytes <= real[rank] * (1 + TOLERANCE)
+
+
+@pytest.mark.representative("ZeRO-1 x2")
+@pytest.mark.parametrize("name", ["ZeRO-1 x2", "DDP x2", "ZeRO-3 x2, O2 bf16", "PP2 interleaved", "TP2 DTensor"])
+def test_building_takes_what_a_real_rank_takes(name: str) -> None:
+    """Of a model of some layers every rank; stages with fewer parameters than a tile has temporaries aside."""
+    spec = FAMILIES[name]
+    (run,) = _runs([DryRunRequest(spec=spec, rank=0, mode="cpu")])
+    real = measured_peaks(spec, of="build")
+    assert run.peaks[BUILD].total_bytes == pytest.approx(real[0], rel=1e-3)
+
+
+def test_a_rank_that_takes_most_while_it_is_built_is_estimated_by_that() -> None:
+    """One layer of a million weights, one row: the temporaries of drawing it are more than gradients and states."""
+    workload = Workload(
+        model=LinearModel(size=1024, num_layers=1), data=RandomData(), seq_length=1, global_batch_size=1
+    )
+    spec = TrialSpec(workload=workload, candidate=Candidate(layout=Layout(), micro_batch_size=1))
+    (run,) = _runs([DryRunRequest(spec=spec, rank=0)])
+    estimate = StageEstimate.of_run(0, run)
+    assert estimate.peak_phase == "build" and estimate.peak_bytes > 5 * 4 * 1024 * 1024
 
 
 def test_attention_is_that_of_the_device_that_is_meant() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import warnings
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.trials.tiny import SHAPE
+from trials.attention.kernels import causal_attention
 from trials.attention.plan import plan_attention
 from trials.models.llama import Llama
 from trials.parallel.context.apply import apply_context_parallel, split_sequence
@@ -43,7 +46,10 @@ def build(layout: Layout, chunk: Chunk = WHOLE, shape: LlamaModel = SHAPE, **opt
         if layout.cp > 1:
             dtype = torch.bfloat16 if options.get("autocast") else options.get("dtype", torch.float32)
             plan = plan_attention(shape, options.get("attention", "auto"), dtype, "cpu")
+            plan = dataclasses.replace(plan, expands=options.get("expands", plan.expands))
             apply_context_parallel(model, mesh["cp"], layout, plan)
+    if options.get("expands") and layout.cp == 1:
+        model.attend_by(functools.partial(causal_attention, expands=True))
     apply_copies(model, layout)
     if options.get("recompute"):
         apply_recompute(model, Recompute(full=((1,),)), chunk)

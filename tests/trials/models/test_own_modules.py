@@ -21,7 +21,7 @@ from trials.models.counting import CountRequest, count
 from trials.models.stage_cut import pipeline_problem
 from trials.models.tensor_plan import plan_problem
 from trials.own_code.functions import call_function, load_function
-from trials.spec import Candidate, Layout, PythonData, TextData, Workload
+from trials.spec import Candidate, Kernels, Layout, PythonData, TextData, Workload
 
 DATA = PythonData(dataset="tests.trials.own_modules:dataset", cwd=str(ROOT))
 
@@ -67,13 +67,40 @@ def test_an_encoder_is_counted_and_can_be_split() -> None:
 
 @pytest.mark.slow
 def test_a_decoder_of_transformers_is_counted_like_our_llama() -> None:
-    reply = count(CountRequest(model=decoder("llama"), data=TextData(), seq_length=16))
+    reply = count(CountRequest(model=decoder("llama", None), data=TextData(), seq_length=16))
     assert reply.facts is not None and reply.shape is not None
     assert (reply.facts.num_layers, reply.facts.no_pipeline, reply.facts.no_tensor_parallel) == (3, None, None)
     shape = reply.shape
     assert (shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.ffn_hidden_size) == (32, 4, 2, 48)
-    tied = count(CountRequest(model=decoder("qwen3", tie_word_embeddings=True), data=TextData(), seq_length=16)).facts
+    tied = count(
+        CountRequest(model=decoder("qwen3", None, tie_word_embeddings=True), data=TextData(), seq_length=16)
+    ).facts
     assert tied is not None and "share weights" in str(tied.no_pipeline)
+    assert reply.facts.head == tied.head == "lm_head"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "keys", "head"),
+    [
+        ("gpt_neox", {}, "lm_head"),
+        ("granite", {"logits_scaling": 2.0}, None),  # scales the logits
+        ("gemma2", {}, None),  # caps them
+        ("gptj", {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4}, None),  # has a bias, and converts them
+    ],
+)
+def test_only_a_head_whose_outputs_are_the_logits_computes_the_loss(
+    model_type: str, keys: dict[str, int], head: str | None
+) -> None:
+    model = decoder(model_type, None, **keys)
+    facts = count(CountRequest(model=model, data=TextData(), seq_length=16)).facts
+    assert facts is not None and facts.head == head
+    workload = Workload(
+        model=dataclasses.replace(model, facts=facts), data=TextData(), seq_length=16, global_batch_size=8
+    )
+    candidate = Candidate(micro_batch_size=8, kernels=Kernels(loss_chunks=2))
+    refused = "loss_chunks needs a linear head without a bias whose outputs are the logits; this decoder has none"
+    assert list(violations(workload, candidate)) == ([] if head else [refused])
 
 
 @pytest.mark.slow

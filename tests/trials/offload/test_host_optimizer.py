@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.dryrun.cases import FAMILIES
+from benchmarks.dryrun.gang import measured_peaks
 from tests.trials.gang import differences, run_gang
 from tests.trials.offload.test_activations import simulated
 from tests.trials.tiny import tiny_spec
@@ -107,6 +108,16 @@ def test_the_device_holds_no_states(name: str, precision: Precision, device_byte
     # Beside the states there are two groups of gradients on the way, and new weights in 16 bits.
     least = host_bytes * kept.num_parameters
     assert least <= moved.host_bytes <= least + 10 * kept.num_parameters
+
+
+@pytest.mark.parametrize("activations", [False, True])
+def test_what_device_and_host_hold_is_what_a_real_rank_holds(activations: bool) -> None:
+    """On a CPU both are one; also with activations in host memory."""
+    base = FAMILIES["single, O2 bf16"]
+    offload = Offload(optimizer=True, activations=activations)
+    spec = dataclasses.replace(base, candidate=dataclasses.replace(base.candidate, offload=offload))
+    run = simulated(spec)
+    assert measured_peaks(spec)[0] == pytest.approx(run.peak_bytes + run.host_bytes, rel=0.01)
 
 
 @pytest.mark.slow

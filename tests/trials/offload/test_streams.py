@@ -181,12 +181,12 @@ def test_a_wait_that_the_update_lacks_is_seen(watch: StreamWatch, monkeypatch: p
 
 
 def test_page_locked_memory_is_little_more_than_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What layers of Llama-8B keep of 4096 tokens, in kilobytes for megabytes: torch alone would round each piece up to a
-    power of two, here 12 % more."""
+    """What layers of Llama-2-7B keep of 4096 tokens, in kilobytes for megabytes: torch alone would round each piece up
+    to a power of two, here 28 % more."""
     monkeypatch.setattr(host, "locked_slab", lambda size: torch.empty(size, dtype=torch.uint8))
     memory = HostMemory(CPU)
     memory._locks_pages = True
-    sizes = [one << 10 for one in (32, 32, 16, 4, 4, 16, 32, 57, 57, 57, 1)]
+    sizes = [one << 10 for one in (32, 32, 32, 32, 32, 32, 86, 86, 86)]
     for _ in range(3):
         regions: list[Region] = [memory.take(size) for _ in range(32) for size in sizes]
         for region in reversed(regions):

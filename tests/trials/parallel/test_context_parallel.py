@@ -36,6 +36,9 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "ring-selective": (RING, {"selective": r"attention\.scaled_dot_product_attention"}),
         "all_gather-recompute": (Layout(cp=2), {"recompute": True}),
         "all_gather-math": (Layout(cp=2), {"attention": "math"}),
+        "all_gather-expanded": (Layout(cp=2), {"expands": True}),
+        "ulysses-expanded": (ULYSSES, {"expands": True}),
+        "ring-expanded": (RING, {"expands": True}),
     },
     4: {
         "all_gather4": (Layout(cp=4), {}),

@@ -35,6 +35,7 @@ SP = Layout(tp=2, tp_engine="local", sequence_parallel=True)
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tp": (TP, {}),
     "sp": (SP, {}),
+    "sp-expanded": (SP, {"expands": True}),
     "tp-compiled": (TP, {"compiled": True}),
     "sp-compiled": (SP, {"compiled": True}),
     "tp-autocast": (TP, {"autocast": True}),

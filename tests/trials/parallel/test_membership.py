@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.trials.ranks import run_ranks
 from trials.parallel import mesh
@@ -43,10 +44,20 @@ def test_whoever_has_the_result_told_first_leaves_last(monkeypatch):
     assert mesh.leave_gang(), "there is nothing to leave any more"
 
 
+def test_a_process_that_ends_leaves_all_backends_but_gloo_to_that():
+    """NCCL's destruction waits for all ranks, and the driver frees what the process had. torch's own stand-in for a
+    backend is no gloo either."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    assert not mesh.leave_gang(ends_process=True)
+    assert dist.is_initialized(), "left to the end of the process"
+    assert mesh.leave_gang(), "where the process goes on, the group must not"
+    assert not dist.is_initialized()
+
+
 class Options(dist.ProcessGroupGloo._Options):
     """Stands in for NCCL's, which only builds of torch for CUDA have: gloo takes them as its own."""
 
-    made: list["Options"] = []  # noqa: RUF012
+    made: list["Options"] = []
 
     def __init__(self, *, is_high_priority_stream=False):
         super().__init__()

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import weakref
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.runner.gang import gang, receive
+from tests.trials.parallel.initial import Cut, checked, whole
 from tests.trials.tiny import SHAPE, tiny_spec
 from trials.dryrun.fake import fake_process_group
+from trials.dryrun.records import BUILD, DryRunRequest
+from trials.dryrun.simulate import simulation
 from trials.parallel.mesh import build_mesh
-from trials.parallel.shards import Piece, local_part, piece_of, plain_name
-from trials.spec import Layout, LlamaModel, Precision, TrialSpec
+from trials.parallel.shards import local_part, stored_part
+from trials.spec import Layout, LlamaModel, Precision
 from trials.stages import coordinates
-from trials.training import build
-from trials.training.build import ModelPart, parallelize
+from trials.training.build import parallelize
 from trials.training.device.memory import PeakMemory
 
 CPU = torch.device("cpu")
 PERTURBATION = 1e-3
-Cut = tuple[slice, ...]
 O2 = Precision(level="O2", dtype="bfloat16")
 INTERLEAVED = Layout(pp=2, schedule="interleaved", num_virtual_stages=2, stage_layers=((1, 0), (0, 1)))
 LAYOUTS = {
@@ -37,9 +32,14 @@ LAYOUTS = {
     "replicate": Layout(dp_replicate=2, replicate_with="fsdp2"),
     "zero3x3": Layout(dp_shard=3, zero_stage=3),
     "zero3x7": Layout(dp_shard=7, zero_stage=3),
+    "zero1": Layout(dp_shard=2, zero_stage=1),
+    "zero1/2x3": Layout(dp_replicate=2, dp_shard=3, zero_stage=1),
+    "zero1/tp/local": Layout(tp=2, tp_engine="local", dp_shard=2, zero_stage=1),
     "hsdp": Layout(dp_replicate=2, dp_shard=3, zero_stage=2),
     "ends": Layout(dp_replicate=3, replicate_with="fsdp2", shard_embedding=True),
     "cp": Layout(cp=2, dp_shard=2, zero_stage=3),
+    "ring": Layout(cp=2, cp_method="ring"),
+    "ulysses/zero1": Layout(cp=2, cp_method="ulysses", dp_shard=2, zero_stage=1),
     "tp": Layout(tp=2, sequence_parallel=True),
     "tp/local": Layout(tp=2, tp_engine="local", sequence_parallel=True),
     "tp/zero3x3": Layout(tp=2, dp_shard=3, zero_stage=3),
@@ -49,37 +49,17 @@ LAYOUTS = {
 }
 
 
-def pieces(spec: TrialSpec, rank: int) -> list[Piece]:
-    """What a rank of the gang holds when it has built its part."""
-    layout = spec.candidate.layout
-    with fake_process_group(rank, layout.world_size):
-        parts = parallelize(spec, build_mesh(layout, CPU), CPU, stage=coordinates(layout, rank).pp)
-        return [piece for part in parts for piece in pieces_of_part(part)]
-
-
-def pieces_of_part(part: ModelPart) -> Iterator[Piece]:
-    for wrapped_name, parameter in part.model.named_parameters():
-        name = plain_name(wrapped_name)
-        yield piece_of(name, parameter.detach(), part.shard_map.shards.get(name))
-
-
 def _check_rank(pipe: Connection) -> None:
     """In a process of its own: torch keeps the coordinates of meshes, which differ between ranks only by who asks."""
     rank = int(os.environ["RANK"])
-    alone = dataclasses.replace(tiny_spec(), perturbation=PERTURBATION)
-    wanted = {piece.name: piece.part for piece in pieces(alone, 0)}
     found: dict[str, list[tuple[str, Cut]]] = {}
     for name, layout in LAYOUTS.items():
-        if rank >= layout.world_size:
-            continue
-        found[name] = []
-        for piece in pieces(dataclasses.replace(tiny_spec(layout, precision=O2), perturbation=PERTURBATION), rank):
-            cut = tuple(slice(begin, begin + n) for begin, n in zip(piece.start, piece.part.shape, strict=True))
-            whole = wanted[piece.name]
-            assert piece.size == whole.shape
-            assert torch.equal(piece.part, whole[cut].to(piece.part.dtype)), (name, rank, piece.name)
-            found[name].append((piece.name, cut))
-    pipe.send((found, {name: tuple(whole.shape) for name, whole in wanted.items()}))
+        if rank < layout.world_size:
+            spec = dataclasses.replace(tiny_spec(layout, precision=O2), perturbation=PERTURBATION)
+            with fake_process_group(rank, layout.world_size):
+                parts = parallelize(spec, build_mesh(layout, CPU), CPU, stage=coordinates(layout, rank).pp)
+                found[name] = checked(spec, parts)
+    pipe.send((found, {name: tuple(one.shape) for name, one in whole(tiny_spec().workload, PERTURBATION).items()}))
 
 
 @pytest.mark.slow
@@ -95,63 +75,38 @@ def test_all_ranks_of_every_layout_together_hold_the_whole(tmp_path: Path) -> No
         assert [parameter for parameter, elements in missing.items() if elements.any()] == [], name
 
 
-class LiveBytes(TorchDispatchMode):
-    """Most bytes ever held at once by what was made inside, on the meta device too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        known = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in known:
-                storage = leaf.untyped_storage()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._free, storage.nbytes())
-        self.most = max(self.most, self.now)
-        return result
-
-    def _free(self, num_bytes: int) -> None:
-        self.now -= num_bytes
-
-
 LLAMA2_70B = LlamaModel(
     hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_hidden_size=28672, vocab_size=32000
 )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.representative("zero1/tp/local")
 @pytest.mark.parametrize(
     "layout",
     [
         Layout(dp_shard=8, zero_stage=3),
+        Layout(dp_shard=8, zero_stage=2),
         Layout(tp=8, tp_engine="local"),
         Layout(tp=8),
         Layout(pp=8, stage_layers=((10,) * 8,)),
+        Layout(dp_shard=2, zero_stage=1, tp=4, tp_engine="local"),
+        Layout(dp_shard=2, zero_stage=1, pp=4, stage_layers=((20,) * 4,)),
     ],
-    ids=["zero3", "tp/local", "tp", "pp"],
+    ids=["zero3", "zero2", "tp/local", "tp", "pp", "zero1/tp/local", "zero1/pp"],
 )
-def test_70b_over_8_ranks_starts_with_its_shard_alone(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real shapes on the meta device: all memory that drawing asks for beyond the shards is counted."""
-    live, init = LiveBytes(), build.init_parameters
-
-    def counted(*args: Any) -> None:
-        with live:
-            init(*args)
-
-    monkeypatch.setattr(build, "init_parameters", counted)
+def test_70b_over_8_ranks_is_built_with_its_shard_alone(layout: Layout) -> None:
+    """The real shapes on fake tensors, the real build from the meta device to what reduces gradients. A rank of ZeRO-1
+    holds all parameters of its part, and for a moment one bucket twice; the others a tile of random numbers."""
     workload = dataclasses.replace(tiny_spec().workload, model=LLAMA2_70B, seq_length=4096)
-    with fake_process_group(7, 8):
-        mesh = build_mesh(layout, CPU)
-        spec = tiny_spec(layout, workload=workload)
-        (part,) = parallelize(spec, mesh, torch.device("meta"), stage=coordinates(layout, 7).pp)
-        shard_bytes = sum(local_part(parameter).nbytes for parameter in part.model.parameters())
-    assert 4 * 68_976_648_192 / 8 * 0.98 < shard_bytes < 4 * 68_976_648_192 / 8 * 1.1
-    assert 1 << 20 < live.most < 64 << 20
+    spec = tiny_spec(layout, workload=workload, num_microbatches=layout.pp)
+    with simulation(DryRunRequest(spec=spec, rank=7)) as rank:
+        (part,) = rank.trainer.parts
+        sizes = [stored_part(parameter).nbytes for parameter in part.model.parameters()]
+        peak_bytes = rank.build_peaks[BUILD].total_bytes
+    num_shards = 8 // (layout.dp_shard if layout.zero_stage == 1 else 1)
+    assert 4 * 68_976_648_192 / num_shards * 0.98 < sum(sizes) < 4 * 68_976_648_192 / num_shards * 1.1
+    block_bytes = max(sizes) + (25 << 20) if layout.zero_stage == 1 else 64 << 20
+    assert 1 << 20 < peak_bytes - sum(sizes) < block_bytes
 
 
 def test_real_memory_is_that_of_the_shard() -> None:

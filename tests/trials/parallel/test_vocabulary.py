@@ -8,12 +8,18 @@ import functools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.trials.parallel.simulated import simulated_peaks
+from tests.trials.test_own_parity import decoder
+from trials.dryrun.fake import fake_process_group
 from trials.models.llama import projected_loss
+from trials.parallel.mesh import build_mesh
 from trials.parallel.tensor import vocabulary
 from trials.parallel.tensor.vocabulary import chunked_loss
 from trials.spec import Candidate, Kernels, Layout, LlamaModel, Precision, TextData, TrialSpec, Workload
+from trials.training.build import parallelize
 
 VOCABULARY, POSITIONS = 32768, 4096
 MODEL = LlamaModel(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_hidden_size=64, vocab_size=VOCABULARY)
@@ -81,6 +87,48 @@ def test_no_rank_holds_the_logits_of_the_whole_vocabulary() -> None:
     for spec, peak in zip(specs, simulated_peaks(specs), strict=True):
         part = ALL_LOGITS / 4 / (2 if spec.candidate.precision.level == "O2" else 1)
         assert peak < part + 4 * vocabulary.PIECE_ELEMENTS + OTHER_BYTES < ALL_LOGITS / 2
+
+
+class Shapes(TorchDispatchMode):
+    """Elements of the largest tensors that operators made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: object, _types: object, args: tuple = (), kwargs: dict | None = None) -> object:  # type: ignore[type-arg]
+        made = func(*args, **(kwargs or {}))  # type: ignore[operator]
+        leaves = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.num_elements = max([self.num_elements, *leaves])
+        return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "keys", "num_chunks", "share"),
+    [
+        ("llama", {}, 1, 2),
+        ("gpt_neox", {}, 2, 4),
+        ("qwen3", {"tie_word_embeddings": True}, 4, 4),
+        ("qwen3", {"tie_word_embeddings": True}, 1, 1),
+    ],
+)
+def test_decoders_of_transformers_never_make_all_logits(
+    model_type: str, keys: dict[str, bool], num_chunks: int, share: int
+) -> None:
+    """Under tp 2, forward and backward; a head tied to the embedding stays whole, but takes chunks."""
+    positions, vocabulary_size = 256, 2048
+    model = decoder(model_type, vocab_size=vocabulary_size, max_position_embeddings=positions, **keys)
+    workload = Workload(model=model, data=TextData(), seq_length=positions, global_batch_size=1)
+    layout = Layout(tp=2)
+    spec = TrialSpec(workload=workload, candidate=Candidate(layout=layout, kernels=Kernels(loss_chunks=num_chunks)))
+    cpu = torch.device("cpu")
+    with fake_process_group(0, 2):
+        (part,) = parallelize(spec, build_mesh(layout, cpu), cpu, stage=0)
+        tokens = torch.zeros(1, positions, dtype=torch.long)
+        with Shapes() as shapes:
+            part.module(tokens, **part.with_targets(tokens)).backward()
+    assert shapes.num_elements == positions * vocabulary_size // share
 
 
 def test_chunks_hold_one_chunk_of_the_logits() -> None:

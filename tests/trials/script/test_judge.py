@@ -233,6 +233,38 @@ def test_output_tells_why_a_program_failed(tmp_path, lines, exit_code, kind):
     assert "after 1 of 4 steps" in str(cause)
 
 
+AUTOTUNING = "[rank0]:E1103 select_algorithm.py:5068] [0/0]"
+WATCHDOG = "[rank0]:[E1103 ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL()"
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind"),
+    [
+        (
+            [f"{AUTOTUNING} CUDA out of memory. Tried to allocate 3 GiB.", f"{AUTOTUNING} Ignoring this choice."],
+            "error",
+        ),
+        ([f"{AUTOTUNING} CUDA out of memory. Tried to allocate 3 GiB."], "oom"),
+        (["CUDA out of memory. Retrying with micro-batch 4", WATCHDOG, "terminate called after throwing"], "error"),
+        (
+            ["terminate called after throwing an instance of 'c10::OutOfMemoryError'", "what(): CUDA out of memory."],
+            "oom",
+        ),
+        (["terminate called", "  what():  CUDA out of memory.", WATCHDOG], "oom"),
+        (["torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGABRT"], "error"),
+    ],
+)
+def test_memory_that_a_program_survived_is_not_what_ended_it(tmp_path, lines, kind):
+    """What it tuned, or caught before another reason aborted it; of several ranks' aborts, the first counts."""
+    output = OutputWatch()
+    for line in lines:
+        output.feed(line)
+    ended = {"file": tmp_path / "none", "exit_code": -6, "where": "after 1 of 4 steps", "is_megatron": False}
+    cause = failure(told=(), output=output, **ended)
+    assert classify(cause, "cuda") == kind
+    assert kind == "oom" or str(cause) == "the command was killed by signal 6 after 1 of 4 steps"
+
+
 def test_the_program_s_own_type_stands_in_the_evidence(tmp_path):
     (tmp_path / "error").write_text(json.dumps({"message": {"message": "ValueError: no", "extraInfo": {}}}))
     cause = failure(

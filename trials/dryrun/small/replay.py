@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from trials.dryrun.records import PassRun, Peak, RankRun, Traffic
+from trials.dryrun.records import BUILD, PassRun, Peak, RankRun, Traffic
 from trials.dryrun.small.orders import Pass, Surroundings, order_of_passes, surroundings
 from trials.spec import Layout
 from trials.stages import num_virtual_stages_total, virtual_stage
@@ -80,7 +80,9 @@ def replayed(run: RankRun, small: PipelineRank, large: PipelineRank) -> RankRun:
     peaks = {}
     for place, peak in run.peaks.items():
         number = int(place.split("/", 2)[1])
-        if number == 0:
+        if place == BUILD:
+            peaks[place] = peak
+        elif number == 0:
             peaks[place] = _raised(peak, at_start)
         elif number - 1 in highest:
             peaks[place] = _raised(peak, _minus(highest[number - 1], run.passes[number - 1].live))

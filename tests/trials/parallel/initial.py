@@ -1,0 +1,58 @@
+"""What a rank has built, held against a process that builds the whole model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tests.trials.tiny import tiny_spec
+from trials.parallel.shards import Piece, piece_of, plain_name
+from trials.spec import TrialSpec, Workload
+from trials.training import step
+from trials.training.build import ModelPart, parallelize
+
+Cut = tuple[slice, ...]
+
+
+def pieces_of(parts: Iterable[ModelPart]) -> Iterator[Piece]:
+    """The rank's piece of every parameter that it holds something of."""
+    for part in parts:
+        for wrapped_name, parameter in part.model.named_parameters():
+            name = plain_name(wrapped_name)
+            yield piece_of(name, parameter.detach(), part.shard_map.shards.get(name))
+
+
+@functools.cache
+def whole(workload: Workload, perturbation: float) -> dict[str, torch.Tensor]:
+    """All initial weights in fp32, by name."""
+    alone = dataclasses.replace(tiny_spec(workload=workload), perturbation=perturbation)
+    parts = parallelize(alone, None, torch.device("cpu"), stage=0)
+    return {piece.name: piece.part for piece in pieces_of(parts)}
+
+
+def checked(spec: TrialSpec, parts: Iterable[ModelPart]) -> list[tuple[str, Cut]]:
+    """Which elements the rank holds, each bit for bit that of the whole, rounded to the type it is stored in."""
+    wanted = whole(spec.workload, spec.perturbation)
+    found = []
+    for piece in pieces_of(parts):
+        cut = tuple(slice(begin, begin + n) for begin, n in zip(piece.start, piece.part.shape, strict=True))
+        assert piece.size == wanted[piece.name].shape, piece.name
+        assert torch.equal(piece.part, wanted[piece.name][cut].to(piece.part.dtype)), f"{piece.name} starts otherwise"
+        found.append((piece.name, cut))
+    return found
+
+
+def check_all() -> None:
+    """Have every trainer of this process check its initial weights as it builds them."""
+    build = step.parallelize
+
+    def parallelized(spec: TrialSpec, *args: Any, **options: Any) -> list[ModelPart]:
+        parts = build(spec, *args, **options)
+        assert checked(spec, parts), "a rank holds something"
+        return parts
+
+    step.parallelize = parallelized
