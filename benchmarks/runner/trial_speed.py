@@ -1,39 +1,45 @@
-"""Our step time against a plain PyTorch loop of the same model: one process, DDP and FSDP2 on two gloo ranks.
+"""Our step time against the loops that one writes by hand with what PyTorch offers for each layout, on gloo ranks.
 
-Both loops live in the same processes and take turns, a few steps each, so that a noisy moment hits both; the ratio is
-the median over the turns. The plain loop is what one writes by hand: batch, forward, loss, backward, optimiser,
-``loss.item()``. Ours also times phases and reduces loss and gradient norm over the gang; of that the plain loop only
-computes the norm, and only with ``--grad-norm``.
+All loops of a case live in the same processes and take turns, a few steps each, in an order that changes from round to
+round, so that a noisy moment hits all of them; a ratio is the median over the rounds, with its 95 % interval. The loops
+by hand are in ``benchmarks/runner/peers.py``: batch, forward, loss, backward, optimiser, ``loss.item()``. Ours also
+times phases and reduces loss and gradient norm over the gang; of that the others only compute the norm, and only with
+``--grad-norm`` (never in pipelines).
 
-    python -m benchmarks.runner.trial_speed --json
+    python -m benchmarks.runner.trial_speed
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.runner.gang import RankError, gang, receive
+from cluster.hardware.topology import cpu_model
+from orchestrator.units import count
+from trials.files import write_atomically
 from trials.outcome import ignore_progress
 from trials.spec import Candidate, Layout, LlamaModel, Protocol, TextData, TrialSpec, Workload
 
+if TYPE_CHECKING:
+    from benchmarks.runner.peers import PeerName
+
 MODEL = LlamaModel(hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_hidden_size=704, vocab_size=1024)
-LAYOUTS = {
-    "single": Layout(),
-    "ddp": Layout(dp_replicate=2),
-    "fsdp2": Layout(dp_shard=2, zero_stage=3),
-}
-GOAL = 1.03
+SMALL = LlamaModel(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=128, vocab_size=256)
+OUT = Path(__file__).parents[2] / "docs" / "measured" / "trial-speed.md"
 GANG_TIMEOUT_S = 3600.0
 
 
@@ -43,78 +49,284 @@ class Plan:
     steps: int
     """Steps per turn and loop."""
     grad_norm: bool
-    """Whether the plain loop clips gradients, which needs their global norm."""
+    """Whether the loops by hand clip gradients, which needs their global norm."""
+    model: LlamaModel = MODEL
+    seq_length: int = 128
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--turns", type=int, default=15, help="turns of each loop; medians are reported")
-    parser.add_argument("--steps", type=int, default=4, help="steps per turn")
-    parser.add_argument("--grad-norm", action="store_true", help="let the plain loop clip gradients too")
-    args = parser.parse_args()
-    plan = Plan(args.turns, args.steps, args.grad_norm)
-    rows = {}
-    for name, layout in LAYOUTS.items():
-        rows[name] = compare(layout, plan)
-        print(f"{name}: ratio {rows[name]['ratio']:.3f}", file=sys.stderr, flush=True)
-    result = {"step_time_ratio": rows, "goal": GOAL, "plain_loop_clips_gradients": plan.grad_norm}
-    print(json.dumps(result, indent=None if args.json else 2))
+@dataclass(frozen=True)
+class Case:
+    """Ways of ours to run one layout, and what they are compared with."""
+
+    ours: dict[str, Layout]
+    peers: dict[PeerName, str]
+    """Loops by hand, and what they are called in the table."""
+    against: dict[str, PeerName] = field(default_factory=dict)
+    """The peer of each of ours; without an entry it is the first."""
+    num_micro_batches: int = 1
+    """Per step and data-parallel rank."""
 
 
-def compare(layout: Layout, plan: Plan) -> dict[str, float]:
-    """Run both loops in one gang; rank 0's figures."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        gang(_take_turns, layout.world_size, Path(folder, "rendezvous"), layout, plan) as pipes,
-    ):
-        try:
-            return _summary(receive(pipes[0], GANG_TIMEOUT_S))
-        except RankError as error:
-            raise SystemExit(f"{error}; its error stands above") from None
+def _pipeline(num_layers: int) -> Layout:
+    return Layout(pp=2, stage_layers=((num_layers // 2, num_layers // 2),))
 
 
-def _summary(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    ratios = [mine / plain for mine, plain in pairs]
-    first, median, third = statistics.quantiles(ratios, n=4)
+def _accumulating(zero_stage: Any) -> Case:
+    layout = Layout(dp_shard=2, zero_stage=zero_stage)
+    sync = "set_requires_gradient_sync"
+    return Case(
+        ours={"each": layout, "last": replace(layout, gradient_reduction="last")},
+        peers={"each": "FSDP2", "last": f"FSDP2 with {sync}(False) but for the last"},
+        against={"each": "each", "last": "last"},
+        num_micro_batches=4,
+    )
+
+
+def cases(model: LlamaModel) -> dict[str, Case]:
+    """All cases by name."""
+    context = Layout(cp=2)
     return {
-        "ratio": median,
-        "ratio_first_quartile": first,
-        "ratio_third_quartile": third,
-        "ours_s": statistics.median(mine for mine, _ in pairs),
-        "plain_s": statistics.median(plain for _, plain in pairs),
+        "single": Case({"one process": Layout()}, {"plain": "plain loop"}),
+        "ddp": Case({"ddp": Layout(dp_replicate=2)}, {"ddp": "DistributedDataParallel"}),
+        "fsdp2": Case({"zero 3": Layout(dp_shard=2, zero_stage=3)}, {"fsdp2": "FSDP2"}),
+        "zero1": Case({"zero 1": Layout(dp_shard=2, zero_stage=1)}, {"zero1": "ZeroRedundancyOptimizer and DDP"}),
+        "tp": Case(
+            {"local": Layout(tp=2, tp_engine="local"), "dtensor": Layout(tp=2, tp_engine="dtensor")},
+            {"tensor": "parallelize_module, loss_parallel"},
+        ),
+        "zero2-accumulating": _accumulating(2),
+        "zero3-accumulating": _accumulating(3),
+        "cp": Case(
+            {
+                "all_gather": context,
+                "ulysses": replace(context, cp_method="ulysses"),
+                "ring": replace(context, cp_method="ring"),
+            },
+            {"context": "context_parallel (experimental) and FSDP2"},
+        ),
+        "pipeline": Case(
+            {"1f1b": _pipeline(model.num_layers)}, {"pipeline": "Schedule1F1B, PipelineStage"}, num_micro_batches=4
+        ),
     }
 
 
-def _take_turns(pipe: Connection, layout: Layout, plan: Plan) -> None:
+@dataclass(frozen=True)
+class Ratio:
+    """Ours over the peer's: below 1 is faster, or takes less."""
+
+    value: float
+    low: float
+    high: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--turns", type=int, default=15, help="rounds, in each of which every loop has a turn")
+    parser.add_argument("--steps", type=int, default=4, help="steps per turn")
+    parser.add_argument("--grad-norm", action="store_true", help="let the loops by hand clip gradients too")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds: shows that it runs, no more")
+    parser.add_argument("--case", action="append", default=[], choices=list(cases(MODEL)), help="only this one")
+    parser.add_argument(
+        "--out", type=Path, help=f"file for the table (default: {OUT.name} in docs/measured, if all ran)"
+    )
+    args = parser.parse_args(arguments)
+    plan = Plan(args.turns, args.steps, args.grad_norm)
+    if args.quick:
+        plan = Plan(2, 1, args.grad_norm, SMALL, seq_length=32)
+    load = os.getloadavg()[0]
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for name, case in cases(plan.model).items():
+        if not args.case or name in args.case:
+            found, why_not = compare(name, case, plan)
+            print("\n".join(map(_line, found)), file=sys.stderr, flush=True)
+            rows += found
+            notes += why_not
+    result = {"machine": _machine(load), "plan": _plan_words(plan), "ratios": rows, "notes": notes}
+    text = markdown(result)
+    print(json.dumps(result, indent=2) if args.json else text)
+    is_whole = not (args.quick or args.case)
+    if (out := args.out or (OUT if is_whole else None)) is not None:
+        write_atomically(out, [text.encode()])
+
+
+def compare(name: str, case: Case, plan: Plan) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run all loops of the case in one gang: one row for each of ours, and what does not run here.
+
+    Where no loop by hand runs, the others of ours are compared with the first.
+    """
+    world_size = next(iter(case.ours.values())).world_size
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        gang(_take_turns, world_size, Path(folder, "rendezvous"), case, plan) as pipes,
+    ):
+        try:
+            found: _Found = receive(pipes[0], GANG_TIMEOUT_S)
+        except RankError as error:
+            raise SystemExit(f"{name}: {error}; its error stands above") from None
+    return rows_of(name, case, found)
+
+
+def rows_of(name: str, case: Case, found: _Found) -> tuple[list[dict[str, Any]], list[str]]:
+    """What was found, as :func:`compare` gives it."""
+    rows = [_row(name, case, way, found) for way in case.ours]
+    notes = [f"{name}: {case.peers[peer]} does not run here: {why}" for peer, why in found.refused.items()]
+    return [row for row in rows if row["peer"] != _ours(row["ours"])], notes
+
+
+@dataclass
+class _Found:
+    """What rank 0 saw of the loops of a case, by their names."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Mean seconds per step, by turn."""
+    step_bytes: dict[str, int] = field(default_factory=dict)
+    """Most bytes that a step held beyond what it began with."""
+    refused: dict[PeerName, str] = field(default_factory=dict)
+    """Why a loop by hand does not run here."""
+
+
+def _row(name: str, case: Case, way: str, found: _Found) -> dict[str, Any]:
+    peer = case.against.get(way, next(iter(case.peers)))
+    mine, reference, against = _ours(way), str(peer), case.peers[peer]
+    if peer in found.refused:
+        first = next(iter(case.ours))
+        reference = against = _ours(first)
+    times = list(zip(found.seconds[mine], found.seconds[reference], strict=True))
+    return {
+        "case": name,
+        "ours": way,
+        "peer": against,
+        "step_time": _ratio([ours_s / peer_s for ours_s, peer_s in times]).__dict__,
+        "step_bytes": found.step_bytes[mine] / found.step_bytes[reference],
+        "ours_s": statistics.median(found.seconds[mine]),
+        "peer_s": statistics.median(found.seconds[reference]),
+    }
+
+
+def _ours(way: str) -> str:
+    return f"ours, {way}"
+
+
+def _ratio(ratios: Sequence[float]) -> Ratio:
+    """The median, and the order statistics that hold the true median with at least 95 % where there are enough of them
+    (by the binomial distribution with p = 1/2); else the least and the greatest."""
+    ordered, num = sorted(ratios), len(ratios)
+    outside, rank = 0.0, 0
+    while rank < num // 2 and (outside := outside + math.comb(num, rank) / 2**num) <= 0.025:
+        rank += 1
+    first = max(0, rank - 1)
+    return Ratio(statistics.median(ordered), ordered[first], ordered[num - 1 - first])
+
+
+def _line(row: dict[str, Any]) -> str:
+    time_ratio = row["step_time"]
+    bounds = f"{time_ratio['low']:.3f} to {time_ratio['high']:.3f}"
+    return (
+        f"| {row['case']} | {row['ours']} | {row['peer']} | {time_ratio['value']:.3f} | {bounds} "
+        f"| {row['step_bytes']:.2f} |"
+    )
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The page that the command writes."""
+    about = (
+        "All loops of a case ran in the same processes and took turns, in an order that changed from round to round. "
+        "Ratios are ours over the other's, below 1 is faster: medians over the rounds, with the 95 % interval of the "
+        "median, of fewer than six rounds the least and the greatest. Memory is the most that one step held on rank 0 "
+        "beyond what it began with, ours over the other's. On small models and processors this shows what our runner "
+        "adds to a loop; it is untried on accelerators."
+    )
+    lines = [
+        "# Step time against loops by hand",
+        "",
+        "    python -m benchmarks.runner.trial_speed",
+        "",
+        _wrapped(f"{result['machine']} {result['plan']}"),
+        "",
+        _wrapped(about),
+        "",
+        "| case | ours | against | step time | from, to | memory of a step |",
+        "|---|---|---|---|---|---|",
+        *map(_line, result["ratios"]),
+        "",
+        *(f"{_wrapped(note)}\n" for note in result["notes"]),
+    ]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)
+
+
+def _machine(load: float) -> str:
     import torch
 
+    cores = len(os.sched_getaffinity(0))
+    busy = f"the load average was {load:.1f} before"
+    if load > cores / 2:
+        busy += ", so that the ratios say little more than that all of it runs"
+    return f"Measured on {cores} cores of {cpu_model()}, torch {torch.__version__}, gloo; {busy}."
+
+
+def _plan_words(plan: Plan) -> str:
+    norm = "clip gradients" if plan.grad_norm else "do not compute the gradient norm, which ours does"
+    return (
+        f"{count(plan.turns, 'round')} of {count(plan.steps, 'step')}; a decoder of {plan.model.num_layers} layers, "
+        f"width {plan.model.hidden_size}, 8 sequences of {plan.seq_length} tokens; the loops by hand {norm}."
+    )
+
+
+def _take_turns(pipe: Connection, case: Case, plan: Plan) -> None:
+    import torch
+
+    from benchmarks.runner.peers import allocations
     from trials.parallel.mesh import RankIdentity, process_group
 
     warnings.simplefilter("ignore")
     identity = RankIdentity.from_env()
     with process_group(identity, torch.device("cpu")):
-        spec = _spec(layout, plan)
-        mine, plain = _our_turns(spec, identity.rank), _plain_turns(spec, identity.rank, plan)
-        next(mine), next(plain)  # warm up
-        pairs = [_pair(mine, plain, swap=turn % 2 == 1) for turn in range(plan.turns)]
-    pipe.send(pairs)
+        found = _Found()
+        loops = _loops(case, plan, identity.rank, found)
+        names = list(loops)
+        for turn in range(plan.turns):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                found.seconds.setdefault(name, []).append(loops[name](plan.steps))
+        for name, loop in loops.items():
+            with allocations() as held:
+                loop(1)
+            (found.step_bytes[name],) = held
+    pipe.send(found)
 
 
-def _pair(mine: Iterator[float], plain: Iterator[float], *, swap: bool) -> tuple[float, float]:
-    if swap:
-        plain_s = next(plain)
-        return next(mine), plain_s
-    return next(mine), next(plain)
+Loop = Callable[[int], float]
+"""Takes so many steps; gives the mean seconds of one."""
 
 
-def _spec(layout: Layout, plan: Plan) -> TrialSpec:
-    workload = Workload(model=MODEL, data=TextData(), seq_length=128, global_batch_size=8)
-    protocol = Protocol(
-        min_warmup_steps=0, max_warmup_steps=0, num_steps=plan.steps, max_steps=plan.steps, max_relative_spread=1e9
-    )
-    candidate = Candidate(layout=layout, micro_batch_size=8 // layout.dp)
-    return TrialSpec(workload=workload, candidate=candidate, protocol=protocol)
+def _loops(case: Case, plan: Plan, rank: int, found: _Found) -> dict[str, Loop]:
+    """All loops of the case that run here, warmed up; ``found`` is told why others do not."""
+    loops: dict[str, Loop] = {}
+    for way, layout in case.ours.items():
+        loops[_ours(way)] = _our_loop(_spec(case, layout, plan), rank)
+    layout = next(iter(case.ours.values()))
+    for peer in case.peers:
+        try:
+            loops[peer] = _peer_loop(peer, _spec(case, layout, plan), rank, plan)
+            loops[peer](1)
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            loops.pop(peer, None)
+            found.refused[peer] = str(error).strip().splitlines()[0][:120]
+    for loop in loops.values():
+        loop(plan.steps)
+    return loops
+
+
+def _spec(case: Case, layout: Layout, plan: Plan) -> TrialSpec:
+    workload = Workload(model=plan.model, data=TextData(), seq_length=plan.seq_length, global_batch_size=8)
+    candidate = Candidate(layout=layout, micro_batch_size=8 // layout.dp // case.num_micro_batches)
+    return TrialSpec(workload=workload, candidate=candidate)
 
 
 def _batches(spec: TrialSpec, rank: int) -> Iterator[Any]:
@@ -124,8 +336,8 @@ def _batches(spec: TrialSpec, rank: int) -> Iterator[Any]:
     return stream_batches(open_dataset(spec, rank), spec.candidate.loader, pin_memory=False)
 
 
-def _our_turns(spec: TrialSpec, rank: int) -> Iterator[float]:
-    """Mean seconds per step of one turn, as the runner measures them."""
+def _our_loop(spec: TrialSpec, rank: int) -> Loop:
+    """The steps as the runner measures them."""
     import torch
 
     from trials.parallel.mesh import build_mesh
@@ -137,67 +349,35 @@ def _our_turns(spec: TrialSpec, rank: int) -> Iterator[float]:
     layout = spec.candidate.layout
     trainer = Trainer(spec, build_mesh(layout, device), device, place=coordinates(layout, rank))
     batches = _batches(spec, rank)
-    while True:
-        recording = Measurer(trainer, batches, ignore_progress).run(spec.protocol)
-        yield statistics.fmean(recording.step_times_s)
+
+    def take(num_steps: int) -> float:
+        protocol = Protocol(
+            min_warmup_steps=0, max_warmup_steps=0, num_steps=num_steps, max_steps=num_steps, max_relative_spread=1e9
+        )
+        return statistics.fmean(Measurer(trainer, batches, ignore_progress).run(protocol).step_times_s)
+
+    return take
 
 
-def _plain_turns(spec: TrialSpec, rank: int, plan: Plan) -> Iterator[float]:
-    """Mean seconds per step of one turn of the loop one writes by hand."""
+def _peer_loop(peer: PeerName, spec: TrialSpec, rank: int, plan: Plan) -> Loop:
     import torch
 
+    from benchmarks.runner.peers import peer_step
     from trials.training.step import max_over_ranks
 
-    step = _plain_loop(spec, _batches(spec, rank), plan)
-    while True:
+    step = peer_step(peer, spec, _batches(spec, rank), clips=plan.grad_norm)
+
+    def take(num_steps: int) -> float:
         times_s = []
-        for _ in range(plan.steps):
+        for _ in range(num_steps):
             start = time.perf_counter()
             step()
             times_s.append(time.perf_counter() - start)
             # Ours lets the ranks meet between steps, outside the time; so it must be here.
             max_over_ranks(times_s[-1], torch.device("cpu"))
-        yield statistics.fmean(times_s)
+        return statistics.fmean(times_s)
 
-
-def _plain_loop(spec: TrialSpec, batches: Iterator[Any], plan: Plan) -> Callable[[], float]:
-    import torch
-    import torch.nn.functional as F
-
-    model = _plain_model(spec)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-    def step() -> float:
-        inputs, targets = next(batches)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        if plan.grad_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
-
-
-def _plain_model(spec: TrialSpec) -> Any:
-    import torch
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    from trials.models.llama import Llama
-    from trials.stages import all_chunks
-
-    layout = spec.candidate.layout
-    model = Llama(MODEL, spec.workload.seq_length, all_chunks(Layout(), MODEL.num_layers)[0])
-    model.materialize(torch.device("cpu"))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    if layout.zero_stage == 3:
-        for layer in model.layers.values():
-            fully_shard(layer)
-        return fully_shard(model)
-    return DistributedDataParallel(model) if layout.dp > 1 else model
+    return take
 
 
 if __name__ == "__main__":
