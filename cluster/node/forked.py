@@ -18,6 +18,7 @@ from pathlib import Path
 from cluster.gang.deadlines import RankClock
 from cluster.gang.environment import started_again
 from cluster.gang.messages import Lines, NodeLaunch, RankFailure, RankResult, RankSlot, RankSuccess
+from cluster.node.device_memory import slot_handles
 from cluster.node.host_memory import MIN_SHARED_BYTES, OomKills, peak_below, shared_memory_shortage
 from cluster.node.rank import RankPipes, rank_main, result_file
 from trials.accelerator.kinds import DeviceKind
@@ -199,6 +200,12 @@ def how_it_ended(exit_code: int, oom_kills: OomKills) -> tuple[str, str]:
     if oom_kills.grew():
         return "host_oom", f"{how} by the kernel, because host memory ran out"
     return "exit", f"{how} that nobody here sent, though the kernel counts no process killed for want of memory"
+
+
+def explained(failure: RankFailure, rank: ForkedRank, launch: NodeLaunch, oom_kills: OomKills) -> RankFailure:
+    """The failure of a rank, with what kernel, log and devices say of it."""
+    found = with_logged_cause(with_host_cause(failure, oom_kills), rank.log, launch.device_kind)
+    return with_devices(found, [handle.name for handle in slot_handles(launch, rank.slot)])
 
 
 def with_host_cause(failure: RankFailure, oom_kills: OomKills) -> RankFailure:

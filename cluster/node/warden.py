@@ -46,12 +46,10 @@ from cluster.node.forked import (
     as_preempted,
     asked_again,
     died_of_sigterm,
+    explained,
     fork_rank,
     how_it_ended,
-    with_devices,
-    with_host_cause,
     with_log,
-    with_logged_cause,
     with_program_memory,
 )
 from cluster.node.hang.hanging import HangingSlot
@@ -249,9 +247,7 @@ class Warden:
         if isinstance(rank.result, RankFailure):  # it hung; how it ended then tells nothing
             return
         if isinstance(result, RankFailure):
-            result = with_host_cause(result, self._oom_kills)
-            result = with_logged_cause(result, rank.log, self._launch.device_kind)
-            result = with_devices(result, [it.name for it in slot_handles(self._launch, rank.slot)])
+            result = explained(result, rank, self._launch, self._oom_kills)
             if not self._is_stopping and result.category in MAY_HAVE_A_CAUSE:
                 self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
             else:
