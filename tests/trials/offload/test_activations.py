@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,43 @@ def test_split_weights_stay_where_they_are(tmp_path: Path) -> None:
     layouts.append(dataclasses.replace(layouts[1], sequence_parallel=True))
     cases = [*((layout, Kernels()) for layout in layouts), (layouts[1], BLOCK)]
     assert run_ranks(moved_bytes, 2, tmp_path, cases) == [[0] * 4] * 2
+
+
+def bytes_per_sequence(cases: list[tuple[Layout, Kernels, Precision]]) -> list[list[int]]:
+    """How much more each rank moves for a batch with one more sequence, by case; the first batch has just as many
+    tokens as weights have rows and columns."""
+    warnings.simplefilter("ignore")
+    workload = dataclasses.replace(
+        DEEP, model=dataclasses.replace(DEEP.model, hidden_size=128, ffn_hidden_size=128), seq_length=4
+    )
+    found = []
+    for layout, kernels, precision in cases:
+        mesh = build_mesh(layout, CPU) if layout.world_size > 1 else None
+        moved = []
+        for batch in (32, 33, 34):
+            torch._dynamo.reset()
+            spec = tiny_spec(layout, workload=workload, offload=ON, precision=precision, kernels=kernels)
+            (part,) = parallelize(spec, mesh, CPU, stage=0)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is O1):
+                part.module(torch.arange(batch * 4).view(batch, 4)).sum().backward()
+            moved.append(part.offload_meter.num_bytes)
+        found.append([more - less for less, more in itertools.pairwise(moved)])
+    return found
+
+
+@pytest.mark.parametrize("precision", [O1, Precision()], ids=["O1", "fp32"])
+@pytest.mark.parametrize("kernels", [Kernels(), BLOCK], ids=["eager", "block"])
+def test_activations_of_a_weights_shape_move(kernels: Kernels, precision: Precision) -> None:
+    (per_sequence,) = bytes_per_sequence([(Layout(), kernels, precision)])
+    assert per_sequence[0] == per_sequence[1] > 0
+
+
+def test_activations_of_a_split_weights_shape_move(tmp_path: Path) -> None:
+    local = Layout(tp=2, tp_engine="local")
+    cases = [(Layout(tp=2), Kernels(), O1), (local, Kernels(), O1), (local, Kernels(), Precision()), (local, BLOCK, O1)]
+    for rank in run_ranks(bytes_per_sequence, 2, tmp_path, cases):
+        for per_sequence in rank:
+            assert per_sequence[0] == per_sequence[1] > 0
 
 
 def test_weights_of_convolutions_stay_where_they_are() -> None:
