@@ -228,7 +228,8 @@ class _View:
 _Places = dict[tuple[int, torch.Size, torch.dtype], bool]
 """Whether what a compiled layer saves there, as so many tensors before it, in this form, is a copy of a weight."""
 _COPYING = frozenset(
-    f"{name}Backward0" for name in "ToCopy Clone T Transpose Permute View UnsafeView ReshapeAlias Alias".split()
+    f"{name}Backward0"
+    for name in ["ToCopy", "Clone", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias"]
 )
 """Operations, as autograd calls them, whose results are the numbers of their one input: in another form or type."""
 

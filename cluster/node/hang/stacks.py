@@ -114,7 +114,7 @@ class _Question:
     slot: HangingSlot
     pid: int
     size: int
-    """Of the slot's log, before."""
+    """Bytes in the slot's log, before."""
     deaf: frozenset[str]
     """Threads that did not take the signal before."""
 
