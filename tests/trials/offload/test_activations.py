@@ -100,6 +100,12 @@ def test_split_weights_stay_where_they_are(tmp_path: Path) -> None:
     assert run_ranks(moved_bytes, 2, tmp_path, cases) == [[0] * 4] * 2
 
 
+@pytest.mark.parametrize("kernels", [Kernels(), BLOCK], ids=["eager", "block"])
+def test_gathered_weights_stay_where_they_are(kernels: Kernels, tmp_path: Path) -> None:
+    """FSDP's, which are whole in a layer's call only."""
+    assert run_ranks(moved_bytes, 2, tmp_path, [(Layout(dp_shard=2, zero_stage=3), kernels)]) == [[0]] * 2
+
+
 def bytes_per_sequence(cases: list[tuple[Layout, Kernels, Precision]]) -> list[list[int]]:
     """How much more each rank moves for a batch with one more sequence, by case; the first batch has just as many
     tokens as weights have rows and columns."""
