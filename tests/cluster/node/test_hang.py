@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from cluster.base import Deadlines
 from cluster.gang.sights import Blame, FlightRecord
-from cluster.node.forked import tail_of
 from cluster.node.hang import flight
 from cluster.node.hang.recorder import RecordedRank, listening, recorder_env, records, unpickled
 from cluster.node.hang.stacks import judge
+from cluster.node.ranks.forked import tail_of
 from tests.cluster.gangs import living, run
 from trials.outcome import TimedOut
 
