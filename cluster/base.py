@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from cluster.queue.share import Admission
 
 
+COMPILING_AGAIN = "compiling again"
+"""Phase of a gang that has measured, and compiles once more from the warm cache."""
+
+
 class ClusterError(RuntimeError):
     """The cluster cannot be reached or gives no lease. The message names the cause and the remedy."""
 
@@ -66,6 +70,7 @@ class GangProgress:
     attempt_id: str
     token: str
     phase: str
+    """A phase of the ranks, or :data:`COMPILING_AGAIN`, the last one where it comes."""
     step: int
     step_time_s: float | None = None
 

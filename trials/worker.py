@@ -120,7 +120,8 @@ def compile_again(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, 
         kernels=dataclasses.replace(candidate.kernels, cudnn_tuning_range=()),
     )
     protocol = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=1, max_steps=1)
-    return run_rank(to_json(dataclasses.replace(trial, candidate=short, protocol=protocol, profile=None)), progress)
+    again = dataclasses.replace(trial, candidate=short, protocol=protocol, profile=None, compile_again=False)
+    return run_rank(to_json(again), progress)
 
 
 @contextlib.contextmanager
@@ -205,13 +206,13 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
     report = _report(trial, identity, device, recording, memory, findings)
-    return dataclasses.replace(report, device_memory=own.memory(), again=_again(findings.graph, device))
+    return dataclasses.replace(report, device_memory=own.memory(), again=_again(trial, findings.graph, device))
 
 
-def _again(graph: GraphReport | None, device: torch.device) -> str:
+def _again(trial: TrialSpec, graph: GraphReport | None, device: torch.device) -> str:
     """What is left to be run when the result is safe: where any rank had to compile, all compile once more, from the
-    cache that is warm now."""
-    if graph is None:
+    cache that is warm now, if that is wanted."""
+    if graph is None or not trial.compile_again:
         return ""
     has_compiled = max_over_ranks(float(graph.cache in ("cold", "mixed")), device)
     return COMPILE_AGAIN if has_compiled else ""

@@ -167,7 +167,14 @@ class PeerCompiles:
     seconds: float
 
 
-GangOrder = StopGang | PeerCompiles
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoSecondRun:
+    """A second run of the gang elsewhere has come to nothing, for which the one here would wait in vain."""
+
+    kind: ClassVar[str] = "no_second_run"
+
+
+GangOrder = StopGang | PeerCompiles | NoSecondRun
 Order = GangOrder | Beat
 
 
@@ -206,6 +213,18 @@ class NodeFailing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettled:
+    """All ranks on this node have told of success and are gone; now they are started once more, to compile from the
+    cache. Whatever comes of that, ``results`` stand; :class:`NodeGone` may add to them."""
+
+    kind: ClassVar[str] = "node_settled"
+    attempt_id: str
+    token: str
+    results: tuple[RankResult, ...]
+    disturbance: Disturbance | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGone:
     """No process of the gang is left on this node. Sent once per :class:`NodeLaunch`."""
 
@@ -217,7 +236,7 @@ class NodeGone:
     """What else the node did while the gang measured; None where that was not looked at."""
 
 
-NodeEvent = NodeProgress | NodeCompiling | NodeFailing | NodeGone
+NodeEvent = NodeProgress | NodeCompiling | NodeFailing | NodeSettled | NodeGone
 
 
 def line(message: Any) -> bytes:

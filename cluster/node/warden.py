@@ -28,6 +28,8 @@ from cluster.gang.messages import (
     NodeGone,
     NodeLaunch,
     NodeProgress,
+    NodeSettled,
+    NoSecondRun,
     Order,
     PeerCompiles,
     RankFailure,
@@ -37,14 +39,15 @@ from cluster.gang.messages import (
     StopGang,
 )
 from cluster.gang.outcome import MAY_HAVE_A_CAUSE
-from cluster.node.clocks import GangClocks
 from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_handles, watched_handles, why_not_free
-from cluster.node.forked import (
-    SECOND_RUN_GRACE_S,
+from cluster.node.hang.hanging import HangingSlot
+from cluster.node.hang.stacks import examine
+from cluster.node.host_memory import OomKills, shortage
+from cluster.node.load_watch import LoadWatch, most_used
+from cluster.node.ranks.clocks import GangClocks
+from cluster.node.ranks.forked import (
     ForkedRank,
-    SecondRun,
     as_preempted,
-    asked_again,
     died_of_sigterm,
     explained,
     fork_rank,
@@ -52,10 +55,7 @@ from cluster.node.forked import (
     with_log,
     with_program_memory,
 )
-from cluster.node.hang.hanging import HangingSlot
-from cluster.node.hang.stacks import examine
-from cluster.node.host_memory import OomKills, shortage
-from cluster.node.load_watch import LoadWatch, most_used
+from cluster.node.ranks.second_run import SecondRun, asked_again
 from cluster.node.warden_link import CHUNK, AgentLink
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
@@ -84,6 +84,12 @@ class Warden:
         self._silent_at_s = math.inf
         """When (monotonic) the controller counts as gone unless it is heard of before."""
         self._is_stopping = False
+        self._began_s = time.monotonic()
+        self._started_at_s = math.inf
+        """When (monotonic) the last rank that has begun to train did so."""
+        self._is_measured = False
+        """Whether all ranks here have told of success, and what is done now is done for more."""
+        self._may_run_again = True
         self._preempted_at_s: float | None = None
         self._reported: tuple[int, int] = (0, 0)
 
@@ -97,13 +103,13 @@ class Warden:
         self._link.watch(self._selector, self._obey)
         self._clocks = GangClocks(self._launch, self._ranks)
         self._load = LoadWatch(self._launch.node, watched_handles(self._launch), Path(self._launch.directory))
-        began_s = time.monotonic()
+        self._began_s = time.monotonic()
         self._start()
         self._obey(messages)
         while any(rank.is_running for rank in self._ranks) and time.monotonic() < self._release_due_s:
             self._wait()
         self._release()
-        self._compile_again(time.monotonic() - began_s)
+        self._compile_again()
         self._finish()
         kill_descendants()  # those that would not die must not become the fork server's to wait for
 
@@ -165,6 +171,8 @@ class Warden:
                     self._silent_at_s = time.monotonic() + order.patience_s
                 case PeerCompiles():
                     self._clocks.stand_still(order.seconds, time.monotonic())
+                case NoSecondRun():
+                    self._may_run_again = False
                 case StopGang():
                     if order.is_cause:
                         self._note("controller", order.reason)
@@ -190,6 +198,8 @@ class Warden:
                 self._settle(rank, from_json(RankResult, message))
 
     def _advance(self, rank: ForkedRank, progress: RankProgress) -> None:
+        if rank.clock.phase == "starting" != progress.phase:
+            self._started_at_s = time.monotonic()
         if seconds := self._clocks.advance(rank, progress, time.monotonic()):
             attempt, token = self._launch.attempt_id, self._launch.token
             self._link.tell(NodeCompiling(attempt_id=attempt, token=token, seconds=seconds))
@@ -218,28 +228,9 @@ class Warden:
 
     def _unreported(self, rank: ForkedRank, exit_code: int) -> RankFailure:
         if self._is_stopping and exit_code == -signal.SIGKILL:
-            return self._failure(rank, "stopped", "killed because the gang was ending")
+            return rank.failure(self._launch.node, "stopped", "killed because the gang was ending")
         category, how = how_it_ended(exit_code, self._oom_kills)
-        return self._failure(rank, category, f"rank {rank.slot.rank} {how}", exit_code)
-
-    def _failure(
-        self,
-        rank: ForkedRank,
-        category: str,
-        message: str,
-        exit_code: int | None = None,
-        log_tail: tuple[str, ...] = (),
-    ) -> RankFailure:
-        return RankFailure(
-            rank=rank.slot.rank,
-            node=self._launch.node,
-            category=category,
-            message=message,
-            at_s=time.time(),
-            exit_code=exit_code,
-            phase=rank.clock.phase,
-            log_tail=log_tail,
-        )
+        return rank.failure(self._launch.node, category, f"rank {rank.slot.rank} {how}", exit_code)
 
     def _settle(self, rank: ForkedRank, result: RankResult) -> None:
         """Keep the rank's result. Kill the gang for a root cause at once, for what may have a cause after a moment."""
@@ -297,7 +288,7 @@ class Warden:
         slowest = self._clocks.slowest()
         for rank in hanging:
             look, clock = looks[rank.slot.rank], rank.clock if self._clocks.speaks(rank) else slowest
-            failure = self._failure(rank, "deadline", message, log_tail=look.tail)
+            failure = rank.failure(self._launch.node, "deadline", message, log_tail=look.tail)
             rank.result = replace(failure, phase=clock.phase, sights=look.sights)
 
     def _to_look_at(self, rank: ForkedRank) -> HangingSlot:
@@ -320,8 +311,9 @@ class Warden:
             self._is_stopping = True
             self._load.end()
             self._kill_at_s = self._silent_at_s = math.inf
-            attempt = self._launch.attempt_id
-            self._link.tell(NodeFailing(attempt_id=attempt, token=self._launch.token, reason=reason, is_hang=is_hang))
+            attempt, token = self._launch.attempt_id, self._launch.token
+            if not self._is_measured:
+                self._link.tell(NodeFailing(attempt_id=attempt, token=token, reason=reason, is_hang=is_hang))
             if is_hang:  # the other nodes look at the same time
                 self._look(reason)
             self._release_due_s = time.monotonic() + self._launch.release_s
@@ -357,32 +349,36 @@ class Warden:
         if self._preempted_at_s is not None:
             self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
 
-    def _compile_again(self, took_s: float) -> None:
-        """Run the gang again where its ranks ask for that, hardly longer than before; their results stand anyhow."""
-        if self._is_stopping or self._notes or not (runner := asked_again(self._ranks)):
+    def _compile_again(self) -> None:
+        """Run the gang again where its ranks ask for that; their results are told before, and stand anyhow."""
+        if self._is_stopping or self._notes or not asked_again(self._ranks):
             return
-        again = SecondRun(self._launch, runner)
-        with contextlib.suppress(OSError):  # no space for its files, or no process
-            again.start(self._selector)
-        self._release_due_s = time.monotonic() + took_s + SECOND_RUN_GRACE_S
-        while again.is_running and not self._is_stopping and time.monotonic() < self._release_due_s:
+        self._is_measured = True
+        attempt, token, found = self._launch.attempt_id, self._launch.token, self._load.found
+        self._link.tell(NodeSettled(attempt_id=attempt, token=token, results=self._results(), disturbance=found))
+        again = SecondRun(self._launch, self._ranks, min(self._started_at_s, time.monotonic()) - self._began_s)
+        again.start(self._selector)
+        self._release_due_s = again.due_at_s
+        while again.is_running and self._may_run_again and not self._is_stopping:
             self._wait()
         self._release()
-        again.add_to(self._ranks)
+        again.end()
+
+    def _results(self) -> tuple[RankResult, ...]:
+        """What is known of the ranks, with the ends of their logs where they failed."""
+        settled = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
+        return tuple(settled if self._preempted_at_s is None else map(as_preempted, settled))
 
     def _finish(self) -> None:
         remove_scratch(rank_folder(self._launch))
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # a full disk: the log stays as it is, for its owner alone
                 redact_file(rank.log)
-        settled = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
-        if self._preempted_at_s is not None:
-            settled = [as_preempted(result) for result in settled]
         self._link.finish(
             NodeGone(
                 attempt_id=self._launch.attempt_id,
                 token=self._launch.token,
-                results=(*settled, *self._notes),
+                results=(*self._results(), *self._notes),
                 disturbance=self._load.found,
             )
         )

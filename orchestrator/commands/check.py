@@ -317,7 +317,8 @@ def _launch(
     trial = Trial(number=0, candidate=candidate, origin="baseline", reason="check", proposed_at_s=time.time())
     built = make_launcher(short, topology, folder).build(trial, "check", uuid4().hex, placement)
     start_s = max(MIN_STARTING_S, built.deadlines.starting_s)
-    return replace(built, deadlines=replace(built.deadlines, starting_s=start_s))
+    own = {} if spec.script is not None else {"compile_again": False}
+    return replace(built, spec={**built.spec, **own}, deadlines=replace(built.deadlines, starting_s=start_s))
 
 
 _COUNTS = ("min_warmup_steps", "max_warmup_steps", "num_steps", "max_steps")

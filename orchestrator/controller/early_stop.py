@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.base import GangProgress
+from cluster.base import COMPILING_AGAIN, GangProgress
 from orchestrator.objective import TIMES, Objective
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.units import trial_id
@@ -57,6 +57,8 @@ class EarlyStop:
 
     def _num_steps_due(self, last: GangProgress) -> int:
         """Steps that the protocol still asks for, at least, after the report ``last``."""
+        if last.phase == COMPILING_AGAIN:
+            return 0
         if last.phase == "warmup":
             return max(0, self.protocol.min_warmup_steps - last.step) + self.protocol.num_steps
         return self.protocol.num_steps - last.step

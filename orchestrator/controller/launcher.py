@@ -93,6 +93,7 @@ class _GangBuilder:
             memory_limit_bytes=self.spec.cluster.device_memory_bytes,
             profile=trial.check.profile if isinstance(trial.check, ProfileRun) else None,
             perturbation=trial.check.perturbation if isinstance(trial.check, GateRun) else 0.0,
+            compile_again=trial.check is None,  # only the search's trials show what it finds out
         )
 
     def _protocol(self, trial: Trial) -> Protocol:

@@ -136,7 +136,7 @@ def predict_plan(
 
 
 def _second_starts_s(predictor: Predictor, rows: Sequence[int]) -> float:
-    """Device-seconds for starting compiled candidates once more, from the compiler's warm cache: the most that it can
-    be, as one that finds all of its code there in the first place is not."""
+    """Device-seconds for starting compiled candidates once more, to compile from the warm cache, as if none found all
+    of its code there in the first place. What compiling itself takes is in neither start."""
     compiled = [row for row in rows if predictor.candidates[row].kernels.compile != "off"]
     return float(TRIAL_OVERHEAD_S[predictor.device_kind] * predictor.inputs.world_size[compiled].sum())

@@ -1,4 +1,5 @@
-"""A controller in a process of its own: ``controller.py local|ray <folder>``; runs a gang that hangs.
+"""A controller in a process of its own: ``controller.py local|ray <folder> [runner]``; runs a gang that hangs, or is
+started once more with a runner that does.
 
 Prints "ready" when the gang has signed in, then closes the cluster at the first line of standard input.
 """
@@ -19,15 +20,18 @@ def open_cluster(kind, workdir):
     return connect(ClusterRequest(devices_per_node=2), workdir=workdir, preload=PRELOAD)
 
 
-def main(kind, folder):
+def main(kind, folder, again=""):
     pids = folder / "pids"
     pids.mkdir()
     with open_cluster(kind, folder / "work") as cluster:
-        launch(cluster, "spawns", spec={"pids": str(pids), "then": "hang"})
-        wait_for_pids(pids, 6)
+        if again:
+            launch(cluster, "compiles_cold", spec={"pids": str(pids), "again": again, "compile_s": 300.0})
+        else:
+            launch(cluster, "spawns", spec={"pids": str(pids), "then": "hang"})
+        wait_for_pids(pids, 4 if again else 6)
         print("ready", flush=True)
         sys.stdin.readline()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

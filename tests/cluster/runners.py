@@ -275,8 +275,10 @@ def compiles_cold(spec, progress):
     del progress
     join(spec)
     all_reduce()
-    graph = GraphReport(num_graphs=1, num_recompilations=0, compile_s=9.0, cache_misses=1)
-    return report(compile_s=9.0, findings=Findings(graph=graph), again=f"tests.cluster.runners:{spec['again']}")
+    compile_s = spec.get("compile_s", 9.0)
+    graph = GraphReport(num_graphs=1, num_recompilations=0, compile_s=compile_s, cache_misses=1)
+    again = f"tests.cluster.runners:{spec['again']}"
+    return report(compile_s=compile_s, findings=Findings(graph=graph), again=again)
 
 
 def compiles_warm(spec, progress):
@@ -284,12 +286,21 @@ def compiles_warm(spec, progress):
     del progress
     rank = join(spec)
     all_reduce()
-    return report(compile_s=1.0 + rank)
+    hits, misses = spec.get("found", [[1, 0]] * dist.get_world_size())[rank]
+    graph = GraphReport(num_graphs=1, num_recompilations=0, compile_s=1.0 + rank, cache_hits=hits, cache_misses=misses)
+    return report(compile_s=1.0 + rank, findings=Findings(graph=graph))
 
 
 def fails_again(spec, progress):
     """One rank fails; the other waits for it."""
     if os.environ["RANK"] == "1":
+        raise ValueError("no compiler")
+    return hangs_again(spec, progress)
+
+
+def fails_on_the_first_node_again(spec, progress):
+    """The ranks on the other nodes wait for those."""
+    if os.environ["GROUP_RANK"] == "0":
         raise ValueError("no compiler")
     return hangs_again(spec, progress)
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from cluster.base import Deadlines
 from cluster.gang.sights import Blame, FlightRecord
-from cluster.node.forked import tail_of
 from cluster.node.hang import flight, stacks
 from cluster.node.hang.hanging import HangingSlot
 from cluster.node.hang.recorder import RecordedRank, listening, recorder_env, records, unpickled
 from cluster.node.hang.stacks import examine, judge
+from cluster.node.ranks.forked import tail_of
 from tests.cluster.gangs import living, run
 from trials.outcome import TimedOut
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from cluster.base import GangProgress
+from cluster.base import COMPILING_AGAIN, GangProgress
 from orchestrator.controller.early_stop import ALLOWANCE, EarlyStop, settled
 from orchestrator.report.summary import summarize
 from orchestrator.report.verdict import cost
@@ -60,6 +60,14 @@ def test_slow_steps_after_the_first_two_end_a_trial_with_what_they_show():
 )
 def test_what_might_still_be_fast_goes_on(times_s):
     assert verdict(*times_s) is None
+
+
+def test_a_trial_that_has_measured_and_compiles_again_is_not_stopped():
+    state = standing()
+    last = GangProgress(attempt_id="a", token="t", phase=COMPILING_AGAIN, step=0)
+    told = reports(9.0, 0.21, 0.2)
+    assert RULE.verdict(state, state.trials[1], told) is not None
+    assert RULE.verdict(state, state.trials[1], [*told, last]) is None
 
 
 def test_baseline_and_tuning_steps_and_the_last_step_are_left_alone():

@@ -92,6 +92,7 @@ def test_weights_stay_where_they_are(kernels: Kernels) -> None:
     assert moved_bytes([(Layout(), kernels)]) == [0]
 
 
+@pytest.mark.exhaustive
 def test_split_weights_stay_where_they_are(tmp_path: Path) -> None:
     """Also the copies of them that projections of the local engine make in 16 bits."""
     layouts = [Layout(tp=2, **options) for options in ({}, {"tp_engine": "local"})]
@@ -159,6 +160,7 @@ def test_full_recompute_moves_the_layers_inputs() -> None:
     assert part.offload_meter.num_bytes == 4 * (64 * 32 * 4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["single, O1 bf16"])
 def test_the_device_holds_two_layers_at_a_time(name: str) -> None:
     """What leaves the device is what the host gets; a real rank on a CPU, where both are one, needs the sum."""

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cluster.gang.messages import RankFailure
-from cluster.node import host_memory, rank
-from cluster.node.forked import ABORT_TAIL_BYTES, how_it_ended, with_devices, with_host_cause, with_logged_cause
+from cluster.node import host_memory
 from cluster.node.host_memory import OomKills
+from cluster.node.ranks import rank
+from cluster.node.ranks.forked import ABORT_TAIL_BYTES, how_it_ended, with_devices, with_host_cause, with_logged_cause
 
 WATCHDOG = (
     "[rank1]:[E1103 ProcessGroupNCCL.cpp:2068] [PG 0 Rank 1] Process group watchdog thread terminated with exception"
@@ -136,6 +137,6 @@ def test_a_bus_error_is_for_want_of_shared_memory_where_there_is_little(tmp_path
     found = with_host_cause(failure(category, message), OomKills())
     assert found.category == "host_oom"
     assert message in found.message and "--shm-size=8g" in found.message
-    monkeypatch.setattr("cluster.node.forked.MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr("cluster.node.ranks.forked.MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path)
     assert with_host_cause(failure(category, message), OomKills()).category == category

@@ -1,32 +1,25 @@
-"""A rank as its warden sees it: a child process, its pipe, its progress, its end; and the gang's second run."""
+"""A rank as its warden sees it: a child process, its pipe, its progress, its end."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
-import math
 import os
 import re
-import selectors
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.gang.deadlines import RankClock
-from cluster.gang.environment import started_again
 from cluster.gang.messages import Lines, NodeLaunch, RankFailure, RankResult, RankSlot, RankSuccess
 from cluster.node.device_memory import slot_handles
 from cluster.node.host_memory import MIN_SHARED_BYTES, OomKills, peak_below, shared_memory_shortage
-from cluster.node.rank import RankPipes, rank_main, result_file
+from cluster.node.ranks.rank import RankPipes, rank_main
 from trials.accelerator.kinds import DeviceKind
-from trials.codec import from_json
 from trials.failure.logs import cause_in_log, tells_of_abort
-from trials.files import make_private_folder
 from trials.reports.script import ScriptSource
-from trials.secrets import redact, redact_file
+from trials.secrets import redact
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 8192
@@ -36,8 +29,6 @@ Python's threads may follow."""
 WEIGH_S = 0.5
 SYSTEM = "system"
 """Source of what the operating system tells of a program."""
-SECOND_RUN_GRACE_S = 10.0
-"""How much longer than the first the second run of a gang may take: nodes need not begin it at the same moment."""
 _ABORTED = re.compile(rf"\bkilled by signal {int(signal.SIGABRT)}\b")
 """How the message of a rank reads that aborted, or whose program did: libraries do so after saying why in the log."""
 _SHELL_ABORTED = re.compile(r"\bthe command exited with code (?:134|250)\b")
@@ -82,6 +73,21 @@ class ForkedRank:
             self.weighed_at_s = now_s
             self.program_peak_bytes = max(self.program_peak_bytes, peak_below(self.pid))
 
+    def failure(
+        self, node: str, category: str, message: str, exit_code: int | None = None, log_tail: tuple[str, ...] = ()
+    ) -> RankFailure:
+        """What is to be said of the rank, which has just failed on ``node``."""
+        return RankFailure(
+            rank=self.slot.rank,
+            node=node,
+            category=category,
+            message=message,
+            at_s=time.time(),
+            exit_code=exit_code,
+            phase=self.clock.phase,
+            log_tail=log_tail,
+        )
+
     def kill(self) -> None:
         """Kill the rank, which must not have been reaped, and whatever shares its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -92,7 +98,7 @@ def fork_rank(launch: NodeLaunch, slot: RankSlot) -> ForkedRank:
     """Fork a rank that is listened to, and whose clock starts now."""
     read, write = os.pipe()
     asked, asking = os.pipe()
-    pid = _fork(launch, slot, RankPipes(told=write, asked=asked))
+    pid = fork_process(launch, slot, RankPipes(told=write, asked=asked))
     os.close(write)
     os.close(asked)
     log = Path(launch.directory) / f"rank{slot.rank}.log"
@@ -100,7 +106,7 @@ def fork_rank(launch: NodeLaunch, slot: RankSlot) -> ForkedRank:
     return ForkedRank(slot=slot, pid=pid, pidfd=os.pidfd_open(pid), pipe=read, asking=asking, log=log, clock=clock)
 
 
-def _fork(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes) -> int:
+def fork_process(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes) -> int:
     """Fork the process of a rank, the leader of a process group of its own; gives its pid."""
     warden_pid = os.getpid()
     pid = os.fork()
@@ -109,80 +115,6 @@ def _fork(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes) -> int:
     with contextlib.suppress(OSError):  # the child does the same; whoever comes first
         os.setpgid(pid, pid)
     return pid
-
-
-class SecondRun:
-    """The ranks of a gang on this node, started once more with another runner when those before are gone: they compile
-    what those have compiled, from the cache that those left warm.
-
-    Nobody listens to them. A rank leaves its result in a file, or the reason why there is none in its log.
-    """
-
-    def __init__(self, launch: NodeLaunch, runner: str) -> None:
-        self._launch = started_again(launch, runner)
-        self._folder = Path(self._launch.directory)
-        self._running: dict[int, RankSlot] = {}
-        """By the descriptor that tells when the rank's process has ended."""
-        self._has_failed = False
-
-    def start(self, selector: selectors.BaseSelector) -> None:
-        """Fork the ranks, and have ``selector`` tell when they end.
-
-        Raises:
-            OSError: there is no space for their files, or no further process.
-        """
-        make_private_folder(self._folder)
-        nobody = os.open(os.devnull, os.O_RDWR)
-        for slot in self._launch.slots:
-            pidfd = os.pidfd_open(_fork(self._launch, slot, RankPipes(told=nobody, asked=nobody)))
-            self._running[pidfd] = slot
-            selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._note_end, selector, pidfd))
-
-    @property
-    def is_running(self) -> bool:
-        """Whether there is something to wait for: after the first rank without a result there is not."""
-        return bool(self._running) and not self._has_failed
-
-    def add_to(self, ranks: Iterable[ForkedRank]) -> None:
-        """Put what compiling took into the results of ``ranks``, all of which are successes; nothing where any rank
-        found out nothing. Secrets go from the logs."""
-        seconds = {slot.rank: self._compile_s(slot) for slot in self._launch.slots}
-        for rank in ranks:
-            again_s = seconds[rank.slot.rank]
-            if None not in seconds.values() and isinstance(rank.result, RankSuccess):
-                rank.result = with_second_compilation(rank.result, again_s)
-            with contextlib.suppress(OSError):
-                redact_file(self._folder / rank.log.name)
-
-    def _note_end(self, selector: selectors.BaseSelector, pidfd: int, _: int) -> None:
-        selector.unregister(pidfd)
-        os.close(pidfd)
-        self._has_failed |= self._compile_s(self._running.pop(pidfd)) is None
-
-    def _compile_s(self, slot: RankSlot) -> float | None:
-        """Seconds that the rank says compiling took; None where it has not said so."""
-        try:
-            kept = json.loads((self._folder / result_file(slot)).read_text())
-            result: RankResult = from_json(RankResult, kept["result"])
-        except (OSError, ValueError):
-            return None
-        seconds = result.report.compile_s if isinstance(result, RankSuccess) else -1.0
-        return seconds if 0.0 <= seconds < math.inf else None
-
-
-def asked_again(ranks: Sequence[ForkedRank]) -> str:
-    """The runner with which the ranks, each of which has a report, ask to be started once more; empty if none does."""
-    asked = {rank.result.report.again if isinstance(rank.result, RankSuccess) else "" for rank in ranks}
-    return asked.pop() if len(asked) == 1 else ""
-
-
-def with_second_compilation(success: RankSuccess, seconds: float | None) -> RankSuccess:
-    """The report, with how long compiling took once more."""
-    report, graph = success.report, success.report.findings.graph
-    if graph is None:
-        return success
-    findings = replace(report.findings, graph=replace(graph, again_s=seconds))
-    return replace(success, report=replace(report, findings=findings))
 
 
 def how_it_ended(exit_code: int, oom_kills: OomKills) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from cluster.base import Deadlines
 from cluster.gang.deadlines import CompileTime, RankClock, due_at_s, overdue_reason
 from cluster.gang.messages import NodeLaunch, RankProgress
-from cluster.node.forked import ForkedRank
+from cluster.node.ranks.forked import ForkedRank
 
 
 class GangClocks:

@@ -1,0 +1,1 @@
+"""The ranks of one gang on one node: their processes, their clocks, and their second run."""

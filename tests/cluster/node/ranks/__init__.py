@@ -1,0 +1,1 @@
+"""Tests of :mod:`cluster.node.ranks`, mostly with real processes."""
