@@ -127,12 +127,29 @@ def _children_of(pid: int) -> list[int]:
 
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for the signal, and would not be ended by it."""
+    return _has_signal(Path(f"/proc/{pid}/status"), "SigCgt", number)
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Whether the signal was sent to the process and has not reached it yet."""
+    return _has_signal(Path(f"/proc/{pid}/status"), "ShdPnd", number)
+
+
+def blocking(pid: int, number: int) -> frozenset[str]:
+    """The threads of the process, by their numbers, that do not take the signal now. One that handles it is among
+    them, as it takes no other until its handler returns (unless that was registered with ``SA_NODEFER``)."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/status")
+    return frozenset(path.parent.name for path in tasks if _has_signal(path, "SigBlk", number))
+
+
+def _has_signal(status: Path, mask: str, number: int) -> bool:
+    """Whether the signal is in a mask of proc(5)'s ``status``; not where the process is gone."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+        lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(mask, 16) >> (number - 1) & 1)
+    value = next((line.split()[1] for line in lines if line.startswith(f"{mask}:")), "0")
+    return bool(int(value, 16) >> (number - 1) & 1)
 
 
 def close_inherited(keep: Container[int]) -> None:

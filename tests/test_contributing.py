@@ -140,6 +140,7 @@ def guarded(root):
     return run(root, "-m", "pytest", "-q", "-p", "no:cacheprovider", *GUARDS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_knob_added_by_the_steps_is_searched_trained_and_exported(tree):

@@ -205,9 +205,12 @@ def test_another_call_adds_to_what_was_measured(tmp_path):
     assert [part["name"] for part in second.result()["parts"]] == ["start", "training"]
     assert json.loads(base.with_suffix(".json").read_text()) == second.result()
     assert "Measured by an earlier call: torch 2.11, commit abc." in base.with_suffix(".md").read_text()
-    base.with_suffix(".json").write_text("{}")
-    with pytest.raises(ValueError, match=r"gpu-x\.json holds no figures of this program"):
-        Kept(MACHINE, base, quick=False)
+    told = second.result()
+    older = [{key: value for key, value in part.items() if key != "is_whole"} for part in told["parts"]]
+    for lacking, what in (({}, "parts"), (told | {"parts": older}, "is_whole")):
+        base.with_suffix(".json").write_text(json.dumps(lacking))
+        with pytest.raises(ValueError, match=rf"gpu-x\.json holds no figures of this version .*{what}.*move it away"):
+            Kept(MACHINE, base, quick=False)
 
 
 def test_quick_runs_and_cores_overwrite_nothing(tmp_path):

@@ -11,6 +11,9 @@ from benchmarks.gpu.parts import LEFT_OUT, NAMES
 from benchmarks.gpu.report import markdown
 from trials.files import write_atomically, write_json
 
+_KEYS = ("name", "shows", "rows", "why", "took_s", "is_whole", "torch", "commit")
+"""What is known of every part."""
+
 
 def num_measured(part: Mapping[str, Any]) -> int:
     """How many rows of a part are not only there to say that they lack."""
@@ -24,16 +27,17 @@ class Kept:
         """Read what is in the file of that name.
 
         Raises:
-            ValueError: the file is no result. Says which.
+            ValueError: the file is no result, or one of another version of this program. Says which.
         """
         self._base = base
         self._parts: dict[str, dict[str, Any]] = {}
         if base is not None and (path := base.with_suffix(".json")).exists():
             try:
                 former = json.loads(path.read_text(encoding="utf-8"))
-                self._parts = {part["name"]: part for part in former["parts"] if part["name"] in NAMES}
+                parts = [{key: part[key] for key in _KEYS} | part for part in former["parts"]]
+                self._parts = {part["name"]: part for part in parts if part["name"] in NAMES}
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} holds no figures of this program ({error!r}); move it away") from error
+                raise ValueError(f"{path} holds no figures of this version ({error!r}); move it away") from error
         self._head = {"machine": machine, "quick": quick}
 
     def is_whole(self, name: str) -> bool:

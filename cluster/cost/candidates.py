@@ -124,8 +124,6 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "zero_stage": layout.zero_stage,
         "reduces_last": float(layout.gradient_reduction == "last"),
         "sequence_parallel": float(layout.sequence_parallel),
-        # Layers wait for their own weights, a model that is one graph for all of them.
-        "hides_gathering": float(layout.zero_stage == 1 and candidate.kernels.compile != "model"),
         # Stages of torch's pipelines free weights after forward passes only.
         "stays_gathered": float(layout.pp > 1),
         "num_copies": layout.num_copies,
@@ -134,6 +132,11 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "num_virtual_stages": layout.num_virtual_stages,
         "stage_layers": _per_stage(layout.stage_layers, layout) if layout.stage_layers else [workload.num_layers],
     }
+
+
+def _gathering(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    """Layers wait for their own new weights of ZeRO-1, but a model that is one graph waits for all."""
+    return {"hides_gathering": float(candidate.layout.zero_stage == 1 and candidate.kernels.compile != "model")}
 
 
 def _sums(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
@@ -258,6 +261,7 @@ _PARTS = (
     _Part((), _model),
     _Part((), _hardware),
     _Part(("layout",), _layout),
+    _Part(("layout.zero_stage", "kernels.compile"), _gathering),
     _Part(("layout.tp", "layout.tp_engine", "layout.schedule", "precision.level"), _sums),
     _Part(("layout", "recompute"), _recompute),
     _Part(("layout", "precision.level"), _precision),

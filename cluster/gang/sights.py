@@ -17,9 +17,11 @@ class Blame(enum.IntEnum):
     STOPPED = 0
     """A signal has stopped it: it does not run at all."""
     ELSEWHERE = 1
-    """It is in code that waits for no peer, or its stack cannot be had; or its records show that it is behind."""
+    """It is in code that waits for no peer, or it cannot be asked for its stack; or its records show that it is
+    behind."""
     UNCLEAR = 2
-    """It is in code that both computes and communicates: the backward pass, FSDP, distributed tensors."""
+    """It is in code that both computes and communicates: the backward pass, FSDP, distributed tensors. Or it was asked
+    for its stack and did not give it in time, as on a loaded node, or in a call of the kernel's."""
     WAITING = 3
     """It waits in a collective operation, or for a device that does."""
 

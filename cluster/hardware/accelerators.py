@@ -136,7 +136,7 @@ def outruns_flash_attention_2(name: str) -> bool:
 
 _FORMS = ("pcie", "nvl", "ti", "super", "d")
 """Words in a driver's names that tell forms of an accelerator apart which differ in their peaks."""
-_OTHERS = ("laptop", "max")
+_OTHERS = re.compile(r"\blaptop\b|\bmax[ -]?q\b", re.IGNORECASE)
 """Words that tell another accelerator of the same name: those of laptops have half of everything, or less."""
 _BEFORE_TF32 = ("v100",)
 """Accelerators that take a request for TF32 for nothing. Others without it may emulate it, at rates of their own: AMD's
@@ -150,7 +150,7 @@ together they have at most all multiprocessors."""
 
 def _match(device_name: str) -> tuple[str, Accelerator] | None:
     """The accelerator with the longest alias in the name, and that alias."""
-    if any(word in _OTHERS for word in _words(device_name)):
+    if _OTHERS.search(device_name):
         return None
     wanted = device_name.lower().replace(" ", "-")
     matches = [

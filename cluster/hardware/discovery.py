@@ -117,6 +117,16 @@ def all_tools() -> tuple[str, ...]:
     return tuple(tool for maker in _MAKERS.values() for tool in maker.tools)
 
 
+def hidden() -> str | None:
+    """What in this process's environment hides the devices that a tool or a driver of this host is for; None where
+    nothing does."""
+    for kind, maker in _MAKERS.items():
+        limit = _limit(kind)
+        if limit and _are_hidden(kind) and (any(map(is_installed, maker.tools)) or _driver_files(maker)):
+            return f"{limit[0]}={limit[1]!r} hides all devices of kind {kind}"
+    return None
+
+
 def words(kind: DeviceKind, listed: Sequence[ListedDevice]) -> str:
     """How many devices of what sort, for people."""
     what = "NPU(s)" if kind == "npu" else "slice(s) of GPUs" if listed[0].is_slice else "GPU(s)"
@@ -232,11 +242,15 @@ def _driver_files(maker: _Maker) -> list[str]:
 
 def _limit(kind: DeviceKind) -> tuple[str, str] | None:
     """The variable of this process that says which devices of the kind it sees, and what it says; None without one."""
-    family = FAMILIES[kind]
-    for name in filter(None, (family.visible_variable, family.visible_otherwise)):
-        if name in os.environ and (os.environ[name] or kind != "xpu"):  # Level Zero takes an empty mask for none
+    for name in _variables(kind):
+        if name in os.environ and (os.environ[name] or FAMILIES[kind].empty_hides):
             return name, os.environ[name]
     return None
+
+
+def _variables(kind: DeviceKind) -> list[str]:
+    """The variables that limit what a process sees of the kind; the first that does counts."""
+    return [name for name in (FAMILIES[kind].visible_variable, FAMILIES[kind].visible_otherwise) if name]
 
 
 def _are_hidden(kind: DeviceKind) -> bool:
@@ -253,6 +267,11 @@ def _visible(kind: DeviceKind, listed: Sequence[ListedDevice]) -> list[ListedDev
     """
     _check_numbers(kind, listed)
     limit = _limit(kind)
+    empty = [name for name in _variables(kind) if os.environ.get(name) == ""]
+    if listed and limit is None and empty:
+        _tell(
+            f"{empty[0]} is empty, which hides no device of kind {kind}; say device: cpu to train on cores on purpose"
+        )
     found = list(listed) if limit is None else _named(kind, limit[1], listed)
     counts = Counter(one.model for one in found if one.is_slice)
     if len(counts) > 1:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.gang.defaults import defaults_of
-from cluster.hardware.discovery import DeviceError, discover_node
+from cluster.hardware.discovery import DeviceError, discover_node, hidden
 from cluster.hardware.listing import nvidia
 from cluster.hardware.listing.tools import DeviceQueryError
 from cluster.hardware.topology import Node, is_slice_name
@@ -81,6 +81,8 @@ def devices() -> str:
     """What trials would run on here, whether torch sees what the driver does, and whether its tool answers quickly."""
     node = _node()
     if node.device_kind == "cpu":
+        if hides := hidden():
+            raise TroubleError(f"{hides}: trials run on cores", "Unset it, unless they are to.")
         if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
             remedy = "Look at what nvidia-smi says; in a container: --gpus all."
             raise TroubleError("nvidia-smi lists no GPU, though there is a driver or a tool of it", remedy)

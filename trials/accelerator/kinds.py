@@ -32,6 +32,8 @@ class Family:
     """Program that lists devices and their memory; empty for the CPU."""
     visible_otherwise: str = ""
     """Variable that lists them for the kind's software where ``visible_variable`` is not set; empty for none."""
+    empty_hides: bool = True
+    """Whether an empty value of these variables hides all devices; elsewhere it limits nothing."""
     widest: Literal["float64", "float32"] = "float64"
     """The widest float that all of its devices compute in and its collectives send."""
 
@@ -70,6 +72,7 @@ FAMILIES: Mapping[DeviceKind, Family] = {
             ray_resource="GPU",
             query_tool="rocm-smi",
             visible_otherwise="CUDA_VISIBLE_DEVICES",
+            empty_hides=False,  # ROCclr takes an empty list for none, and asks the other variable
         ),
         Family(
             kind="xpu",
@@ -81,6 +84,7 @@ FAMILIES: Mapping[DeviceKind, Family] = {
             order_variables={"ZE_FLAT_DEVICE_HIERARCHY": "FLAT"},
             ray_resource="GPU",
             query_tool="xpu-smi",
+            empty_hides=False,
             widest="float32",  # only the devices of data centres have more
         ),
         Family(
@@ -112,9 +116,9 @@ def family_of(kind: str) -> Family:
 
 _HIDDEN: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
-    "HIP_VISIBLE_DEVICES": "-1",  # HIP's runtime takes an empty value for none
+    "HIP_VISIBLE_DEVICES": "-1",  # an empty value would hide nothing
     "ASCEND_RT_VISIBLE_DEVICES": "",
-    "ONEAPI_DEVICE_SELECTOR": "*:cpu",  # an empty ZE_AFFINITY_MASK would hide nothing
+    "ONEAPI_DEVICE_SELECTOR": "*:cpu",  # as no ZE_AFFINITY_MASK does
 }
 
 

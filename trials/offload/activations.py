@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,10 +46,11 @@ def apply_activation_offload(model: TrainModel, offload: Offload, chunk: Chunk, 
     passes = _Passes()
     for number, layer in enumerate(layers):
         call = layer._compiled_call_impl or layer._call_impl
+        places: _Places | None = {} if layer._compiled_call_impl else None
         if chunk.is_last and number == len(layers) - 1:
             layer._compiled_call_impl = functools.partial(_run_last, call, passes)
         else:
-            layer._compiled_call_impl = functools.partial(_run, layer, call, number == 0, passes, copies, meter)
+            layer._compiled_call_impl = functools.partial(_run, layer, call, places, number == 0, passes, copies, meter)
     return meter
 
 
@@ -224,19 +225,29 @@ class _View:
         return DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
+_Places = dict[tuple[int, torch.Size, torch.dtype], bool]
+"""Whether what a compiled layer saves there, as so many tensors before it, in this form, is a copy of a weight."""
+_COPYING = frozenset(
+    f"{name}Backward0"
+    for name in ["ToCopy", "Clone", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias"]
+)
+"""Operations, as autograd calls them, whose results are the numbers of their one input: in another form or type."""
+
+
 class _Hooks:
     """Decides what is moved of the tensors that one pass saves."""
 
     def __init__(
-        self, layer: nn.Module, held: Iterable[Tensor], to: _Pass, meter: OffloadMeter, *, is_compiled: bool
+        self, layer: nn.Module, held: Iterable[Tensor], to: _Pass, meter: OffloadMeter, places: _Places | None
     ) -> None:
         self._layer = layer
-        self._is_compiled = is_compiled
+        self._places = places
+        """What is known by now of a compiled layer; None for others."""
         self._held = {id(stored_part(tensor).untyped_storage()) for tensor in held}
         self._to = to
         self._meter = meter
-        self._weights: set[int] | None = None
-        self._casts: set[tuple[torch.Size, tuple[int, ...]]] = set()
+        self._weights: dict[int, Tensor] = {}
+        self._num_packed = 0
         self._moved: dict[int, tuple[torch.UntypedStorage, _Moved]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
@@ -245,7 +256,8 @@ class _Hooks:
             local.trigger_wait()  # type: ignore[no-untyped-call]
         part = stored_part(tensor)
         storage = part.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or id(storage) in self._held or self._is_weight(part, storage):
+        self._num_packed += 1
+        if storage.nbytes() < MIN_BYTES or id(storage) in self._held or self._is_weight(tensor, part):
             return tensor
         known = self._moved.get(id(storage))
         if known is None:
@@ -256,27 +268,42 @@ class _Hooks:
     def close(self) -> None:
         """Let go of everything: autograd may hold on to this object as long as to what it packed."""
         self._moved.clear()
+        self._weights.clear()
 
-    def _is_weight(self, part: Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether it is a weight, or a copy of one in 16 bits in a form that layers save it in."""
-        if self._weights is None:
+    def _is_weight(self, tensor: Tensor, part: Tensor) -> bool:
+        """Whether it is a weight, or a copy of one: in 16 bits, or in another form."""
+        if not self._weights:
             # Only now: FSDP gathers weights when the layer is called.
             weights = [stored_part(parameter) for parameter in self._layer.parameters()]
-            self._weights = {id(weight.untyped_storage()) for weight in weights}
-            self._casts = set(_forms_of_casts(self._layer, is_compiled=self._is_compiled))
-        return id(storage) in self._weights or (part.size(), part.stride()) in self._casts
+            self._weights = {id(weight.untyped_storage()): weight for weight in weights}
+        if id(part.untyped_storage()) in self._weights or _origin(tensor) in self._weights:
+            return True
+        return self._places is not None and self._is_compiled_copy(part, self._places)
+
+    def _is_compiled_copy(self, part: Tensor, places: _Places) -> bool:
+        """Whether it has a weight's numbers. What a compiled graph saves has no history, but comes in the same order
+        in every pass: so each place is looked at once, as the host has to wait for the device then."""
+        place = (self._num_packed, part.size(), part.dtype)
+        if place not in places:
+            places[place] = part.element_size() == 2 and any(_is_cast(part, one) for one in self._weights.values())
+        return places[place]
 
 
-def _forms_of_casts(layer: nn.Module, *, is_compiled: bool) -> Iterator[tuple[torch.Size, tuple[int, ...]]]:
-    """Sizes and strides in which copies of weights in 16 bits are saved: of matrices turned, as matmuls save them, and
-    as they are by all but torch's own ``Linear`` in eager mode, whose inputs may have just the size of a weight."""
-    for module in layer.modules():
-        for parameter in module.parameters(recurse=False):
-            weight = stored_part(parameter)
-            if weight.dim() == 2:
-                yield weight.t().size(), weight.t().stride()
-            if weight.dim() >= 2 and (is_compiled or type(module) is not nn.Linear):
-                yield weight.size(), weight.stride()
+def _origin(tensor: Tensor) -> int | None:
+    """Storage of the leaf that a tensor is a copy of, by what autograd knows of it; None where it is no copy."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in _COPYING:
+        node = node.next_functions[0][0]
+    leaf = getattr(node, "variable", None)
+    return None if leaf is None else id(stored_part(leaf).untyped_storage())
+
+
+def _is_cast(part: Tensor, weight: Tensor) -> bool:
+    """Whether it is the weight, turned or not, in a type of its own."""
+    if part.dtype == weight.dtype or part.numel() != weight.numel():
+        return False
+    forms = [weight, weight.t()] if weight.dim() == 2 else [weight]
+    return any(part.size() == form.size() and torch.equal(part, form.to(part.dtype)) for form in forms)
 
 
 def _whole(part: Tensor) -> Tensor:
@@ -291,6 +318,7 @@ def _unpack(kept: Tensor | _View) -> Tensor:
 def _run(
     layer: nn.Module,
     call: Any,
+    places: _Places | None,
     is_first: bool,
     passes: _Passes,
     copies: _Copies,
@@ -303,7 +331,7 @@ def _run(
         return call(*args, **kwargs)
     begun = passes.begin(copies, is_first=is_first)
     held = [tensor for tensor in leaves_in((args, kwargs), Tensor) if not tensor.requires_grad]
-    hooks = _Hooks(layer, held, begun, meter, is_compiled=call != layer._call_impl)
+    hooks = _Hooks(layer, held, begun, meter, places)
     with saved_tensors_hooks(hooks.pack, _unpack):
         outputs = call(*args, **kwargs)
     hooks.close()

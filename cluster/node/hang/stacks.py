@@ -21,13 +21,16 @@ from typing import Literal
 from cluster.gang.sights import Blame, FlightRecord, RankSight
 from cluster.node.hang.hanging import HangingSlot
 from cluster.node.hang.recorder import records
-from cluster.processes import catches, process_info
+from cluster.processes import blocking, catches, is_pending, process_info
 from trials.accelerator.kinds import DeviceKind
 from trials.secrets import redact
 
 DUMP_SIGNAL = signal.SIGUSR1
-DUMP_S = 0.3
-"""How long stacks take to be written."""
+DUMP_S = 3.0
+"""How long a rank is given to write its stack: some milliseconds are enough, but on a loaded node."""
+ALL_DUMPS_S = 12.0
+"""How long all ranks of a slot are given, which are asked one by one."""
+_POLL_S = 0.01
 TAIL_LINES = 20
 Stack = tuple[str, ...]
 """The lines of faulthandler's dump of one thread, innermost frame first."""
@@ -65,8 +68,8 @@ class SlotLook:
 def examine(slots: Sequence[HangingSlot]) -> dict[int, SlotLook]:
     """Look at hanging slots, by their number: at the stacks of their ranks and at their records, where they have any.
 
-    Takes :data:`DUMP_S` for the ranks that one slot has, at the same time in all slots, and then no time where all give
-    their records, some seconds where one does not.
+    Takes as long as the ranks that one slot has need to write their stacks, at most :data:`ALL_DUMPS_S`, at the same
+    time in all slots, and then no time where all give their records, some seconds where one does not.
     """
     before = {slot.rank: _Before.of(slot.log) for slot in slots}
     ranks = {slot.rank: slot.ranks() for slot in slots}
@@ -76,19 +79,70 @@ def examine(slots: Sequence[HangingSlot]) -> dict[int, SlotLook]:
 
 
 def _stacks(slots: Sequence[HangingSlot], ranks: Mapping[int, dict[int, list[int]]]) -> dict[int, dict[int, Stack]]:
-    """Stacks of main threads by slot and rank. Ranks of one slot write to one log: they are asked one by one."""
+    """Stacks of main threads by slot and rank, of those that were asked; empty where a rank gave none in time. Ranks of
+    one slot write to one log: they are asked one by one."""
     waiting = {slot.rank: sorted(slot.telling(ranks[slot.rank]).items()) for slot in slots}
     found: dict[int, dict[int, Stack]] = {slot.rank: {} for slot in slots}
+    late: list[_Question] = []
+    end_s = time.monotonic() + ALL_DUMPS_S
     while any(waiting.values()):
-        asked = [(slot, *waiting[slot.rank].pop(0), _Before.of(slot.log).size) for slot in slots if waiting[slot.rank]]
-        for _, _, pid, _ in asked:
-            if catches(pid, DUMP_SIGNAL):  # it would end others
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, DUMP_SIGNAL)
-        time.sleep(DUMP_S)
-        for slot, rank, _, size in asked:
-            found[slot.rank][rank] = main_thread(_read(slot.log, size))
+        firsts = [(slot, *waiting[slot.rank].pop(0)) for slot in slots if waiting[slot.rank]]
+        asked = [(rank, _Question.put(slot, pid)) for slot, rank, pid in firsts if catches(pid, DUMP_SIGNAL)]
+        _wait_for([question for _, question in asked], min(time.monotonic() + DUMP_S, end_s))
+        for rank, question in asked:
+            is_mixed = any(one.slot is question.slot and one.has_begun() for one in late)
+            found[question.slot.rank][rank] = () if is_mixed or question.may_write() else question.stack()
+        late += [question for _, question in asked if question.may_write()]
     return found
+
+
+def _wait_for(asked: Sequence[_Question], limit_s: float) -> None:
+    """Wait until all stacks are written and the logs grow no more, for a thread that took no signal before may be the
+    one that writes; at most until ``limit_s``."""
+    sizes: list[int] = []
+    while time.monotonic() < limit_s:
+        before, sizes = sizes, [_Before.of(question.slot.log).size for question in asked]
+        if sizes == before and not any(question.is_open() for question in asked):
+            return
+        time.sleep(_POLL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A process that was asked for its stack."""
+
+    slot: HangingSlot
+    pid: int
+    size: int
+    """Bytes in the slot's log, before."""
+    deaf: frozenset[str]
+    """Threads that did not take the signal before."""
+
+    @classmethod
+    def put(cls, slot: HangingSlot, pid: int) -> _Question:
+        """Ask a process that catches the signal: it would end others."""
+        question = cls(slot, pid, _Before.of(slot.log).size, blocking(pid, DUMP_SIGNAL))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, DUMP_SIGNAL)
+        return question
+
+    def has_begun(self) -> bool:
+        """Whether the signal has reached the process."""
+        return not is_pending(self.pid, DUMP_SIGNAL)
+
+    def is_open(self) -> bool:
+        """Whether the stack is still to come. A process that is stopped, or gone, writes none."""
+        info = process_info(self.pid)
+        if info is None or not info.is_running or info.state in "Tt":
+            return False
+        return self.may_write() or not self.stack()
+
+    def may_write(self) -> bool:
+        """Whether anything may yet be written: not once no thread is in the signal's handler any more."""
+        return not self.has_begun() or bool(blocking(self.pid, DUMP_SIGNAL) - self.deaf)
+
+    def stack(self) -> Stack:
+        return main_thread(_read(self.slot.log, self.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +175,8 @@ def _look(
         states = [info.state for pid in pids if (info := process_info(pid)) is not None]
         if any(state in ("T", "t") for state in states):
             blame, where = Blame.STOPPED, "it was stopped by a signal"
+        elif stacks.get(rank) == () and any(state not in ("Z", "X") for state in states):
+            blame, where = Blame.UNCLEAR, "it did not tell its stack in time"
         elif slot.reports is not None and not stacks.get(rank):
             where = f"its program had printed nothing for {log.silent_s:.0f} s"
         sights.append(

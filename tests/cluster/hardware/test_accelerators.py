@@ -84,6 +84,8 @@ def test_finds_devices_by_name(text: str, name: str) -> None:
         ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2e12),
         ("NVIDIA GeForce RTX 4090 D", "bfloat16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
+        ("NVIDIA RTX 6000 Ada Generation Max-Q", "bfloat16", None),
+        ("Intel(R) Xeon(R) CPU Max 9480", "float32", 8.0e10),  # "Max" alone tells no other form
         ("NVIDIA GeForce RTX 5090", "bfloat16", 209.5e12),
         ("NVIDIA RTX 6000 Ada Generation", "float8", 728.5e12),
         ("Quadro RTX 6000", "float16", None),

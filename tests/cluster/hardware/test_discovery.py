@@ -7,8 +7,10 @@ import pytest
 from cluster.hardware import discovery
 from cluster.hardware.discovery import DeviceError, discover_node
 from cluster.node.device_memory import DeviceUse, device_uses
+from orchestrator.doctor import devices
+from orchestrator.doctor.check import TroubleError
 from tests.cluster.hardware import vendors
-from trials.accelerator.kinds import FAMILIES
+from trials.accelerator.kinds import FAMILIES, without_devices
 
 MIB = 1 << 20
 
@@ -130,6 +132,33 @@ def test_tiles_are_numbered_as_ranks_are_told_to_see_them(host, monkeypatch):
         discover_node()
     monkeypatch.setenv("ZE_AFFINITY_MASK", "")
     assert discover_node().num_devices == 4, "an empty mask hides nothing"
+
+
+def test_an_empty_limit_hides_nothing_from_hip_and_that_is_said(host, monkeypatch, caplog):
+    host(rocm_smi=vendors.plain(vendors.ROCM))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    assert _facts(discover_node())[:2] == ("rocm", 2)
+    assert "HIP_VISIBLE_DEVICES is empty, which hides no device of kind rocm; say device: cpu" in caplog.text
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert discover_node().num_devices == 2
+    assert "CUDA_VISIBLE_DEVICES is empty, which hides no device of kind rocm" in caplog.text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [one.name for one in discover_node().handles] == ["1"], "HIP asks the other variable"
+    for name, value in without_devices({}).items():
+        monkeypatch.setenv(name, value)
+    assert discover_node().device_kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("tool", "variable", "value"),
+    [("nvidia_smi", "CUDA_VISIBLE_DEVICES", ""), ("rocm_smi", "HIP_VISIBLE_DEVICES", "-1")],
+)
+def test_the_doctor_says_what_hides_all_devices(host, monkeypatch, tool, variable, value):
+    host(**{tool: vendors.nvidia() if tool == "nvidia_smi" else vendors.plain(vendors.ROCM)})
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(TroubleError, match=f"{variable}={value!r} hides all devices of kind .*: trials run on cores"):
+        devices.devices()
 
 
 def test_a_limit_in_cudas_variable_holds_for_hip_too(host, monkeypatch):

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from cluster.base import Deadlines
 from cluster.gang.sights import Blame, FlightRecord
-from cluster.node.hang import flight
+from cluster.node.hang import flight, stacks
+from cluster.node.hang.hanging import HangingSlot
 from cluster.node.hang.recorder import RecordedRank, listening, recorder_env, records, unpickled
-from cluster.node.hang.stacks import judge
+from cluster.node.hang.stacks import examine, judge
 from cluster.node.ranks.forked import tail_of
 from tests.cluster.gangs import living, run
 from trials.outcome import TimedOut
@@ -68,6 +69,84 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_its_peers(tmp_path, line, on_cu
 )
 def test_frames_of_torch_on_accelerators(file, function, blame):
     assert judge(frame(f"/opt/site-packages/{file}", 1, function), "cuda")[0] is blame
+
+
+TELLS_LATE = """
+import _signal as signal, faulthandler, json, os, sys, time
+def {name}(deaf_s):
+    signal.pthread_sigmask(signal.SIG_UNBLOCK if deaf_s <= 0 else signal.SIG_BLOCK, [signal.SIGUSR1])
+    print("ready", flush=True)
+    sys.stdin.read(1)
+    time.sleep(max(0, deaf_s))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    time.sleep(600)
+faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
+told = {{"v": 1, "source": "hook:torch", "t": 0.0, "event": "loaded", "pid": os.getpid(), "stack_signal": True}}
+with open(f"rank{{os.environ['RANK']}}.jsonl", "w") as file:
+    file.write(json.dumps(told) + "\\n")
+{name}(float(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def ranks_of_one_slot(tmp_path):
+    """Starts processes that take the signal only so many seconds after they are let go, each in a function of its own,
+    and gives what is seen of them as ranks of one slot."""
+    started = []
+
+    def see(**deaf_s):
+        log = tmp_path / "rank0.log"
+        with log.open("ab") as file:
+            for rank, (name, seconds) in enumerate(deaf_s.items()):
+                command = [sys.executable, "-c", TELLS_LATE.format(name=name), str(seconds)]
+                environment = {**os.environ, "RANK": str(rank)}
+                pipe = subprocess.PIPE
+                started.append(
+                    subprocess.Popen(command, env=environment, cwd=tmp_path, stdin=pipe, stdout=pipe, stderr=file)
+                )
+        for process in started:
+            assert process.stdout.readline() == b"ready\n"
+        for process in started:
+            process.stdin.write(b".")
+            process.stdin.flush()
+        slot = HangingSlot(
+            rank=0,
+            pid=os.getpid(),
+            log=log,
+            device="cpu",
+            progress=None,
+            folder=tmp_path,
+            reports=tmp_path,
+            starts=tuple(range(len(started))),
+        )
+        return {sight.rank: sight for sight in examine([slot])[0].sights}
+
+    yield see
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_stack_that_comes_late_is_that_of_its_own_rank(ranks_of_one_slot):
+    """As on a loaded node: the first dump is written while the second rank would be asked, by the clock."""
+    seen = ranks_of_one_slot(in_a_lock=1.0, in_a_file=0)
+    assert [(rank, "in_a_lock" in one.where, "in_a_file" in one.where) for rank, one in sorted(seen.items())] == [
+        (0, True, False),
+        (1, False, True),
+    ]
+
+
+@pytest.mark.slow
+def test_a_rank_that_lives_and_does_not_answer_is_not_blamed_for_that(ranks_of_one_slot):
+    seen = ranks_of_one_slot(in_the_kernel=60, in_a_file=0)
+    assert (seen[0].blame, seen[0].where) == (Blame.UNCLEAR, "it did not tell its stack in time")
+    assert (seen[1].blame, "in_a_file" in seen[1].where) == (Blame.ELSEWHERE, True)
+
+
+def test_a_late_stack_is_not_taken_for_that_of_another_rank(ranks_of_one_slot, monkeypatch):
+    monkeypatch.setattr(stacks, "DUMP_S", 1.0)
+    seen = ranks_of_one_slot(late=1.5, later=1.7)
+    assert [seen[rank].where for rank in (0, 1)] == ["it did not tell its stack in time"] * 2
 
 
 @pytest.mark.slow

@@ -109,6 +109,7 @@ def test_a_rank_that_takes_most_while_it_is_built_is_estimated_by_that() -> None
     assert estimate.peak_phase == "build" and estimate.peak_bytes > 5 * 4 * 1024 * 1024
 
 
+@pytest.mark.exhaustive
 def test_attention_is_that_of_the_device_that_is_meant() -> None:
     """Scores are held where a kernel holds them; keys and values are repeated where CUDA's would not be shared."""
     base = FAMILIES["single, fp32"]
@@ -143,6 +144,7 @@ def _assert_extrapolation_is_exact(spec: TrialSpec) -> None:
         assert made.collectives == exact.collectives
 
 
+@pytest.mark.exhaustive
 def test_layers_are_extrapolated() -> None:
     """Layers are of two kinds, so there are three small models."""
     base = FAMILIES["ZeRO-3 x2"]
@@ -156,7 +158,7 @@ def test_layers_are_extrapolated() -> None:
     _assert_extrapolation_is_exact(spec)
 
 
-@pytest.mark.representative("1f1b, ZeRO-1", "zbv")
+@pytest.mark.representative("1f1b, ZeRO-1")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_are_extrapolated(name: str) -> None:
     _assert_extrapolation_is_exact(PIPELINES[name])

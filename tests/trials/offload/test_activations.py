@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,56 @@ def test_weights_stay_where_they_are(kernels: Kernels) -> None:
     assert moved_bytes([(Layout(), kernels)]) == [0]
 
 
+@pytest.mark.exhaustive
 def test_split_weights_stay_where_they_are(tmp_path: Path) -> None:
     """Also the copies of them that projections of the local engine make in 16 bits."""
     layouts = [Layout(tp=2, **options) for options in ({}, {"tp_engine": "local"})]
     layouts.append(dataclasses.replace(layouts[1], sequence_parallel=True))
     cases = [*((layout, Kernels()) for layout in layouts), (layouts[1], BLOCK)]
     assert run_ranks(moved_bytes, 2, tmp_path, cases) == [[0] * 4] * 2
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), BLOCK], ids=["eager", "block"])
+def test_gathered_weights_stay_where_they_are(kernels: Kernels, tmp_path: Path) -> None:
+    """FSDP's, which are whole in a layer's call only."""
+    assert run_ranks(moved_bytes, 2, tmp_path, [(Layout(dp_shard=2, zero_stage=3), kernels)]) == [[0]] * 2
+
+
+def bytes_per_sequence(cases: list[tuple[Layout, Kernels, Precision]]) -> list[list[int]]:
+    """How much more each rank moves for a batch with one more sequence, by case; the first batch has just as many
+    tokens as weights have rows and columns."""
+    warnings.simplefilter("ignore")
+    workload = dataclasses.replace(
+        DEEP, model=dataclasses.replace(DEEP.model, hidden_size=128, ffn_hidden_size=128), seq_length=4
+    )
+    found = []
+    for layout, kernels, precision in cases:
+        mesh = build_mesh(layout, CPU) if layout.world_size > 1 else None
+        moved = []
+        for batch in (32, 33, 34):
+            torch._dynamo.reset()
+            spec = tiny_spec(layout, workload=workload, offload=ON, precision=precision, kernels=kernels)
+            (part,) = parallelize(spec, mesh, CPU, stage=0)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is O1):
+                part.module(torch.arange(batch * 4).view(batch, 4)).sum().backward()
+            moved.append(part.offload_meter.num_bytes)
+        found.append([more - less for less, more in itertools.pairwise(moved)])
+    return found
+
+
+@pytest.mark.parametrize("precision", [O1, Precision()], ids=["O1", "fp32"])
+@pytest.mark.parametrize("kernels", [Kernels(), BLOCK], ids=["eager", "block"])
+def test_activations_of_a_weights_shape_move(kernels: Kernels, precision: Precision) -> None:
+    (per_sequence,) = bytes_per_sequence([(Layout(), kernels, precision)])
+    assert per_sequence[0] == per_sequence[1] > 0
+
+
+def test_activations_of_a_split_weights_shape_move(tmp_path: Path) -> None:
+    local = Layout(tp=2, tp_engine="local")
+    cases = [(Layout(tp=2), Kernels(), O1), (local, Kernels(), O1), (local, Kernels(), Precision()), (local, BLOCK, O1)]
+    for rank in run_ranks(bytes_per_sequence, 2, tmp_path, cases):
+        for per_sequence in rank:
+            assert per_sequence[0] == per_sequence[1] > 0
 
 
 def test_weights_of_convolutions_stay_where_they_are() -> None:
@@ -115,6 +160,7 @@ def test_full_recompute_moves_the_layers_inputs() -> None:
     assert part.offload_meter.num_bytes == 4 * (64 * 32 * 4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["single, O1 bf16"])
 def test_the_device_holds_two_layers_at_a_time(name: str) -> None:
     """What leaves the device is what the host gets; a real rank on a CPU, where both are one, needs the sum."""

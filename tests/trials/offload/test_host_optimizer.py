@@ -91,6 +91,7 @@ def _told(make: Callable[..., torch.Tensor], made: list[torch.Tensor]) -> Callab
     return run
 
 
+@pytest.mark.representative("ZeRO-1 x2-precision2-6-6")
 @pytest.mark.parametrize(
     ("name", "precision", "device_bytes", "host_bytes"),
     [("single, fp32", Precision(), 8, 12), ("single, O2 bf16", O2, 12, 12), ("ZeRO-1 x2", O2, 6, 6)],

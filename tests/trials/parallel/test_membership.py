@@ -1,5 +1,6 @@
 """Joining and leaving the gang, and the groups within it."""
 
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -67,6 +68,7 @@ class Options(dist.ProcessGroupGloo._Options):
 
 def groups_of(layout, backend):
     """Timeouts in s of the hurried options made, which axes have a group of their own, and what they sum up."""
+    os.environ[mesh.COLLECTIVE_TIMEOUT_VARIABLE] = "77"
     dist.get_backend = lambda *_: backend
     dist.ProcessGroupNCCL = SimpleNamespace(Options=Options)
     made = mesh.build_mesh(layout, CPU)
@@ -87,9 +89,8 @@ def groups_of(layout, backend):
         (Layout(cp=2, tp=2), "nccl", 2),
     ],
 )
-def test_collectives_that_matmuls_are_to_hide_go_first(layout, backend, num_hurried, tmp_path, monkeypatch):
+def test_collectives_that_matmuls_are_to_hide_go_first(layout, backend, num_hurried, tmp_path):
     """The groups of tp and cp are NCCL's with streams of high priority, and wait as long as the gang."""
-    monkeypatch.setenv(mesh.COLLECTIVE_TIMEOUT_VARIABLE, "77")
     for given, own, total in run_ranks(groups_of, layout.world_size, tmp_path, layout, backend):
         assert given == [77.0] * num_hurried
         assert len(own) == (num_hurried if layout.world_size == 2 else 2)

@@ -271,24 +271,22 @@ def linear(whole: Tensor, weight: Tensor, token: Token, group: Group, sum_by: Su
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     sent = token.take()
     with torch.autocast(kind, enabled=False):
-        out = _Projection.apply(whole if sent is None else sent, whole, weight, dtype, sum_by, group.size, group.name)  # type: ignore[no-untyped-call]
+        narrow = weight.to(dtype)  # where autograd sees it: what it saves is known for a weight by that
+        out = _Projection.apply(whole if sent is None else sent, whole, narrow, sum_by, group.size, group.name)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
 
 class _Projection(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, token: Tensor, whole: Tensor, weight: Tensor, dtype: torch.dtype, sum_by: Sum, size: int, name: str
-    ) -> Tensor:
+    def forward(ctx: Any, token: Tensor, whole: Tensor, weight: Tensor, sum_by: Sum, size: int, name: str) -> Tensor:
         ctx.sent = (sum_by, size, name)
         ctx.token_dtype = token.dtype
-        x, narrow = whole.to(dtype), weight.to(dtype)
-        ctx.save_for_backward(x, narrow)
-        ctx.weight_dtype = weight.dtype
-        return F.linear(x, narrow)
+        x = whole.to(weight.dtype)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         sum_by, size, name = ctx.sent
         x, weight = ctx.saved_tensors
         grad = grads[0].flatten(0, 1)
@@ -299,5 +297,5 @@ class _Projection(torch.autograd.Function):
             sent = by_part(input_grad, size) if sum_by == "reduce_scatter" else input_grad
             summed = launch(sum_by, sent, size, name, is_fresh=True)
         if ctx.needs_input_grad[2]:
-            weight_grad = torch.mm(grad.t(), x.flatten(0, 1)).to(ctx.weight_dtype)
-        return summed, None, weight_grad, None, None, None, None
+            weight_grad = torch.mm(grad.t(), x.flatten(0, 1))
+        return summed, None, weight_grad, None, None, None
