@@ -25,6 +25,7 @@ from trials.parallel.data_parallel import (
     reduce_gradients,
     reduces_each,
     sharded_ends,
+    take_in_gradients,
 )
 from trials.precision.mixed import autocast
 from trials.spec import Layout, TrialSpec
@@ -107,7 +108,11 @@ class Stage(PipelineStage):
             begin_backward(self.submod, is_last=last_backward, each=False)
         unit = self._reduces_each
         if unit is None:
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            if backward_type == "weight" and isinstance(self.submod, FSDPModule):
+                # Hooks of the other part have taken in those gradients that it had, in the format of reductions.
+                take_in_gradients(self.submod)
+            return result
         unit.set_is_last_backward(False)
         unit.set_reshard_after_backward(False)
         begin_backward(self.submod, is_last=last_backward, each=True)

@@ -52,7 +52,8 @@ def check_all() -> None:
 
     def parallelized(spec: TrialSpec, *args: Any, **options: Any) -> list[ModelPart]:
         parts = build(spec, *args, **options)
-        assert checked(spec, parts), "a rank holds something"
+        has_layers = any(part.chunk.layer_ids for part in parts)
+        assert checked(spec, parts) or not has_layers, "a rank with layers holds something"
         return parts
 
     step.parallelize = parallelized
