@@ -23,7 +23,7 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 MAY_DRIFT = (0, 1, 3)
 """Exit codes of ``verify``: other tests run beside it."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.exhaustive, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.exhaustive, pytest.mark.timeout(1500)]
 
 
 def commands():
