@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import resource
@@ -24,12 +25,14 @@ class PeakMemory:
     On accelerators what the caching allocator handed out and what it reserved. On the CPU, which has no such allocator,
     both are the growth of the peak resident set over the resident set at construction, without the pages of files
     touched since: torch's code, some 30 MiB whatever the candidate, and mapped data. What the C library's allocator
-    keeps of freed tensors is included; it is most of what is measured beyond the sum of live tensors.
+    keeps of freed tensors is included; it is most of what is measured beyond the sum of live tensors. What it kept of
+    earlier ones is given back first: tensors put there would be no growth.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if is_host(device):
+            _give_back_freed()
             self._can_reset = _reset_peak_resident()
             self._baseline_bytes = resident_bytes()
             self._file_bytes = _status_bytes("RssFile") or 0
@@ -42,6 +45,7 @@ class PeakMemory:
         gc.collect()
         self._before = MemoryPeaks()
         if is_host(self._device):
+            _give_back_freed()
             _reset_peak_resident()
         else:
             release_cached(self._device)
@@ -97,6 +101,13 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """Bytes of the largest resident set since the last reset, or since the start where the system cannot reset it."""
     return _status_bytes("VmHWM") or _rusage_peak_bytes()
+
+
+def _give_back_freed() -> None:
+    """Have the C library return the pages of freed memory to the system, where it can (glibc: malloc_trim(3))."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _reset_peak_resident() -> bool:
