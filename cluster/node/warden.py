@@ -117,7 +117,15 @@ class Warden:
         """Wait for something to happen and see to it, or for the next deadline."""
         for key, events in self._selector.select(self._patience_s()):
             key.data(events)
+        for rank in self._weighed():
+            rank.weigh(time.monotonic())
         self._check_clocks()
+
+    def _weighed(self) -> list[ForkedRank]:
+        """The running ranks whose programs' memory nobody tells but the system, on devices that are cores."""
+        if not self._launch.is_script or self._launch.device_kind != "cpu":
+            return []
+        return [rank for rank in self._ranks if rank.is_running]
 
     def _expect_sigterm(self) -> None:
         """Have the loop wake up for the signal by which a batch system ends a node's processes."""
@@ -191,8 +199,6 @@ class Warden:
         for message in rank.lines.feed(chunk):
             if message["kind"] == RankProgress.kind:
                 self._advance(rank, from_json(RankProgress, message))
-                if self._launch.is_script:
-                    rank.weigh(time.monotonic())
                 self._tell_progress()
             else:
                 self._settle(rank, from_json(RankResult, message))
@@ -265,7 +271,7 @@ class Warden:
         """Seconds until the next deadline."""
         due_s = min(self._release_due_s, self._kill_at_s, self._silent_at_s)
         if not self._is_stopping:
-            due_s = min(due_s, self._clocks.due_at_s())
+            due_s = min(due_s, self._clocks.due_at_s(), *(rank.weigh_at_s for rank in self._weighed()))
         return None if due_s == math.inf else max(0.0, due_s - time.monotonic())
 
     def _check_clocks(self) -> None:

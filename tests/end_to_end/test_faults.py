@@ -57,7 +57,7 @@ SWEEPS = (
 """Faults of one sweep, one after the other: all but the last leave the gang they hit to be launched again."""
 
 
-@pytest.mark.representative("agent killed, rank killed")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", SWEEPS, ids=lambda names: ", ".join(names))
 def test_faults_lose_double_and_leave_nothing(names, repaired, stage, undisturbed, tmp_path):
     endured = endure([FAULTS[name] for name in names], repaired, stage, tmp_path, undisturbed)

@@ -45,6 +45,7 @@ def test_a_planted_fast_but_wrong_candidate_is_refused(cheated):
     assert "--force" in refused
 
 
+@pytest.mark.exhaustive
 def test_an_honest_one_of_the_same_sweep_is_confirmed(cheated):
     home, _ = cheated
     proof = run("confirm", "cheated", "t002", home=home)["proof"]

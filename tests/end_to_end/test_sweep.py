@@ -149,6 +149,7 @@ def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
     assert eventually_gone(str(tmp_path)) == []
 
 
+@pytest.mark.exhaustive
 def test_impossible_figures_are_a_fault_that_nobody_can_promote(tmp_path):
     """Negative and zero step times: neither measured, nor explained into a traceback, nor promoted by force."""
     file = sweeps.write(
@@ -187,6 +188,7 @@ def test_a_hang_ends_at_its_deadline_and_too_little_memory_is_an_out_of_memory(t
     assert found == {1: "measured", 8: "timed_out", 64: "oom"}
 
 
+@pytest.mark.exhaustive
 def test_the_same_error_on_the_first_three_attempts_stops_the_sweep_with_it(tmp_path):
     file = sweeps.write(tmp_path, runner="tests.support.faulty_runner:always_raises")
     process = command("submit", file, "--json", home=fresh_home(tmp_path))

@@ -65,12 +65,13 @@ class ForkedRank:
     is_running: bool = True
     program_peak_bytes: int = 0
     """Most resident memory seen of a process of the user's own program; 0 where the rank runs a model of ours."""
-    weighed_at_s: float = 0.0
+    weigh_at_s: float = 0.0
+    """When (monotonic) to look again how much that is: twice a second, as a program may be gone before it is heard."""
 
     def weigh(self, now_s: float) -> None:
-        """Look how much memory the rank's program has taken so far, at most twice a second."""
-        if now_s - self.weighed_at_s >= WEIGH_S:
-            self.weighed_at_s = now_s
+        """Look how much memory the rank's program has taken so far, if it is time to."""
+        if now_s >= self.weigh_at_s:
+            self.weigh_at_s = now_s + WEIGH_S
             self.program_peak_bytes = max(self.program_peak_bytes, peak_below(self.pid))
 
     def failure(

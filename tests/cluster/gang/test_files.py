@@ -122,6 +122,7 @@ class Elsewhere(HomeMark):
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.exhaustive
 def test_an_agent_on_another_file_system_sends_the_files_before_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.ray.backend.HomeMark", Elsewhere)
     with connect(ClusterRequest(devices_per_node=2), workdir=tmp_path, preload=PRELOAD) as cluster:

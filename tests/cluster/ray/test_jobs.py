@@ -263,6 +263,7 @@ def file(tmp_path: Path) -> Path:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_runs_as_a_job_and_is_attached_to_and_followed(head: Head, file: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     where = ("--address", head.address, "--home", home)

@@ -194,6 +194,7 @@ EXPORT = "export m@production --format megatron --allow-lossy"
     ],
     ids=["look", "promote", "plan"],
 )
+@pytest.mark.representative("promote")
 def test_the_client_runs_without_torch(tmp_path, lines):
     proven_home(tmp_path)
     codes, done = without_torch(tmp_path, *(line.format(root=ROOT) for line in lines))

@@ -234,6 +234,7 @@ def recorded(uri):
     return found
 
 
+@pytest.mark.exhaustive
 def test_mlflow_holds_everything_once(tmp_path):
     def scenario(name):
         (tmp_path / name).mkdir()

@@ -46,6 +46,7 @@ def test_the_best_that_fits_reaches_the_published_gain(models):
     assert best_that_fits(model)[1] >= SMALL.goal * predicted_steps(model, SMALL.steps)[0]["predicted"]
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_cards_reach_the_goal_and_every_measure_has_its_share(models):
     model = models[LARGE.name]
     best, speed = best_that_fits(model)

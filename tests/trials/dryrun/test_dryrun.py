@@ -158,7 +158,7 @@ def test_layers_are_extrapolated() -> None:
     _assert_extrapolation_is_exact(spec)
 
 
-@pytest.mark.representative("1f1b, ZeRO-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_are_extrapolated(name: str) -> None:
     _assert_extrapolation_is_exact(PIPELINES[name])

@@ -112,6 +112,7 @@ def test_the_device_holds_no_states(name: str, precision: Precision, device_byte
 
 
 @pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.representative("True")
 def test_what_device_and_host_hold_is_what_a_real_rank_holds(activations: bool) -> None:
     """On a CPU both are one; also with activations in host memory."""
     base = FAMILIES["single, O2 bf16"]

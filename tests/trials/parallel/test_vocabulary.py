@@ -79,14 +79,18 @@ def head_gradient(loss: object, dtype: torch.dtype) -> Tensor:
     return weight.grad.double()
 
 
-def test_no_rank_holds_the_logits_of_the_whole_vocabulary() -> None:
+@pytest.mark.representative("O2-local")
+@pytest.mark.parametrize(
+    "size",
+    [{"tp_engine": "local"}, {"tp_engine": "dtensor"}, {"tp_engine": "local", "sequence_parallel": True}],
+    ids=["local", "dtensor", "local-sp"],
+)
+@pytest.mark.parametrize(("level", "shrinks"), [("O0", 1), ("O2", 2)], ids=["O0", "O2"])
+def test_no_rank_holds_the_logits_of_the_whole_vocabulary(level: str, shrinks: int, size: dict[str, object]) -> None:
     """A rank holds its part of them once, in their own type, a piece of that in fp32, and little else."""
-    sizes = {"tp_engine": "local"}, {"tp_engine": "dtensor"}, {"tp_engine": "local", "sequence_parallel": True}
-    layouts = [Layout(tp=4, **size) for size in sizes]  # type: ignore[arg-type]
-    specs = [trial(layout, level=level) for layout in layouts for level in ("O0", "O2")]
-    for spec, peak in zip(specs, simulated_peaks(specs), strict=True):
-        part = ALL_LOGITS / 4 / (2 if spec.candidate.precision.level == "O2" else 1)
-        assert peak < part + 4 * vocabulary.PIECE_ELEMENTS + OTHER_BYTES < ALL_LOGITS / 2
+    (peak,) = simulated_peaks([trial(Layout(tp=4, **size), level=level)])  # type: ignore[arg-type]
+    part = ALL_LOGITS / 4 / shrinks
+    assert peak < part + 4 * vocabulary.PIECE_ELEMENTS + OTHER_BYTES < ALL_LOGITS / 2
 
 
 class Shapes(TorchDispatchMode):

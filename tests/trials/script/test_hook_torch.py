@@ -22,6 +22,7 @@ def steps_agree(told, *, count, source="hook:torch"):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_with_accumulation_recomputation_and_bf16(tmp_path):
     argv = ["plain_loop.py", "--accum", "2", "--bf16", "--recompute", "full"]
     bare = launch(argv, tmp_path / "bare", ranks=2, hook=False)

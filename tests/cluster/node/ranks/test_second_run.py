@@ -236,6 +236,7 @@ ONE, OTHER = ("one", Layout(), 1), ("other", Layout(), 2)
 
 
 @REAL_COMPILER
+@pytest.mark.exhaustive
 def test_every_compiled_trial_tells_what_a_restart_pays(fresh_cluster):
     """Whether it had to compile, or found all that an earlier trial had left."""
     told = kinds(fresh_cluster, ONE, ("same", Layout(), 1))
