@@ -149,12 +149,12 @@ def sharded_ends(model: nn.Module) -> list[FSDPModule]:
 def reduce_gradients(root: FSDPModule) -> None:
     """Reduce what has added up under ``root``, as pipeline schedules do at the end of a step."""
     take_in_gradients(root)
-    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def take_in_gradients(root: FSDPModule) -> None:
     """Do under ``root`` what FSDP's hooks do at the end of a backward pass: add gradients up in the number format of
     reductions, and reduce them unless that is put off."""
-    for part in reversed(fully_shard.state(root)._state_ctx.all_states):  # type: ignore[attr-defined]
+    for part in reversed(root._get_fsdp_state()._state_ctx.all_states):
         for group in reversed(parameter_groups(part)):
             group.post_backward()
