@@ -73,12 +73,13 @@ class ErrorModel:
         local = np.empty(len(rows))
         for start in range(0, len(rows), CHUNK_SIZE):
             here = self.places[rows[start : start + CHUNK_SIZE]].astype(np.float32)
-            exponent = here @ there.T
-            exponent -= 0.5 * squares
-            exponent -= 0.5 * (here**2).sum(1)[:, None]
-            np.minimum(exponent, 0, out=exponent)
-            np.exp(exponent, out=exponent)
-            local[start : start + CHUNK_SIZE] = exponent @ few
+            with np.errstate(invalid="ignore"):  # kernels of BLAS may compute with what lies beside the operands
+                exponent = here @ there.T
+                exponent -= 0.5 * squares
+                exponent -= 0.5 * (here**2).sum(1)[:, None]
+                np.minimum(exponent, 0, out=exponent)
+                np.exp(exponent, out=exponent)
+                local[start : start + CHUNK_SIZE] = exponent @ few
         of_row = dict(zip(columns.tolist(), weights.tolist(), strict=True))
         own = np.zeros(len(rows))
         for place in np.flatnonzero(np.isin(rows, columns)).tolist():
