@@ -27,11 +27,10 @@ from uuid import uuid4
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
 from cluster.hardware.discovery import discover_node
-from cluster.hardware.placement import Pool
-from cluster.hardware.topology import cpu_model
+from cluster.hardware.topology import Pool, cpu_model
 from cluster.local import LocalCluster
 from configs import CONFIGS
-from orchestrator.scripts.command import RUNNER
+from orchestrator.program.candidate_command import RUNNER
 from trials.codec import to_json
 from trials.outcome import Measured
 from trials.script.command import ScriptCommand

@@ -6,20 +6,17 @@ them. What it owes its caller stands with :class:`Cluster`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
-from cluster.hardware.placement import Placement
-from cluster.hardware.topology import Topology
+from cluster.hardware.topology import DeviceChoice, Placement, Topology
+from cluster.queue import Claim, QueuePolicy
 from trials.outcome import Outcome
 
 if TYPE_CHECKING:
-    from cluster.queue.share import Admission
-
-
-COMPILING_AGAIN = "compiling again"
-"""Phase of a gang that has measured, and compiles once more from the warm cache."""
+    from cluster.queue import Admission
 
 
 class ClusterError(RuntimeError):
@@ -28,6 +25,10 @@ class ClusterError(RuntimeError):
 
 class ClusterLostError(ClusterError):
     """The cluster went away while it was in use. Once it is back, a new controller can go on."""
+
+
+class OwnClusterLostError(ClusterLostError):
+    """A cluster that this process had started itself has failed; it can start another one at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class GangProgress:
     attempt_id: str
     token: str
     phase: str
-    """A phase of the ranks, or :data:`COMPILING_AGAIN`, the last one where it comes."""
+    """A phase of the ranks."""
     step: int
     step_time_s: float | None = None
 
@@ -97,7 +98,7 @@ class Cluster(Protocol):
     Each obligation below is checked by the test of its name, ``test_<name>`` in ``tests/cluster/test_conformance.py``
     unless another file is named. Time is the host's, on virtual clusters that of their clock.
 
-    Obligations of every backend (local, ray, simulated, replay):
+    Obligations of every backend (local, ray, simulated):
 
     - ``measured``: a gang whose ranks all do their work ends as ``Measured``, with figures of every rank.
     - ``launch_returns``: launching does not wait for the gang.
@@ -189,3 +190,66 @@ class Cluster(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+# What a sweep asks of its cluster: the kind of backend, nodes, devices and its place in the queue.
+
+
+Excluded = Callable[[Topology], Collection[str]]
+"""Given what a lease holds, the names of those of its nodes that are not to be used."""
+
+Fault = Literal["crash", "hang", "start_hang", "exit"]
+"""What a simulated rank does: it raises, stops in the middle, never starts, or is killed."""
+
+ClusterKind = Literal["ray", "local", "simulated"]
+
+OnWait = Callable[[str], None]
+"""Called about once a second with what is waited for; may raise to give up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRequest:
+    """Which cluster a sweep runs on, and which part of it."""
+
+    kind: ClusterKind = "ray"
+    address: str | None = None
+    """``HOST:PORT`` of the head of a Ray cluster; None: a private Ray is started on this host."""
+    min_nodes: int = 1
+    """The least that is of use: fewer nodes are not held."""
+    max_nodes: int = 1
+    devices_per_node: int | None = None
+    device: DeviceChoice = "auto"
+    device_memory_bytes: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of all processes that ranks are forked from, and so of ranks."""
+    simulation: Simulation | None = None
+    excluded: Excluded | None = None
+    """Nodes on which nothing is to run; a lease on a Ray cluster gives them back at once."""
+    claim: Claim | None = None
+    """What it wants of a cluster that it shares with other sweeps; None: it asks nobody."""
+    policy: QueuePolicy = field(default_factory=QueuePolicy)
+    """Quotas and weights that this host knows of; sweeps submitted elsewhere may bring others."""
+    queue_folder: Path | None = None
+    """Folder of the queue of the sweeps that share this host."""
+    max_wait_s: float | None = None
+    """How long to wait for ``min_nodes``; None: for ever where somebody is told what is waited for, else two
+    minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """A cluster that does not exist; see :mod:`cluster.virtual` and :mod:`cluster.virtual`."""
+
+    accelerator: str
+    """Name of the nodes' devices in the catalogue."""
+    noise: float = 0.0
+    """Standard deviation of the logarithm of each step time."""
+    deviation: float = 0.0
+    """How far the machine lies from what the cost model assumes, in standard deviations of its prior."""
+    slow_nodes: Mapping[str, float] = field(default_factory=dict)
+    """Node name to the factor by which its steps take longer."""
+    node_losses: Mapping[str, float] = field(default_factory=dict)
+    """Node name to the second in which it goes away."""
+    faults: Mapping[Fault, float] = field(default_factory=dict)
+    """Fault to its probability per launch."""
+    seed: int = 0

@@ -8,13 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.base import Cluster, ClusterError
+from cluster.base import Cluster, ClusterError, ClusterRequest, Excluded, OnWait, Simulation
 from cluster.hardware.discovery import DeviceError, discover_node
 from cluster.hardware.topology import Node, Topology, uniform_topology
 from cluster.node.agent import PRELOAD
-from cluster.queue.host import HostAdmission
-from cluster.queue.share import Admission, Grant, Unlimited
-from cluster.request import ClusterRequest, Excluded, OnWait, Replay, Simulation
+from cluster.queue import Admission, Grant, HostAdmission, Unlimited, devices_of
 
 WAIT_S = 120.0
 """How long a lease is waited for where nobody is told what is waited for."""
@@ -38,8 +36,8 @@ def connect(
     """
     wait = _Wait(request, on_wait)
     try:
-        if request.simulation is not None or request.replay is not None:
-            return _opened(_virtual(request), request.excluded)
+        if (simulation := request.simulation) is not None:
+            return _opened(_simulated(simulation, _simulated_topology(request, simulation)), request.excluded)
         if request.kind == "ray" and request.address is not None:
             return _lease(request, workdir, wait, preload)
         return _this_host(request, workdir, wait, preload)
@@ -80,19 +78,14 @@ def _opened(cluster: Cluster, excluded: Excluded | None) -> Cluster:
     return cluster
 
 
-def _virtual(request: ClusterRequest) -> Cluster:
-    if request.simulation is not None:
-        return _simulated(request.simulation, _simulated_topology(request, request.simulation))
-    assert request.replay is not None
-    return _replayed(request.replay)
-
-
 def _this_host(request: ClusterRequest, workdir: Path, wait: _Wait, preload: Sequence[str]) -> Cluster:
     """This host, once no other sweep holds it."""
     node = _discover(request)
     admission: Admission = Unlimited()
     if request.claim is not None and request.queue_folder is not None:
-        admission = HostAdmission(request.queue_folder, request.policy, devices_per_node=node.num_devices)
+        admission = HostAdmission(
+            request.queue_folder, request.policy, devices_per_node=node.num_devices, devices=devices_of(node)
+        )
     try:
         while request.claim is not None and not (grant := admission.beat(request.claim)).num_nodes:
             wait.tell(grant.reason)
@@ -152,8 +145,6 @@ def describe(request: ClusterRequest) -> Topology | None:
 def _described(request: ClusterRequest) -> Topology | None:
     if request.simulation is not None:
         return _simulated_topology(request, request.simulation)
-    if request.replay is not None:
-        return _replayed(request.replay).topology
     if request.kind == "ray" and (request.address is not None or request.min_nodes > 1):
         return None  # several nodes are a cluster's, whose address may still be given
     try:
@@ -164,7 +155,7 @@ def _described(request: ClusterRequest) -> Topology | None:
 
 def clock_of(cluster: Cluster, *, start_s: float) -> Callable[[], float] | None:
     """The clock of a cluster in virtual time, beginning at ``start_s``; None where time is the host's."""
-    from cluster.virtual.backend import VirtualCluster
+    from cluster.virtual import VirtualCluster
 
     if not isinstance(cluster, VirtualCluster):
         return None
@@ -173,9 +164,7 @@ def clock_of(cluster: Cluster, *, start_s: float) -> Callable[[], float] | None:
 
 def _simulated(simulation: Simulation, topology: Topology) -> Cluster:
     from cluster.hardware.accelerators import describe_topology
-    from cluster.virtual.modelled import ModelledCost
-    from cluster.virtual.probe import machine_rates
-    from cluster.virtual.simulated import Behaviour, SimulatedCluster
+    from cluster.virtual import Behaviour, ModelledCost, SimulatedCluster, machine_rates
 
     described = describe_topology(topology)
     cost = ModelledCost(described, deviation=simulation.deviation, seed=simulation.seed)
@@ -199,12 +188,6 @@ def _simulated_topology(request: ClusterRequest, simulation: Simulation) -> Topo
         device_name=f"simulated {accelerator.aliases[0]}",
         memory_bytes=request.device_memory_bytes or int(accelerator.usable_memory_bytes),
     )
-
-
-def _replayed(replay: Replay) -> Cluster:
-    from cluster.virtual.replay import ReplayCluster
-
-    return ReplayCluster(replay.table, replay.problem, noise=replay.noise, seed=replay.seed)
 
 
 def _discover(request: ClusterRequest) -> Node:

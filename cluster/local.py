@@ -19,7 +19,7 @@ from cluster.hardware.topology import Node, Topology
 from cluster.node.agent import PRELOAD, Agent
 from cluster.node.cpu_load import CONTROLLER_VARIABLE
 from cluster.node.guardian import LEASE_VARIABLE, Guardian
-from cluster.queue.share import Admission, Unlimited
+from cluster.queue import Admission, Unlimited
 
 
 class LocalCluster:

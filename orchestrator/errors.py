@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
 
-EXIT_FAILED = 1
-"""The sweep failed, or what was asked for did: a drift was found, a server ended by itself. Python's own errors and
-Ray's core leave the same code."""
-EXIT_USER = 2
-"""The user's input or environment needs mending. Also of a supervisor that gave up, and of a job without a code."""
-EXIT_UNVERIFIED = 3
-"""``verify`` could neither find a drift nor show that there is none."""
-EXIT_CLUSTER_LOST = 75
-"""The cluster of a supervised controller went away (EX_TEMPFAIL of sysexits.h): it is started again."""
-EXIT_INTERRUPTED = 130
-"""Ctrl-C or SIGTERM ended it, or it no longer follows a sweep that goes on."""
+
+class ExitCode(IntEnum):
+    """Exit codes of every command; the table in docs/troubleshooting.md."""
+
+    DONE = 0
+    """Done, or at work in the background, paused, cancelled."""
+    FAILED = 1
+    """The sweep failed, or what was requested did: a drift was found, a check of `doctor` failed. Python's own errors
+    and Ray's core leave the same code."""
+    USAGE = 2
+    """The user's input has to change: an option, a file, a name, or a trial or program that cannot run as given."""
+    UNVERIFIED = 3
+    """``verify`` could neither find a drift nor show that there is none."""
+    INFRASTRUCTURE = 4
+    """Something that the command needs does not work: cluster, disk, ledger, MLflow store. The same command may succeed
+    later. Also of a supervisor that gave up, and of a job without a code."""
+    CLUSTER_LOST = 75
+    """The cluster of a supervised controller went away (EX_TEMPFAIL of sysexits.h): it is started again."""
+    INTERRUPTED = 130
+    """Ctrl-C or SIGTERM ended it, or it no longer follows a sweep that goes on."""
+
 
 MAX_OTHERS_SHOWN = 5
 """Further problems of the same file that a message lists."""
@@ -55,3 +66,7 @@ class ConfigError(ValueError):
         place = ":".join(str(part) for part in (self.file, self.line) if part is not None)
         text = ": ".join(part for part in (place, self.key, self.message) if part)
         return f"{text}. {self.remedy}" if self.remedy else text
+
+
+class ServiceError(ConfigError):
+    """A service that the command needs cannot be used, such as the MLflow store: it may be usable later."""

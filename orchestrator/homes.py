@@ -31,6 +31,16 @@ def remember(home: Path) -> None:
         write_atomically(file, ["".join(f"{one}\n" for one in kept).encode()])
 
 
+def host_queue(home: Path) -> Path:
+    """The folder of the queue that a user's sweeps on one host share, whatever their homes; the home itself where the
+    user has no folder that can be written to."""
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = make_private_folder(_file().parent)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return home
+
+
 def elsewhere(home: Path) -> Iterator[Path]:
     """Other homes that exist: those above this folder, the nearest first, then those remembered, the last one first."""
     with contextlib.suppress(OSError, RuntimeError):

@@ -116,17 +116,22 @@ class Figures:
         """Money per token; None where no price is known."""
         return None if self.price_per_device_hour is None else self.device_hours_per_token * self.price_per_device_hour
 
-    def to_json(self) -> dict[str, float | None]:
-        """The documented JSON form."""
+    def to_json(self, noun: str) -> dict[str, float | None]:
+        """The documented JSON form; ``noun`` is what is counted, tokens or samples (:func:`noun_of`)."""
         price = self.price_per_token
         return {
             "step_time_s": self.step_time_s,
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            f"{noun}_per_s": self.tokens_per_s,
+            f"{noun}_per_s_per_device": self.tokens_per_s_per_device,
             "num_devices": self.num_devices,
-            "device_hours_per_1e9_tokens": 1e9 * self.device_hours_per_token,
-            "price_per_1e9_tokens": None if price is None else 1e9 * price,
+            f"device_hours_per_1e9_{noun}": 1e9 * self.device_hours_per_token,
+            f"price_per_1e9_{noun}": None if price is None else 1e9 * price,
         }
+
+
+def noun_of(unit: str) -> str:
+    """What a unit of speed counts: ``tokens`` of ``tokens/s/p``."""
+    return unit.partition("/")[0]
 
 
 def unit_legend(unit: str) -> str:

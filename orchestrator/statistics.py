@@ -4,12 +4,15 @@ All intervals cover the noise between the steps of one run. Noise between runs (
 in them, which is why :func:`compare` also asks for a difference of at least :data:`MIN_DIFFERENCE`, and why the best
 of many trials is measured again before it is trusted in production.
 
+Where the steps of a run became slower or faster, only the last ones count (:mod:`trials.step_times`).
+
 Step times that a program printed are known to their last digit only, however often it is the same: no spread and no
 interval of theirs is narrower than the difference of two neighbouring values, the resolution.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +29,8 @@ SpeedVerdict = Literal["faster", "slower", "tie"]
 MIN_DIFFERENCE = 0.01
 """Relative difference below which two measurements are a tie, however small the spread of their steps."""
 
+_MAX_EFFECT = 50.0
+"""Largest half-width of a log ratio, so that ends of intervals stay finite."""
 _NUM_DRAWS = 4000
 _MIN_TO_RESAMPLE = 5
 """With fewer samples the range of the resampled medians falls short of 95 %: Student's t of the logarithms is used."""
@@ -53,6 +58,14 @@ def relative_spread(samples: Sequence[float], resolution: float = 0.0) -> float:
     return float(max(high - low, resolution) / middle)
 
 
+def ratio_of_logs(mean: float, half_width: float) -> Estimate:
+    """The ratio whose logarithm is ``mean``, with the interval of ``half_width``; infinite: without one."""
+    if half_width == math.inf:
+        return Estimate(math.exp(mean), None)
+    half_width = min(half_width, _MAX_EFFECT)
+    return Estimate(math.exp(mean), Interval(math.exp(mean - half_width), math.exp(mean + half_width)))
+
+
 def median(samples: Sequence[float], resolution: float = 0.0) -> Estimate:
     """Median of positive samples, known to ``resolution``, with the interval of the true median.
 
@@ -63,9 +76,20 @@ def median(samples: Sequence[float], resolution: float = 0.0) -> Estimate:
     return Estimate(float(np.median(samples)), _central95(draws) if draws is not None else None)
 
 
+@lru_cache(maxsize=4096)
+def _slowest_likely_s(samples: tuple[float, ...], resolution: float) -> float:
+    found = median(samples, resolution)
+    return found.ci95.high if found.ci95 else found.value
+
+
+def slowest_likely_step_s(measurement: Measurement) -> float:
+    """Upper end of the interval of its step time; the step time itself where a single step says nothing of noise."""
+    return _slowest_likely_s(measurement.counted_step_times_s, measurement.step_time_resolution_s)
+
+
 def speed(measurement: Measurement, objective: Objective) -> Estimate:
     """The score of a measurement with its interval; with the default objective, tokens/s/p."""
-    step_time_s = median(measurement.step_times_s, measurement.step_time_resolution_s)
+    step_time_s = median(measurement.counted_step_times_s, measurement.step_time_resolution_s)
     weighted_tokens = measurement.tokens_per_step / objective.weight(measurement.world_size)
     ci95 = step_time_s.ci95
     return Estimate(
@@ -82,8 +106,8 @@ def tokens_per_s_per_device(measurement: Measurement) -> Estimate:
 def speed_ratio(a: Measurement, b: Measurement, objective: Objective) -> Estimate:
     """How many times the score of ``b`` that of ``a`` is, resampling both independently."""
     value = objective.score(a) / objective.score(b)
-    draws_a = _median_draws(a.step_times_s, 0, a.step_time_resolution_s)
-    draws_b = _median_draws(b.step_times_s, 1, b.step_time_resolution_s)
+    draws_a = _median_draws(a.counted_step_times_s, 0, a.step_time_resolution_s)
+    draws_b = _median_draws(b.counted_step_times_s, 1, b.step_time_resolution_s)
     if draws_a is None or draws_b is None:
         return Estimate(value, None)
     scale = objective.score_of(a.tokens_per_step, 1.0, a.world_size)

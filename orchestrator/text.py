@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trials.secrets import redact
 
@@ -119,14 +121,49 @@ _ESCAPES = re.compile(
 )
 
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters but tab and line feed, and those that turn the reading direction round."""
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters but tab and line feed, and those that break lines or reverse the reading direction."""
+
+
+def without_controls(text: str) -> str:
+    """``text`` without control characters; what is left of an escape sequence stays visible."""
+    return CONTROLS.sub("", text)
 
 
 def plain(text: str) -> str:
-    """``text`` without control characters; of a line rewritten in place, only its last writing is kept."""
+    """``text`` without escape sequences and control characters; of a line rewritten in place, only the last version."""
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-    return _CONTROLS.sub("", _ESCAPES.sub("", "\n".join(lines)))
+    return without_controls(_ESCAPES.sub("", "\n".join(lines)))
+
+
+def one_line(text: str) -> str:
+    """``text`` for a place that has one line: control characters and line breaks are escaped as in Python."""
+    return re.sub(r"[\t\n]", _escaped, CONTROLS.sub(_escaped, text))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines for people on stdout or stderr, without control characters."""
+    import click
+
+    click.echo(plain(text), err=err)
+
+
+def echo_file(text: str, *, nl: bool = True) -> None:
+    """Print the text of a file on stdout: byte by byte into a file or pipe, safe to read on a terminal."""
+    import click
+
+    click.echo(plain(text) if sys.stdout.isatty() else text, nl=nl)
+
+
+def echo_json(body: Any, *, indent: int | None = 2) -> None:
+    """Print a JSON document on stdout, in ASCII."""
+    import click
+
+    click.echo(json.dumps(body, indent=indent).replace("\x7f", "\\u007f"))
 
 
 def first_line(error: Exception) -> str:

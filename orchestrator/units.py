@@ -13,6 +13,7 @@ STATUS_WORDS = {
     "stopped_early": "stopped early",
     "oom": "out of memory",
     "host_oom": "host memory",
+    "not_believed": "not believed",
     "timed_out": "timed out",
     "gang_lost": "gang lost",
 }
@@ -29,7 +30,7 @@ def trial_id(number: int) -> str:
 
 def status_words(status: str, virtual: str | None = None) -> str:
     """The status of a trial for people: ``out of memory`` for ``oom``. On a cluster that does not exist nothing is
-    measured: there a trial is what the sweep is, ``simulated`` or ``replayed``."""
+    measured: there a trial is ``simulated``."""
     return virtual if virtual and status == "measured" else STATUS_WORDS.get(status, status)
 
 
@@ -71,6 +72,10 @@ WIDE = 1.25
 """Upper over lower end of an interval of a ratio from which on the value between them says too little about it."""
 
 
+MAX_DIGITS = 5
+"""Decimals of the end of an interval at most: as many as it takes to tell it from 1."""
+
+
 def is_wide(found: Bounds | None) -> bool:
     """Whether the end of the interval that is nearer to no difference is to be told before the value itself."""
     return found is not None and found.low is not None and found.high is not None and found.high > WIDE * found.low
@@ -82,9 +87,9 @@ def ratio(value: float, found: Bounds | None) -> str:
     if found is None or found.low is None or found.high is None or not is_wide(found):
         return f"{value:.2f}x ({ratio_interval(found)})"
     if found.low > 1:
-        sure = f"at least {_floor(found.low)}x"
+        sure = f"at least {floor(found.low)}x"
     else:
-        sure = f"at most {_ceil(found.high)}x" if found.high < 1 else "not told from 1x"
+        sure = f"at most {ceil(found.high)}x" if found.high < 1 else "not told from 1x"
     return f"{sure} (95 %: {ratio_interval(found)})"
 
 
@@ -93,24 +98,35 @@ def short_ratio(value: float, found: Bounds | None) -> str:
     if found is None or found.low is None or found.high is None or not is_wide(found):
         return f"{value:.2f}x"
     if found.low > 1:
-        return f"≥ {_floor(found.low)}x"
-    return f"≤ {_ceil(found.high)}x" if found.high < 1 else f"≈{value:.2f}x"
+        return f"≥ {floor(found.low)}x"
+    return f"≤ {ceil(found.high)}x" if found.high < 1 else f"≈{value:.2f}x"
 
 
 def ratio_interval(found: Bounds | None) -> str:
     """An interval of a ratio, never narrower than it is: ``1.38x – 1.46x``."""  # noqa: RUF002
     if found is None or found.low is None or found.high is None:
         return "interval unknown"
-    return f"{_floor(found.low)}x {DASH} {_ceil(found.high)}x"
+    return f"{floor(found.low)}x {DASH} {ceil(found.high)}x"
 
 
-def _floor(value: float) -> str:
-    """The value with two decimals, not above it but for what a float cannot hold."""
-    return f"{math.floor(100 * value + 1e-6) / 100:.2f}"
+def floor(value: float) -> str:
+    """The value with two decimals, not above it but for what a float cannot hold; one above 1 never becomes 1."""
+    for digits in range(2, MAX_DIGITS + 1):
+        scale = 10**digits
+        low = math.floor(scale * value + 1e-6) / scale
+        if value <= 1 or low > 1:
+            return f"{low:.{digits}f}"
+    return f"{value:.2f}"
 
 
-def _ceil(value: float) -> str:
-    return f"{math.ceil(100 * value - 1e-6) / 100:.2f}"
+def ceil(value: float) -> str:
+    """The value with two decimals, not below it; one below 1 never becomes 1."""
+    for digits in range(2, MAX_DIGITS + 1):
+        scale = 10**digits
+        high = math.ceil(scale * value - 1e-6) / scale
+        if value >= 1 or high < 1:
+            return f"{high:.{digits}f}"
+    return f"{value:.2f}"
 
 
 def percent(share: float) -> str:

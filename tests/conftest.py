@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from orchestrator.cli.main import GC_THRESHOLDS
 from tests.support import ROOT
+from trials import secrets
 
 # Forked ranks and child interpreters import runners from tests/ and benchmarks/.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -35,8 +36,20 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
-WEIGHTS = {"slow": 1, "ray": 5, "fault": 5}
+@pytest.fixture(autouse=True)
+def _secrets_are_forgotten() -> Iterator[None]:
+    """Variables that a sweep file calls secret are so for the rest of its process: here, of its test."""
+    before = os.environ.get(secrets.VARIABLES)
+    yield
+    os.environ.pop(secrets.VARIABLES, None)
+    if before is not None:
+        os.environ[secrets.VARIABLES] = before
+
+
+WEIGHTS = {"slow": 1, "exhaustive": 1, "ray": 5, "fault": 5}
 """About how long a test of a marker takes, relative to each other."""
+PATIENT_S = 500
+"""From here on a time limit tells of a test that takes minutes."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
@@ -49,6 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     weights: Counter[Path] = Counter()
     for item in items:
         weights[item.path] += sum(WEIGHTS.get(marker.name, 0) for marker in item.iter_markers())
+        limit = item.get_closest_marker("timeout")
+        if limit is not None and limit.args and limit.args[0] >= PATIENT_S:
+            weights[item.path] += int(limit.args[0] / 20)
     items.sort(key=lambda item: -weights[item.path])
 
 

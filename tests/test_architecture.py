@@ -2,10 +2,9 @@
 
 import ast
 import re
-import statistics
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import pytest
 
@@ -20,20 +19,9 @@ SOURCES = {
 MODULES = {name: text for name, text in SOURCES.items() if not name.endswith("__init__.py")}
 TREES = {name: ast.parse(text) for name, text in SOURCES.items()}
 
-MAX_FILE_LINES = 400
-MIN_FILE_LINES = 40
-MAX_FUNCTION_LINES = 50
-P95_FUNCTION_LINES = 50
-MEDIAN_FUNCTION_LINES = 10
-MEDIAN_FILE_LINES = 150
-MAX_MODULES_PER_ROOM = 12
-
-INTERFACES = {
-    "orchestrator/space/knobs/knob.py",  # what a knob is
-    "trials/files.py",  # the foundation of everything that writes
-    "orchestrator/__main__.py",  # the door to the command line
-}
-"""Modules that may be shorter than others: what others implement or stand on."""
+MAX_FILE_LINES = 900
+MAX_FUNCTION_LINES = 80
+P95_FUNCTION_LINES = 40
 
 
 def functions():
@@ -50,24 +38,12 @@ def test_functions_keep_to_the_size_budget():
     sizes = functions()
     assert [size for size in sizes if size[1] > MAX_FUNCTION_LINES] == []
     lengths = sorted(length for _, length in sizes)
-    assert statistics.median(lengths) <= MEDIAN_FUNCTION_LINES
     assert lengths[int(0.95 * len(lengths))] <= P95_FUNCTION_LINES
 
 
 def test_files_keep_to_the_size_budget():
     lengths = {name: len(text.splitlines()) for name, text in SOURCES.items()}
     assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
-    assert statistics.median(lengths.values()) <= MEDIAN_FILE_LINES
-
-
-def test_modules_are_long_enough_to_be_worth_a_file():
-    short = {name for name, text in MODULES.items() if len(text.splitlines()) < MIN_FILE_LINES}
-    assert short - INTERFACES == set()
-
-
-def test_rooms_are_small_enough_to_be_looked_through():
-    rooms = Counter(name.rpartition("/")[0] for name in MODULES)
-    assert {room: size for room, size in rooms.items() if size > MAX_MODULES_PER_ROOM} == {}
 
 
 def test_every_room_says_what_it_is_for():
@@ -99,8 +75,8 @@ def loaded_by(statement):
 PLANNING = (
     "orchestrator.config.sweep",
     "orchestrator.space.space",
-    "orchestrator.planning.plan",
-    "orchestrator.commands.plan",
+    "orchestrator.planning.planner",
+    "orchestrator.commands.forecast",
     "cluster.connect",
 )
 
@@ -121,3 +97,15 @@ def test_the_command_line_starts_without_heavy_imports():
 @pytest.mark.slow
 def test_the_runner_knows_no_service():
     assert loaded_by("import trials.worker").isdisjoint({"ray", "optuna", "mlflow", "cluster", "orchestrator"})
+
+
+def test_all_output_goes_through_the_safe_console():
+    """Names and messages come from programs, files and stores: nothing is printed with their control characters."""
+    calls = [
+        f"{name}:{node.lineno}"
+        for name, tree in TREES.items()
+        if name.startswith("orchestrator/") and name not in ("orchestrator/text.py", "orchestrator/console.py")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("click.echo", "click.secho", "Console", "print")
+    ]
+    assert calls == []

@@ -27,16 +27,14 @@ STEPS = {
         '    memory_format: Literal["nchw", "nhwc", "auto"] = "nchw"\n',
         '    deterministic: bool = False\n    """Only kernels that give the same bits in every run."""\n',
     ),
-    "trials/kernels/settings.py": (
+    "trials/kernels.py": (
         "        stack.enter_context(matmul_precision(kernels.matmul_precision))\n",
         "        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())\n"
         "        torch.use_deterministic_algorithms(kernels.deterministic)\n",
     ),
-    "orchestrator/space/knobs/run.py": (
+    "orchestrator/space/knobs.py": (
         '    _kernel("matmul_precision",',
         '    _kernel("deterministic", bool, "Only kernels that give the same bits in every run."),\n',
-    ),
-    "orchestrator/space/knobs/canonical.py": (
         '        memory_format=values["memory_format"],\n',
         '        deterministic=values["deterministic"],\n',
     ),
@@ -46,22 +44,22 @@ STEPS = {
         '        lambda kernels: "" if kernels.deterministic else None\n'
         "    ),\n",
     ),
-    "orchestrator/recipes/gaps.py": ('    left_to_script("kernels.memory_format",', OF_SCRIPT),
-    "orchestrator/recipes/megatron/run.py": ('    lacking("kernels.matmul_precision",', LACKING),
-    "orchestrator/recipes/torchtitan/recipe.py": ('    lacking("loader.full_batch",', LACKING),
-    "orchestrator/recipes/mindformers/run.py": ('    lacking("kernels.matmul_precision",', LACKING),
-    "orchestrator/recipes/paddlenlp/run.py": ('    lacking("kernels.matmul_precision",', LACKING),
+    "orchestrator/frameworks/gaps.py": ('    left_to_script("kernels.memory_format",', OF_SCRIPT),
+    "orchestrator/frameworks/megatron.py": ('    lacking("kernels.matmul_precision",', LACKING),
+    "orchestrator/frameworks/torchtitan.py": ('    lacking("loader.full_batch",', LACKING),
+    "orchestrator/frameworks/mindformers.py": ('    lacking("kernels.matmul_precision",', LACKING),
+    "orchestrator/frameworks/paddlenlp.py": ('    lacking("kernels.matmul_precision",', LACKING),
     "docs/knobs.md": (
         "### memory_format\n",
         f"### deterministic\n\nOnly such kernels.\n\n{FRAMEWORKS}| - | - | - | - | - | - |\n\n",
     ),
 }
-"""File to (a line, what the new knob `deterministic` puts before it), in the order of CONTRIBUTING.md."""
+"""File to pairs of (a line, what the new knob `deterministic` puts before it), in the order of CONTRIBUTING.md."""
 
 GUARDS = (
-    "tests/orchestrator/recipes/test_argument_frameworks.py::test_every_field_is_spoken_for_by_name",
-    "tests/orchestrator/recipes/test_script_frameworks.py::test_every_field_is_spoken_for",
-    "tests/orchestrator/recipes/test_base.py::test_the_document_shows_what_each_format_has_a_setting_for",
+    "tests/orchestrator/frameworks/test_argument_frameworks.py::test_every_field_is_spoken_for_by_name",
+    "tests/orchestrator/frameworks/test_script_frameworks.py::test_every_field_is_spoken_for",
+    "tests/orchestrator/frameworks/test_base.py::test_the_document_shows_what_each_format_has_a_setting_for",
     "tests/orchestrator/config/test_sweep.py::test_the_shipped_schema_is_up_to_date",
     "tests/orchestrator/config/test_sweep.py::test_the_documented_keys_are_up_to_date",
     "tests/test_docs.py::test_every_knob_has_its_section",
@@ -85,7 +83,7 @@ TRAIN = """
 import dataclasses, json, sys, torch
 from tests.trials.tiny import tiny_spec
 from trials.codec import to_json
-from trials.kernels.settings import kernel_settings
+from trials.kernels import kernel_settings
 spec = tiny_spec()
 kernels = dataclasses.replace(spec.candidate.kernels, deterministic=True)
 spec = dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
@@ -144,14 +142,16 @@ def guarded(root):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_knob_added_by_the_steps_is_searched_trained_and_exported(tree):
-    for number, (name, (line, addition)) in enumerate(STEPS.items()):
+    for number, (name, edits) in enumerate(STEPS.items()):
         text = (tree / name).read_text(encoding="utf-8")
-        assert text.count(line) == 1, f"{name}: {line}"
-        (tree / name).write_text(text.replace(line, addition + line), encoding="utf-8")
+        for line, addition in zip(edits[::2], edits[1::2], strict=True):
+            assert text.count(line) == 1, f"{name}: {line}"
+            text = text.replace(line, addition + line)
+        (tree / name).write_text(text, encoding="utf-8")
         if number == list(STEPS).index("orchestrator/space/notation.py"):
             assert guarded(tree).returncode == 1, "the guards notice a knob that recipes and documents lack"
     assert run(tree, "-m", "orchestrator.config.schema").returncode == 0
-    matrix = run(tree, "-m", "tests.orchestrator.recipes.matrix")
+    matrix = run(tree, "-m", "tests.orchestrator.frameworks.matrix")
     document = tree / "docs" / "recipes.md"
     text = document.read_text(encoding="utf-8")
     document.write_text(re.sub(r"^\| field \|.*?\n(?!\|)", matrix.stdout, text, count=1, flags=re.M | re.S))

@@ -16,8 +16,8 @@ from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
 from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.rules import RULES
-from orchestrator.sweep.home import Home
-from orchestrator.sweep.values import FinishCause
+from orchestrator.sweep.events import FinishCause
+from orchestrator.sweep.snapshot import Home
 from tests.support import ROOT
 from trials import outcome
 from trials.failure import TREATMENTS
@@ -35,11 +35,6 @@ def test_links_lead_somewhere(document):
     text = document.read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)#\s]+)", text)
     assert [target for target in targets if "://" not in target and not (document.parent / target).exists()] == []
-
-
-def test_the_readme_shows_the_quickstart_as_it_is():
-    shown = (ROOT / "configs" / "sweeps" / "quickstart.yaml").read_text(encoding="utf-8")
-    assert f"```yaml\n{shown}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(document, *languages):
@@ -67,13 +62,25 @@ def test_the_tutorial_shows_commands():
     assert len(shown_commands(ROOT / "docs" / "tutorial.md")) >= 12
 
 
-def test_the_readme_names_existing_modules():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    reading = text[text.index("## Reading the code") : text.index("## Status")]
+def test_the_way_through_the_code_names_existing_modules():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    reading = text[text.index("## Reading the code") : text.index("## A GPU at hand")]
     folder = ""
     for name in re.findall(r"`([\w./]+\.(?:py|md))`", reading):
         folder = name.rpartition("/")[0] or folder
         assert (ROOT / folder / name.rpartition("/")[2]).exists(), name
+
+
+def test_the_first_screen_of_the_readme_says_what_a_newcomer_needs():
+    first = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()[:420])
+    for words in (
+        "pip install torch",
+        "pip install .",
+        "tune-cluster init --",
+        "tune-cluster submit",
+        "run on GPUs yet",
+    ):
+        assert words in first, words
 
 
 def test_every_knob_has_its_section():
@@ -91,7 +98,7 @@ YAML_BLOCKS = [
     for number, block in enumerate(blocks(document, "yaml"))
     if not re.search(r"^  cwd: \.\./(my-project|LLaMA-Factory)\b", block, flags=re.MULTILINE)
 ]
-"""Those of strangers' folders are checked with files by ``tests/orchestrator/recipes/test_framework_pages.py``."""
+"""Those of strangers' folders are checked with files by ``tests/orchestrator/frameworks/test_framework_pages.py``."""
 
 
 @pytest.mark.parametrize("block", YAML_BLOCKS)

@@ -13,24 +13,39 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from markupsafe import escape
 
+from cluster.base import ClusterRequest
 from cluster.connect import connect
-from cluster.request import ClusterRequest
+from cluster.hardware.accelerators import CatalogueError, load_cluster
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
+from orchestrator.config.training_program import ScriptSection
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import check_tracking_uri
-from orchestrator.sweep.home import Home, check_name
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.tracking import ui
+from orchestrator.sweep.snapshot import Home, check_name
+from orchestrator.tracking import mlflow_server
 from tests.support import leaky_runner, sweeps
 from tests.support.mlflow_store import new_store
 from trials.codec import to_json
 from trials.files import make_private_folder, write_atomically
-from trials.secrets import MASK, RedactingFormatter, for_ranks, redact, redact_all, redact_file
+from trials.secrets import (
+    MASK,
+    VARIABLES,
+    RedactingFormatter,
+    for_ranks,
+    is_secret_name,
+    literal_secret,
+    redact,
+    redact_all,
+    redact_file,
+    variable_in,
+)
 
 PLANTED = "pl4nted"
 SECRETS = {
@@ -54,7 +69,15 @@ def planted(monkeypatch):
 
 def spellings(secret):
     encoded = base64.b64encode(secret.encode()).decode()
-    return [secret, quote(secret), quote(secret, safe=""), json.dumps(secret), repr(secret), encoded]
+    return [
+        secret,
+        quote(secret),
+        quote(secret, safe=""),
+        json.dumps(secret),
+        repr(secret),
+        str(escape(secret)),
+        encoded,
+    ]
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -167,6 +190,7 @@ def leaks(texts):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_planted_secrets_are_nowhere(planted, tmp_path, monkeypatch):
     temporary, home = tmp_path / "tmp", tmp_path / "home"
     temporary.mkdir()
@@ -194,6 +218,177 @@ def test_planted_secrets_are_nowhere(planted, tmp_path, monkeypatch):
     file.unlink()  # as it was submitted it may stay; what was kept of it is in the ledger
     assert leaks(told | everything_below(tmp_path)) == []
     _check_what_ranks_saw(home)
+
+
+PASSED = (
+    *(
+        "DB_PASS",
+        "MYSQL_PWD",
+        "OPENAI_KEY",
+        "SSH_KEY",
+        "GH_PAT",
+        "COMET_KEY",
+        "AUTH",
+        "BASIC_AUTH",
+        "SENTRY_DSN",
+        "DSN",
+    ),
+    *("HF_TOKEN", "WANDB_API_KEY", "STORE_SECRET", "AWS_SECRET_ACCESS_KEY", "SIGNING_PASSPHRASE", "PGPASSWORD"),
+    *("AZURE_CREDENTIALS", "PLAIN_NAME", "LICENCE", "ACCOUNT"),
+)
+"""Twenty variables that a program needs; the last three are secret only because env_pass names them."""
+STEP_LINE = r"iter (?P<step>\d+): loss (?P<loss>\S+), time (?P<step_ms>[\d.]+)ms"
+TALKATIVE = """
+import json, os, sys, time
+names = json.loads(sys.argv[1])
+print("environment:", {name: os.environ[name] for name in names}, flush=True)
+print(json.dumps({name: os.environ[name] for name in names}), file=sys.stderr, flush=True)
+for name in names:
+    print(f"using {os.environ[name]}!", flush=True)
+if sys.argv[2] == "2":
+    raise PermissionError("no access with " + " ".join(os.environ[name] for name in names))
+for step in range(1, 7):
+    time.sleep(0.02)
+    print(f"iter {step}: loss 1.0, time 20.0ms", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_twenty_secrets_of_a_program_are_nowhere(tmp_path, monkeypatch):
+    temporary, home, out = tmp_path / "tmp", tmp_path / "home", tmp_path / "out"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    for i, name in enumerate(PASSED):
+        monkeypatch.setenv(name, f"{PLANTED}-{i}/v&lue")
+    assert len(PASSED) == 20
+    (tmp_path / "train.py").write_text(TALKATIVE)
+    file = tmp_path / "sweep.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "name": "script",
+                "workload": {
+                    "recipe": "custom",
+                    "run": [sys.executable, "-u", "train.py", json.dumps(PASSED), "{w}"],
+                    "env_pass": list(PASSED),
+                    "global_batch_size": 8,
+                    "metrics": {"log": STEP_LINE, "hook": False},
+                },
+                "cluster": {"kind": "local", "device": "cpu", "devices_per_node": 1},
+                "baseline": {"own": {"w": 1}},
+                "space": {"own": {"w": [1, 2, 3]}},
+                "measure": {"num_steps": 3, "max_steps": 3, "min_warmup_steps": 1},
+                "budget": {"max_trials": 3},
+                "search": {"sampler": "grid", "early_stop": "off"},
+                "confirm": "off",
+                "gate": "off",
+            }
+        )
+    )
+    make_private_folder(home)
+    new_store(home)
+    program = [Path(sys.executable).with_name("tune-cluster"), "-v"]
+    done = subprocess.run([*map(str, [*program, "submit", file, "--home", home])], capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    told = {"stdout": done.stdout, "stderr": done.stderr}
+    page = ["report", "script", "--html", str(out / "page.html")]
+    out.mkdir()
+    for words in (page, ["explain", "script"], ["logs", "script", "0"], ["status", "script", "--json"]):
+        shown = CliRunner().invoke(main, [*words, "--home", str(home)])
+        assert shown.exit_code == 0, (words, shown.output)
+        told[" ".join(words)] = shown.stdout_bytes + shown.stderr_bytes
+    assert leaks(told | everything_below(tmp_path)) == []
+    logs = "".join(path.read_text() for path in home.rglob("rank0.log"))
+    assert logs.count("using ***!") >= 20 * 3
+    with Ledger.open_existing(home / "sweeps" / "script") as ledger:
+        kept = json.dumps([to_json(event) for event in ledger.events()])
+    assert "no access with ***" in kept
+
+
+@pytest.mark.parametrize("name", PASSED[:-3])
+def test_variables_named_like_secrets(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        *("tokens_per_step", "TOKENIZER", "MAX_TOKENS", "KEY_DIM", "AUTHOR", "KEYBOARD", "PWD", "OLDPWD", "COMPASS"),
+        *("PATH", "PATTERN", "SSH_AUTH_SOCK", "PUBLIC_KEY", "MONKEY", "RAY_AUTH_MODE", "TOKENIZERS_PARALLELISM"),
+    ),
+)
+def test_variables_that_only_look_like_it(name):
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--api-key", "hunter2hunter2key"],
+        ["--api_key=hunter2"],
+        ["-password", "correcthorse"],
+        ["--hub_token", "abcdefgh"],
+        ["--wandb.api_key", "hunter2x"],
+        ["--db-pass", "hunter2xx"],
+    ],
+)
+def test_a_secret_written_into_a_command_is_refused_and_not_repeated(words, tmp_path):
+    for i, run in enumerate(([sys.executable, "train.py", *words], " ".join(["python train.py", *words]))):
+        file = tmp_path / f"{i}.yaml"
+        file.write_text(yaml.safe_dump({"name": "x", "workload": {"recipe": "custom", "run": run}}))
+        with pytest.raises(ConfigError, match=r"workload\.run.*env") as refused:
+            load_sweep(file)
+        assert words[-1].rpartition("=")[2] not in str(refused.value)
+    shown = redact(f"argv: {' '.join(words)} {words} --lr 0.1")
+    assert words[-1].rpartition("=")[2] not in shown or words[0] == "--db-pass" or not words[0].startswith("--")
+    assert shown.endswith("--lr 0.1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tokenizer", "meta-llama/Llama-2"],
+        ["--pad-token", "<|endoftext|>"],
+        ["--eos_token", "endoftext"],
+        ["--max-token", "123456"],
+        ["--sort-key", "length"],
+        ["--text-key", "content"],
+        ["--api-key", "{key}"],
+        ["--api-key", "$API_KEY"],
+        ["--secret", "/etc/hostname"],
+        ["--key_dim", "1234567"],
+        ["--token"],
+    ],
+)
+def test_options_that_only_look_like_secrets(words):
+    assert literal_secret(["python", "train.py", *words, "--lr", "1e-4"]) is None
+
+
+def test_what_env_pass_names_is_secret_but_not_paths_and_what_programs_see_anyway(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLES, "")
+    monkeypatch.setenv("LICENCE", "some-licence")
+    monkeypatch.setenv("CUDA_HOME", "/opt/some-cuda")
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path))
+    workload = {"recipe": "custom", "env_pass": ["LICENCE", "CUDA_HOME", "DATA_ROOT"]}
+    ScriptSection.model_validate(
+        {**workload, "run": ["python", "train.py"], "cwd": str(tmp_path)}, context={"check_files": False}
+    )
+    text = f"some-licence /opt/some-cuda {tmp_path}"
+    assert redact(text) == f"*** /opt/some-cuda {tmp_path}"
+    assert variable_in(text) == "LICENCE"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: Path(path).symlink_to("/dev/zero"), Path.mkdir])
+def test_only_regular_files_are_read(make, tmp_path):
+    make(tmp_path / "file.yaml")
+    with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
+        load_sweep(tmp_path / "file.yaml")
+    file = sweeps.write(tmp_path, workload={"model": "file.yaml"})
+    with pytest.raises(ConfigError, match=r"not a regular file|no model file"):
+        load_sweep(file)
+    with pytest.raises(CatalogueError, match=r"not a regular file|directory|there"):
+        load_cluster(str(tmp_path / "file.yaml"))
 
 
 def _check_what_ranks_saw(home):
@@ -305,12 +500,12 @@ def test_a_new_home_is_closed_to_others(tmp_path):
 
 @pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True), ("localhost", False)])
 def test_a_server_beyond_loopback_is_warned_about(host, warns, caplog, tmp_path, monkeypatch):
-    monkeypatch.setattr(ui, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(mlflow_server, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
     with socket.socket() as probe:
         probe.bind((host, 0))
         port = probe.getsockname()[1]
     with pytest.raises(ConfigError, match="ended with status 3"):
-        ui.serve(f"sqlite:///{tmp_path}/x.db", host, port)
+        mlflow_server.serve(f"sqlite:///{tmp_path}/x.db", host, port)
     assert ("no password" in caplog.text) is warns
 
 

@@ -14,10 +14,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
-from trials.reports.devices import DeviceMemory
-from trials.reports.disturbance import Disturbance
-from trials.reports.findings import CompileCache, Findings
-from trials.reports.rates import RankRates
+from trials.reports import CompileCache, DeviceMemory, Disturbance, Findings, RankRates
+from trials.step_times import Contradiction, Trend, trend
 
 Phase = Literal["starting", "warmup", "measuring"]
 """Phases that a rank goes through."""
@@ -99,10 +97,8 @@ class RankReport:
     """Difference between step times that can be told apart, where they were read as rounded figures."""
     device_memory: DeviceMemory | None = None
     """The device's memory beside the allocator's peaks; None on the CPU, and where nobody told."""
-    again: str = ""
-    """Runner, as ``module:function``, to be called once more with the same specification, in fresh processes and after
-    this result is safe, for its findings of compilation; alike on all ranks of a gang. Empty: nothing is left to find
-    out."""
+    contradiction: Contradiction | None = None
+    """How the clock of the process that watched the training contradicts the step times; None where it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +150,24 @@ class Measurement:
         return None if self.findings.graph is None else self.findings.graph.cache
 
     @property
+    def trend(self) -> Trend | None:
+        """How much slower or faster the steps became while they were measured; None where they were alike."""
+        return trend(self.step_times_s, self.step_time_resolution_s)
+
+    @property
+    def counted_step_times_s(self) -> tuple[float, ...]:
+        """The steps that every figure of speed is made of: all, or the last third where there is a trend."""
+        found = self.trend
+        return self.step_times_s if found is None else self.step_times_s[-found.num_last :]
+
+    @property
     def step_time_s(self) -> float:
-        """Median over the measured steps."""
-        return statistics.median(self.step_times_s)
+        """Median over the counted steps."""
+        return statistics.median(self.counted_step_times_s)
 
     @property
     def tokens_per_s_per_device(self) -> float:
-        """The objective: ``tokens_per_step / (median step time * world_size)``."""
+        """The default objective: ``tokens_per_step / (step_time_s * world_size)``."""
         return self.tokens_per_step / (self.step_time_s * self.world_size)
 
     @property
@@ -221,7 +228,7 @@ class StoppedEarly:
     at_least_s: float
     """Lower bound of the step time that it would have had."""
     incumbent: int
-    """Number of the trial that it was compared with, the best so far."""
+    """Number of the trial that it was compared with."""
     saved_device_seconds: float
     """Device-seconds that the steps still due would have taken."""
     evidence: Evidence
@@ -255,6 +262,23 @@ class Diverged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotBelieved:
+    """The reported step times contradict the time that passed, by a clock outside of the process that reported them."""
+
+    kind: ClassVar[str] = "not_believed"
+    consequence: ClassVar[Consequence] = "constraint"
+    num_steps: int
+    """Steps that were compared."""
+    reported_s: float
+    """Seconds that these steps took according to the reports."""
+    seen_s: float
+    """Seconds that passed meanwhile."""
+    compared: str
+    """Source of the reported times and the clock that contradicts them."""
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOut:
     """A phase passed its deadline, or a rank made no progress."""
 
@@ -282,14 +306,15 @@ class HostOutOfMemory:
     evidence: Evidence
 
 
-LossCause = Literal["infrastructure", "controller", "preempted"]
-"""Respectively: a node, agent, link or device failed; the controller ended or was told to pause; somebody else needs
-the nodes."""
+LossCause = Literal["infrastructure", "controller", "preempted", "killed"]
+"""Respectively: a node, agent, link or device failed; the controller ended or was paused; another sweep needs the
+nodes; a rank got a signal that neither we nor the kernel sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangLost:
-    """The gang ended through no fault of its candidate. Only ``infrastructure`` counts against budgets and nodes."""
+    """The gang ended through no fault of its candidate. ``infrastructure`` and ``killed`` count against the trial's
+    budget of lost attempts, only the former against nodes."""
 
     kind: ClassVar[str] = "gang_lost"
     consequence: ClassVar[Consequence] = "retry"
@@ -298,8 +323,15 @@ class GangLost:
     is_hang: bool = False
     """Whether it hung with all ranks in one operation: the fault of a link, or the candidate's where nobody sees it."""
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether it counts against the trial's budget of lost attempts."""
+        return self.cause in ("infrastructure", "killed")
 
-Failure = StoppedEarly | OutOfMemory | HostOutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost
+
+Failure = (
+    StoppedEarly | OutOfMemory | HostOutOfMemory | Infeasible | Diverged | NotBelieved | TimedOut | Crashed | GangLost
+)
 
 
 Outcome = Measured | Failure

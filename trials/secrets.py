@@ -1,9 +1,10 @@
 """Which texts are secret, and how they stay out of what is written, shown or sent. Standard library only.
 
-Secret are the values of environment variables named like secrets, the content of the files that ``RAY_AUTH_TOKEN_PATH``
-and its like name, and whatever has the form of a credential: a password in a URL, an ``Authorization`` header, a
-well-known kind of key. Redaction is the second line; the first is that processes get no secret they have no use for,
-see :func:`for_ranks`.
+Secret are the values of environment variables named like secrets and of those passed to a training program by name
+(:func:`keep_secret`), the content of the files that ``RAY_AUTH_TOKEN_PATH`` and its like name, and whatever has the
+form of a credential: a password in a URL, an ``Authorization`` header, a well-known kind of key, the value of an option
+such as ``--api-key``. Redaction is the second line; the first is that processes get no secret they have no use for, see
+:func:`for_ranks`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote, quote_plus
@@ -30,13 +31,30 @@ MIN_CHARS = 6
 _MIN_DIGITS = 12
 """The same for values of digits only, which may be sizes or dates."""
 _NO_SECRETS = ("disabled", "enabled", "default")
+VARIABLES = "TUNE_CLUSTER_REDACT"
+"""Variable that names further variables whose values are secret, separated by commas; inherited like any other."""
 _MAX_FILE_BYTES = 8192
 _BLOCK_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
 
 _SECRET_NAME = re.compile(
-    r"SECRET|PASSW(OR)?D|PASSPHRASE|(^|[_-])(TOKEN|CREDENTIALS?|(API|ACCESS|PRIVATE|STORAGE)_?KEY|CONNECTION_STRING|"
-    r"WEBHOOK)($|[_-])",
+    r"SECRET|PASSW(OR)?D|PASSPHRASE"
+    r"|(^|[_-])(TOKEN|CREDENTIALS?|(API|ACCESS|PRIVATE|STORAGE)_?KEY|CONNECTION_STRING|WEBHOOK)($|[_-])"
+    r"|(^|[_-])(AUTH|DSN|PASS|PAT)$|(?<!PUBLIC)[_-](KEYS?|PWD)(_PATH|_FILE)?$",
+    re.IGNORECASE,
+)
+_VOCABULARY = ("pad", "eos", "bos", "mask", "unk", "sep", "cls", "image", "video", "audio", "special", "start", "end")
+"""Before ``token`` they make the name of a token of a tokenizer."""
+_OPTION_NAME = (
+    r"passw(?:or)?d|passphrase|pwd|secret|credentials?|dsn|connection[_-]string"
+    r"|(?:api|access|private|secret|account)[_-]?key|" + "".join(f"(?<!{word}[_-])" for word in _VOCABULARY) + "token"
+)
+_SECRET_OPTION = re.compile(rf"--?(?:[\w.-]*[_.-])?(?:{_OPTION_NAME})", re.IGNORECASE)
+_PERHAPS_SECRET_OPTION = re.compile(r"--?(?:[\w.-]*[_.-])?(?:key|auth|pass|pat)", re.IGNORECASE)
+"""Options that often have other values, such as ``--sort-key``: only values with digits count."""
+_OPTION_VALUE = re.compile(
+    rf"(?P<label>(?<![\w-])--(?:[\w.-]*[_.-])?(?:{_OPTION_NAME})(?:=[\"']?|[\"']?,?[ \t]+[\"']?))"
+    r"(?!-)[^\s\"'<>\[\],;&*]{6,}",
     re.IGNORECASE,
 )
 _NAMES_A_FILE = re.compile(r"_(PATH|FILE)$|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
@@ -61,13 +79,14 @@ _CREDENTIAL_MARKS = (
 _URL_USER = re.compile(r"://[^\s/@\"'<>\\]+@")
 _LABELLED = re.compile(
     r"(?P<label>\bbearer[ \t]+(?=\S{16})|\bauthorization[\"']?[ \t]*[:=][ \t]*[\"']?(?:(?:bearer|basic|token)[ \t]+)?"
-    r"|(?:password|passwd|secret|api[_-]?key)(?:=[\"']?|[\"'][ \t]*:[ \t]*[\"'])"
+    r"|(?:password|passwd|passphrase|secret|(?:api|access|private|secret)[_-]?key|(?:hub|auth|access|api)[_-]token)"
+    r"(?:=[\"']?|[\"'][ \t]*:[ \t]*[\"'])"
     r"|[?&][\w-]*(?:token|key|sig|signature|credential|auth)=)"
     r"[^\s&\"'<>\\,;]{6,}",
     re.IGNORECASE,
 )
 _LABEL_MARKS = (
-    *("bearer", "authorization", "password", "passwd", "secret", "apikey", "api_key", "api-key"),
+    *("bearer", "authorization", "password", "passwd", "passphrase", "secret", "key", "_token", "-token"),
     *("token=", "key=", "sig=", "signature=", "credential=", "auth="),
 )
 
@@ -75,6 +94,59 @@ _LABEL_MARKS = (
 def is_secret_name(name: str) -> bool:
     """Whether a variable of this name holds a secret or, ending in ``_PATH`` or ``_FILE``, names the file with it."""
     return _SECRET_NAME.search(name) is not None
+
+
+def keep_secret(names: Iterable[str]) -> None:
+    """Redact the values of the variables ``names`` from now on, here and in processes started from here."""
+    known = [name for name in os.environ.get(VARIABLES, "").split(",") if name]
+    if added := [name for name in names if name and name not in known]:
+        os.environ[VARIABLES] = ",".join([*known, *added])
+
+
+def variable_in(text: str) -> str | None:
+    """The variable whose secret value ``text`` holds."""
+    for name, value in _secret_variables():
+        if any(form in text for form in _all_spellings(frozenset((value,)), None)):
+            return name
+    return None
+
+
+def is_secret_option(name: str) -> bool:
+    """Whether an option or a key of this name has a secret for its value, with or without dashes in front."""
+    return _SECRET_OPTION.fullmatch(f"--{name.lstrip('-')}") is not None
+
+
+def literal_secret(words: Sequence[str]) -> int | None:
+    """Index of the first word of a command line that holds the literal value of an option named like a secret.
+
+    That is the word after ``--api-key``, or ``--api-key=VALUE``. Numbers, placeholders (``{name}``, ``$NAME``), tokens
+    like ``<pad>`` and files that exist are no secrets.
+    """
+    for i, word in enumerate(words):
+        name, has_value, value = word.partition("=")
+        if not has_value:
+            value = words[i + 1] if i + 1 < len(words) else ""
+        if name.startswith("-") and _is_literal_secret(name, value):
+            return i if has_value else i + 1
+    return None
+
+
+def _is_literal_secret(option: str, value: str) -> bool:
+    is_number = re.fullmatch(r"[-+]?[\d._]+([eE][-+]?\d+)?", value) is not None and len(value) < _MIN_DIGITS
+    if value[:1] in tuple("-{$<[") or is_number or not _is_worth_hiding(value) or _is_path(value):
+        return False
+    if is_secret_option(option):
+        return True
+    has_digits = any(char.isdigit() for char in value) and any(char.isalpha() for char in value)
+    return has_digits and len(value) >= 8 and _PERHAPS_SECRET_OPTION.fullmatch(option) is not None
+
+
+def _is_path(value: str) -> bool:
+    """Whether it is the path of something on this host."""
+    try:
+        return Path(value).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def for_ranks(environment: Mapping[str, str]) -> dict[str, str]:
@@ -132,12 +204,12 @@ class RedactingFormatter(logging.Formatter):
         return redact(super().format(record))
 
 
-def redact_uncaught() -> None:
-    """Have the tracebacks of errors that nobody catches shown without secrets, in all threads."""
+def redact_uncaught(clean: Callable[[str], str] = str) -> None:
+    """Show tracebacks of uncaught errors without secrets, in all threads; ``clean`` is applied to them before."""
     formatter = logging.Formatter()
 
     def show(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
-        sys.stderr.write(redact(formatter.formatException((kind, error or kind(), trace))) + "\n")
+        sys.stderr.write(redact(clean(formatter.formatException((kind, error or kind(), trace)))) + "\n")
 
     sys.excepthook = show
     threading.excepthook = lambda args: show(args.exc_type, args.exc_value, args.exc_traceback)
@@ -152,6 +224,8 @@ def _redacted(text: str, known: tuple[str, ...]) -> str:
     lower = text.lower()
     if any(mark in lower for mark in _LABEL_MARKS):
         text = _LABELLED.sub(lambda found: found["label"] + MASK, text)
+    if "--" in text:
+        text = _OPTION_VALUE.sub(lambda found: found["label"] + MASK, text)
     return text
 
 
@@ -166,12 +240,19 @@ def _blocks(source: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
 
 def _spellings_now() -> tuple[str, ...]:
     """All spellings of what the environment and the files that it names say is secret now."""
-    variables = [(name, value) for name, value in os.environ.items() if is_secret_name(name)]
-    values = [value.strip() for name, value in variables if not _NAMES_A_FILE.search(name)]
-    files = [value for name, value in variables if _NAMES_A_FILE.search(name)]
-    files.append(f"{os.environ.get('HOME', '')}/{_RAY_TOKEN_FILE}")
-    tokens = [_token_in(file) for file in files]
-    return _all_spellings(frozenset((*values, *tokens)), os.environ.get(_MLFLOW_USER))
+    values = frozenset(value for _, value in _secret_variables())
+    return _all_spellings(values, os.environ.get(_MLFLOW_USER))
+
+
+def _secret_variables() -> Iterator[tuple[str, str]]:
+    """Variables with the secrets that they hold, or that the file holds which they name."""
+    passed = os.environ.get(VARIABLES, "").split(",")
+    for name, value in os.environ.items():
+        if is_secret_name(name):
+            yield name, _token_in(value) if _NAMES_A_FILE.search(name) else value.strip()
+        elif name in passed and not _is_path(value):
+            yield name, value.strip()
+    yield _RAY_TOKEN_FILE, _token_in(f"{os.environ.get('HOME', '')}/{_RAY_TOKEN_FILE}")
 
 
 def _token_in(file: str) -> str:
@@ -206,7 +287,8 @@ def _is_worth_hiding(value: str) -> bool:
 
 def _spellings(value: str) -> Iterator[str]:
     """The value as it may stand in URLs, JSON, Python's ``repr``, HTML and ``Authorization`` headers."""
-    yield from (value, quote(value), quote(value, safe=""), quote_plus(value), html.escape(value), _base64(value))
+    yield from (value, quote(value), quote(value, safe=""), quote_plus(value), _base64(value))
+    yield from (escaped := html.escape(value), escaped.replace("&quot;", "&#34;").replace("&#x27;", "&#39;"))
     yield from (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
 
 

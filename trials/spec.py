@@ -394,5 +394,3 @@ class TrialSpec:
     perturbation: float = 0.0
     """How far every initial weight is off, relative to it and at most: a run that differs from another by nothing but
     this shows how far rounding alone takes the training apart."""
-    compile_again: bool = False
-    """Whether to ask for a second run where any rank had to compile, which tells what a restart pays."""

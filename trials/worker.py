@@ -34,33 +34,23 @@ from trials import flops
 from trials.accelerator.device import device_name, is_host, open_device
 from trials.codec import from_json, to_json
 from trials.datasets import Share, StepBatches, build_dataset
-from trials.datasets.loader import stream_batches
-from trials.datasets.loader_tuning import tune_loader, with_verdict
 from trials.failure import NonFiniteLoss
 from trials.files import write_json
-from trials.kernels.compile_beats import CompileBeats
-from trials.kernels.cudnn import KernelTuner
-from trials.kernels.graph_mode import compilations, forget_compilations, graph_report
-from trials.kernels.settings import kernel_settings
-from trials.legality.float8 import LEVEL as FLOAT8
-from trials.legality.rules import check
+from trials.kernels import CompileBeats, KernelTuner, compilations, forget_compilations, graph_report, kernel_settings
+from trials.legality import LEVEL as FLOAT8
+from trials.legality import check
+from trials.loader import stream_batches, tune_loader, with_verdict
 from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group
-from trials.precision.float8 import check_float8
-from trials.precision.mixed import check_device
+from trials.precision import check_device, check_float8
 from trials.profiling.profiler import Profiler, check_profile, folder_of_environment, long_enough
-from trials.reports.findings import Findings, GraphReport, LoaderTuningReport
-from trials.reports.profile import FOLDER_VARIABLE
+from trials.reports import FOLDER_VARIABLE, Findings, LoaderTuningReport
 from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload
 from trials.stages import coordinates, data_parallel_rank
-from trials.training.device.memory import PeakMemory
-from trials.training.device.rank_device import RankDevice
 from trials.training.measure import Measurer, Recording
-from trials.training.memory_format import settle_memory_format
-from trials.training.step import Trainer, max_over_ranks
-
-COMPILE_AGAIN = "trials.worker:compile_again"
+from trials.training.rank_device import PeakMemory, RankDevice
+from trials.training.step import Trainer, max_over_ranks, settle_memory_format
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -98,30 +88,6 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     ):
         report = _train(trial, identity, own, beats)
     return to_json(report)  # type: ignore[no-any-return]
-
-
-def compile_again(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
-    """Run this process's rank of a trial for two steps: as far as it takes to compile what a whole trial compiles.
-
-    Arguments, result and errors are those of :func:`run_rank`; of the report nothing but what compilation came to says
-    anything.
-    """
-    trial: TrialSpec = from_json(TrialSpec, spec)
-    candidate = trial.candidate
-    loss_scale = candidate.precision.loss_scale
-    precision = dataclasses.replace(
-        candidate.precision,  # two steps are too few to come down from a scale that overflows
-        loss_scale=None if loss_scale is None else dataclasses.replace(loss_scale, initial=1.0),
-    )
-    short = dataclasses.replace(
-        candidate,
-        precision=precision,
-        loader=dataclasses.replace(candidate.loader, tuning=None),
-        kernels=dataclasses.replace(candidate.kernels, cudnn_tuning_range=()),
-    )
-    protocol = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=1, max_steps=1)
-    again = dataclasses.replace(trial, candidate=short, protocol=protocol, profile=None, compile_again=False)
-    return run_rank(to_json(again), progress)
 
 
 @contextlib.contextmanager
@@ -206,16 +172,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
     report = _report(trial, identity, device, recording, memory, findings)
-    return dataclasses.replace(report, device_memory=own.memory(), again=_again(trial, findings.graph, device))
-
-
-def _again(trial: TrialSpec, graph: GraphReport | None, device: torch.device) -> str:
-    """What is left to be run when the result is safe: where any rank had to compile, all compile once more, from the
-    cache that is warm now, if that is wanted."""
-    if graph is None or not trial.compile_again:
-        return ""
-    has_compiled = max_over_ranks(float(graph.cache in ("cold", "mixed")), device)
-    return COMPILE_AGAIN if has_compiled else ""
+    return dataclasses.replace(report, device_memory=own.memory())
 
 
 def _each(*told: Callable[[int], None]) -> Callable[[int], None]:

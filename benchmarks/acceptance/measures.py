@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.space.knobs.layer_choices import even_split, layers_of, resolve_recompute
+from orchestrator.space.file_types import even_split, layers_of, resolve_recompute
 from trials.spec import Candidate, Counts, Recompute
 
 OFFSET = [[-1] + [0] * 15, [-1] + [0] * 15, [0] * 14 + [1, 1]]

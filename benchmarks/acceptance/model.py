@@ -13,10 +13,10 @@ from benchmarks.acceptance.measures import MEASURES, is_used, without
 from cluster.connect import describe
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
-from orchestrator.planning.candidate import find
-from orchestrator.planning.hardware.request import cluster_request
-from orchestrator.planning.plan import Plan, make_plan
-from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
+from orchestrator.planning.hardware import cluster_request
+from orchestrator.planning.planner import Plan, make_plan
+from orchestrator.planning.predictions import find
+from orchestrator.search.predictor import Prediction, make_predictor, predict
 from orchestrator.space.rules import check
 from trials.spec import Candidate, Workload
 

@@ -13,11 +13,11 @@ from typing import Any
 from benchmarks.acceptance.cases import Case
 from benchmarks.acceptance.model import Model
 from cluster.hardware.accelerators import describe_topology
-from cluster.virtual.modelled import ModelledCost
+from cluster.virtual import ModelledCost
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller import controller
-from orchestrator.space.naming import short_name
-from orchestrator.sweep.home import Home
+from orchestrator.space.notation import short_name
+from orchestrator.sweep.snapshot import Home
 from orchestrator.sweep.state import SweepState
 from trials.spec import Candidate, TrialSpec
 

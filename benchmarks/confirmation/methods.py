@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.proof import confirmation
-from orchestrator.proof.boundaries import critical_value
-from orchestrator.proof.confirmation import Judgement, judge, order
+from orchestrator.proof.confirmation import Judgement, critical_value, judge, order
 from orchestrator.statistics import Estimate, Interval, verdict
 
 NUM_TRIALS = 50

@@ -4,7 +4,7 @@
 
 For every source the prior is the one fitted without that source. Then 0, 3, 5 or 10 random rows of a family (same
 source, software, device and number format) calibrate the model for the family's other rows: step times, by the
-search's own posterior (``orchestrator/search/prediction/``), those of rows with a step time; memory those of rows with
+search's own posterior (``orchestrator/search/``), those of rows with a step time; memory those of rows with
 a peak or that ran out of memory first, then others that are known to have run. Where a family is too small to keep two
 rows for testing, fewer rows calibrate it, down to none.
 
@@ -44,16 +44,12 @@ import numpy.typing as npt
 
 from benchmarks.cost.believed import BelievedMemory, believed_memory
 from benchmarks.cost.families import Family, add_tables, families_of, read_tables
-from cluster.cost.calibrate import (
-    OUT_OF_MEMORY_THRESHOLD,
-    log_step_predictor,
-)
+from benchmarks.published.table import PublishedRow
+from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD, log_step_predictor
 from cluster.cost.coefficients import Prior, load_prior
 from cluster.cost.inputs import Array
-from cluster.cost.published.table import PublishedRow
-from orchestrator.search.prediction.gaussian_process import ErrorModel, condition
-from orchestrator.search.prediction.model_families import physical_places
-from orchestrator.search.prediction.predictor import COMMON_STD, LOCAL_STD, linearised, of_candidates
+from orchestrator.search.acquisition import ErrorModel, condition
+from orchestrator.search.predictor import COMMON_STD, LOCAL_STD, linearised, of_candidates, physical_places
 
 SHOTS = (0, 3, 5, 10)
 NUM_DRAWS = 3

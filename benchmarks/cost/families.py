@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.published.table import PublishedRow, TableError, read_what_can_be
 from cluster.cost.inputs import Array, CostInputs, from_rows
-from cluster.cost.published.table import PublishedRow, TableError, read_what_can_be
 
 FamilyKey = tuple[str, ...]
 

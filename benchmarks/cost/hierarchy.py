@@ -5,7 +5,7 @@ from those.
 independent. It finds the values, and the spread where families have few rows. For step times that spread comes out
 several times too large: errors are alike for all rows of a family (its level) and for like rows, and pass for
 differences of coefficients. ``spread`` therefore takes errors as the search does
-(``orchestrator/search/prediction/predictor.py``), and lets a family far from all others count less (Student's t; Lange,
+(``orchestrator/search/predictor.py``), and lets a family far from all others count less (Student's t; Lange,
 Little and Taylor, JASA 84, 1989).
 """
 
@@ -21,9 +21,8 @@ from benchmarks.cost.families import Family
 from cluster.cost.calibrate import Calibrated, log_step_predictor, step_derivatives
 from cluster.cost.coefficients import Coefficients, Prior
 from cluster.cost.inputs import Array
-from orchestrator.search.prediction.gaussian_process import ErrorModel
-from orchestrator.search.prediction.model_families import physical_places
-from orchestrator.search.prediction.predictor import COMMON_STD, LOCAL_STD
+from orchestrator.search.acquisition import ErrorModel
+from orchestrator.search.predictor import COMMON_STD, LOCAL_STD, physical_places
 
 NOISE_STD = 0.04
 """Standard deviation of what repeated runs of a source differ by."""

@@ -20,9 +20,9 @@ import numpy as np
 
 from cluster.candidate_table import CandidateTable
 from cluster.cost.candidates import inputs_of_table
-from cluster.cost.estimate import cost_model
+from cluster.cost.cost_model import cost_model
 from cluster.hardware.accelerators import load_cluster
-from orchestrator.space.knobs.layer_choices import even_split
+from orchestrator.space.file_types import even_split
 from orchestrator.space.space import Frame, Space
 from trials.spec import Kernels, Layout, LlamaModel, Loader, Offload, Precision, Recompute, TextData, Workload
 

@@ -21,9 +21,8 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.dryrun.cases import FAMILIES, LARGE
 from benchmarks.dryrun.gang import measured_peaks
-from orchestrator.planning.dryrun.simulation import estimate_all
-from trials.dryrun.estimate import DryRunEstimate
-from trials.dryrun.records import Mode, RunFailure
+from orchestrator.planning.dry_runs import estimate_all
+from trials.dryrun.estimate import DryRunEstimate, Mode, RunFailure
 from trials.spec import Candidate, Workload
 
 DOCS = ROOT / "docs" / "dry-run.md"

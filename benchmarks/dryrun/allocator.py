@@ -18,7 +18,7 @@ from trials.dryrun.simulate import batch
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group
 from trials.spec import TrialSpec
 from trials.stages import coordinates
-from trials.training.accumulation import SilentMarker
+from trials.training.pipeline import SilentMarker
 from trials.training.step import Trainer
 
 CPU = torch.device("cpu")

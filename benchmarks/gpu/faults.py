@@ -13,7 +13,7 @@ from benchmarks.gpu.host import NVIDIA_SMI
 from benchmarks.gpu.parts import LEFT_OUT, Setting
 from cluster.base import Deadlines, GangEnded, GangLaunch, GangProgress
 from cluster.hardware.discovery import discover_node
-from cluster.hardware.placement import Pool
+from cluster.hardware.topology import Pool
 from cluster.local import LocalCluster
 from trials.codec import to_json
 from trials.spec import Layout, TrialSpec
@@ -22,7 +22,7 @@ STALL_S = 12.0
 WANTED = {
     "trains": "measured",
     "runs_out_of_memory": "oom",
-    "is_killed": "crashed",
+    "is_killed": "gang_lost",
     "is_stopped": "timed_out",
     "lets_others_wait": "timed_out",
 }

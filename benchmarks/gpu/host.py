@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.gpu.child import environment
 from benchmarks.gpu.parts import Setting
-from cluster.hardware.listing.tools import QUERY_TIMEOUT_S
+from cluster.hardware.listing import QUERY_TIMEOUT_S
 
 IMPORTS = ("torch", "trials.worker", "trials.dryrun.simulate", "cluster.local")
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits")
@@ -86,10 +86,8 @@ def weights(setting: Setting) -> None:
     import torch
 
     from trials.accelerator.device import open_device, synchronize
-    from trials.models.base import Initial
-    from trials.models.draws import Draws
-    from trials.parallel.seeding import fill
-    from trials.parallel.shards import Piece
+    from trials.models.model import Draws, Initial
+    from trials.parallel.shards import Piece, fill
 
     device = open_device(setting.device, 0)
     size = torch.Size((1 << 9, 1 << 13) if setting.is_small else (1 << 16, 1 << 13))

@@ -17,7 +17,7 @@ from trials.accelerator.device import open_device, synchronize
 from trials.models import build_model
 from trials.spec import Layout
 from trials.stages import all_chunks
-from trials.training.optimizer.adamw import has_fused_adamw
+from trials.training.optimizer import has_fused_adamw
 
 
 def optimizer(setting: Setting) -> None:

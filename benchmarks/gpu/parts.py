@@ -50,7 +50,7 @@ PARTS = (
     Part(
         name="probe",
         function="benchmarks.gpu.training:probe",
-        shows="Rates of all devices at once, by `python -m trials.probe.worker`.",
+        shows="Rates of all devices at once, by `python -m trials.probe`.",
         share_s=35,
     ),
     Part(

@@ -14,8 +14,8 @@ from benchmarks.gpu.ranks import GIB, Run, caches, figures, run_ranks, run_trial
 from cluster.base import Deadlines
 from trials.codec import from_json
 from trials.failure import InfeasibleSpec
-from trials.legality.rules import check
-from trials.reports.rates import RankRates, Rate
+from trials.legality import check
+from trials.reports import RankRates, Rate
 from trials.spec import Kernels
 
 
@@ -99,7 +99,7 @@ def _compile_columns(run: Run) -> dict[str, Any]:
 
 def probe(setting: Setting) -> None:
     world_size = setting.num_devices
-    run = run_ranks(setting, "trials.probe.worker", ["--device", setting.device], world_size=world_size)
+    run = run_ranks(setting, "trials.probe", ["--device", setting.device], world_size=world_size)
     if run.report is None:
         setting.tell(run.failure())
         return

@@ -1,7 +1,7 @@
 """What the loss gate lets pass and what it catches: small models trained for 20 steps by real gangs.
 
 * the largest deviations of legitimate training, by class of number formats, over layouts, recompute and graph mode:
-  what the tolerances of orchestrator/proof/tolerances.py are taken from
+  what the tolerances of orchestrator/proof/loss_gate.py are taken from
 * whether the gate catches deliberate bugs, by class
 
     python -m benchmarks.loss_gate [--seeds 2] [--only legitimate | bugs] [--json]
@@ -20,9 +20,16 @@ from typing import Any
 
 from benchmarks.loss_gate.bugs import BUGS, Bug, loss_scale_left_in, no_master_weights
 from benchmarks.loss_gate.runs import CLASSES, HOOKS, NUM_STEPS, WORKLOADS, spec_of, train, variants
-from orchestrator.proof.loss_gate import Curve, GateTrajectories, LossComparison, Trajectory, deviations, judge_gate
-from orchestrator.proof.tolerances import ROUNDING
-from orchestrator.sweep.values import GateSettings
+from orchestrator.proof.loss_gate import (
+    ROUNDING,
+    Curve,
+    GateTrajectories,
+    LossComparison,
+    Trajectory,
+    deviations,
+    judge_gate,
+)
+from orchestrator.sweep.events import GateSettings
 from tests.trials.test_sensitivity import BUGS as LAYOUT_BUGS
 from trials.spec import TrialSpec, Workload
 

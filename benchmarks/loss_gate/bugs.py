@@ -54,7 +54,7 @@ def one_layer_not_reduced() -> None:
 
 def last_micro_batch_dropped() -> None:
     """Each rank trains on all its micro-batches but the last, and takes the mean over those."""
-    from trials.training.accumulation import Accumulation
+    from trials.training.pipeline import Accumulation
 
     run = Accumulation.run
 
@@ -67,10 +67,10 @@ def last_micro_batch_dropped() -> None:
 
 def gradients_summed_over_micro_batches() -> None:
     """Gradients are the sum over micro-batches instead of their mean, which AdamW does not mind."""
-    from trials.training import accumulation
+    from trials.training import pipeline
 
-    split = accumulation.torch.split
-    backward = accumulation.torch.autograd.backward
+    split = pipeline.torch.split
+    backward = pipeline.torch.autograd.backward
     number = [1]
 
     def counting_split(tensor: Any, size: Any, *args: Any) -> Any:
@@ -78,22 +78,22 @@ def gradients_summed_over_micro_batches() -> None:
         number[0] = len(parts)
         return parts
 
-    accumulation.torch.split = counting_split
-    accumulation.torch.autograd.backward = lambda loss, seed: backward(loss, seed * number[0])
+    pipeline.torch.split = counting_split
+    pipeline.torch.autograd.backward = lambda loss, seed: backward(loss, seed * number[0])
 
 
 def _with_optimizer(**changes: float) -> None:
-    from trials.training.optimizer import on_host
+    from trials.training import optimizer
 
-    options = on_host.options_of
-    on_host.options_of = lambda config: options(dataclasses.replace(config, **changes))
+    options = optimizer.options_of
+    optimizer.options_of = lambda config: options(dataclasses.replace(config, **changes))
 
 
 def _scaled_lr(factor: float) -> None:
-    from trials.training.optimizer import on_host
+    from trials.training import optimizer
 
-    options = on_host.options_of
-    on_host.options_of = lambda config: options(dataclasses.replace(config, lr=factor * config.lr))
+    options = optimizer.options_of
+    optimizer.options_of = lambda config: options(dataclasses.replace(config, lr=factor * config.lr))
 
 
 def learning_rate_10_percent_off() -> None:
@@ -131,7 +131,7 @@ def update_one_step_late() -> None:
     """Asynchronous SGD: the gradients of a step are applied in the next one."""
     import torch
 
-    from trials.parallel.held import gradients_of
+    from trials.parallel.shards import gradients_of
     from trials.training.step import Trainer
 
     update = Trainer._update
@@ -160,7 +160,7 @@ def other_data() -> None:
 
 def every_batch_twice() -> None:
     """A loader that hands out stale data."""
-    from trials.datasets.base import StepBatches
+    from trials.datasets import StepBatches
 
     getitem = StepBatches.__getitem__
     StepBatches.__getitem__ = lambda self, step: getitem(self, step // 2)
@@ -232,7 +232,7 @@ def no_master_weights() -> None:
     """16-bit weights are updated in place: most updates are smaller than what they can hold."""
     import torch
 
-    from trials.training.optimizer.adamw import LocalAdamW
+    from trials.training.optimizer import LocalAdamW
 
     step = LocalAdamW.step
 
@@ -249,7 +249,7 @@ def gradients_in_8_bits() -> None:
     """Gradients are rounded to float8 (e4m3), scaled per tensor, before the update."""
     import torch
 
-    from trials.parallel.held import gradients_of
+    from trials.parallel.shards import gradients_of
     from trials.training.step import Gradients
 
     complete = Gradients.complete
@@ -268,7 +268,7 @@ def tenth_of_the_gradients_kept() -> None:
     """Gradients keep the largest tenth of each tensor, without feedback of the rest."""
     import torch
 
-    from trials.parallel.held import gradients_of
+    from trials.parallel.shards import gradients_of
     from trials.training.step import Gradients
 
     complete = Gradients.complete

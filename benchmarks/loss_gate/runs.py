@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.proof.loss_gate import Trajectory
 from tests.trials.gang import run_gang
 from tests.trials.tiny import WORKLOAD as TINY
-from trials.legality.rules import violations
+from trials.legality import violations
 from trials.outcome import RankReport
 from trials.spec import (
     Candidate,
@@ -62,7 +62,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "float16 O1": {"precision": _fp16("O1")},
     "float16 O2": {"precision": _fp16("O2")},
 }
-"""Knobs of each class of :mod:`orchestrator.proof.tolerances`."""
+"""Knobs of each class of :mod:`orchestrator.proof.loss_gate`."""
 EMULATED = ("float32 high", "float32 medium")
 """Classes whose matmuls are emulated: what tensor cores do to fp32 operands is done to them here, as CPUs do not."""
 

@@ -14,18 +14,16 @@ from typing import Any
 
 from benchmarks.overhead import WORLD_SIZE, clock_ms, temporary_folder
 from benchmarks.runner.runners import STAMP
-from cluster.base import Cluster, GangEnded, GangLaunch
+from cluster.base import Cluster, ClusterRequest, GangEnded, GangLaunch
 from cluster.connect import connect
-from cluster.hardware.placement import Placement, Pool
-from cluster.request import ClusterRequest
-from orchestrator.controller.launcher import TrialLauncher
-from orchestrator.controller.runtime import Runtime
+from cluster.hardware.topology import Placement, Pool
+from orchestrator.controller.runtime import Runtime, TrialLauncher
 from orchestrator.search.search import Search
-from orchestrator.sweep.events import Budget, SweepCreated
+from orchestrator.sweep.events import Budget, Hardware, SweepCreated
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.tracking.mlflow_tracker import Tracker
 from trials.outcome import Measured
 from trials.spec import Candidate, Kernels, Layout, LlamaModel, Loader, Precision, Recompute, TextData, Workload
 
@@ -94,6 +92,8 @@ def _created(num_trials: int, slots: int, lease: Cluster) -> SweepCreated:
         max_concurrent=slots,
         num_legal=len(_candidates()),
         hardware=lease.topology.label,
+        devices=Hardware.of(lease.topology),
+        cluster_kind="local",
         fingerprint={},
     )
 

@@ -58,7 +58,7 @@ def _profile_rank(pipe: Connection, layout: Layout, num_steps: int, folder: str)
 
     from trials.parallel.mesh import RankIdentity, build_mesh, process_group
     from trials.stages import coordinates
-    from trials.training.accumulation import SilentMarker
+    from trials.training.pipeline import SilentMarker
     from trials.training.step import Trainer
     from trials.worker import open_dataset
 

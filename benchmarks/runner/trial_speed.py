@@ -330,7 +330,7 @@ def _spec(case: Case, layout: Layout, plan: Plan) -> TrialSpec:
 
 
 def _batches(spec: TrialSpec, rank: int) -> Iterator[Any]:
-    from trials.datasets.loader import stream_batches
+    from trials.loader import stream_batches
     from trials.worker import open_dataset
 
     return stream_batches(open_dataset(spec, rank), spec.candidate.loader, pin_memory=False)

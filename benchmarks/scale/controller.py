@@ -26,16 +26,16 @@ import yaml
 
 from benchmarks.scale.cpu_parts import CpuParts
 from cluster.base import GangProgress
-from cluster.hardware.placement import Pool
-from cluster.hardware.topology import cpu_model
-from cluster.virtual.backend import VirtualCluster
+from cluster.hardware.topology import Pool, cpu_model
+from cluster.virtual import VirtualCluster
 from orchestrator.config.sweep import load_sweep
-from orchestrator.controller import controller, launcher, runtime
+from orchestrator.controller import controller, runtime
+from orchestrator.controller import runtime as launcher
 from orchestrator.search.search import Search
-from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import Home
 from orchestrator.sweep.state import SweepState
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.tracking.mlflow_tracker import Tracker
 
 MODEL = {
     "kind": "llama",

@@ -23,16 +23,15 @@ import yaml
 from benchmarks.cost.speed import Meter, text
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec, load_sweep
-from orchestrator.controller.creation import make_search
-from orchestrator.planning import plan as planning
-from orchestrator.planning.hardware.request import known_topology
-from orchestrator.planning.knowledge import PriorKnowledge
-from orchestrator.planning.plan import Plan, make_plan
-from orchestrator.planning.predictions import plan_predictor, predict_plan
-from orchestrator.search.prediction import predictor
+from orchestrator.controller.controller import make_search
+from orchestrator.planning import planner as planning
+from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.planner import Plan, make_plan
+from orchestrator.planning.predictions import PriorKnowledge, plan_predictor, predict_plan
+from orchestrator.search import predictor
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import Home
 from tests.support.story import created
 
 MODEL = {"kind": "llama", "hidden_size": 5120, "num_layers": 40, "num_heads": 40, "num_kv_heads": 40}

@@ -30,8 +30,8 @@ from orchestrator.sweep.events import (
     LedgerEvent,
     TrialProposed,
 )
-from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import Home
 from tests.support.story import created, failures, measured
 from trials.outcome import Outcome
 from trials.spec import Candidate, Layout, Precision

@@ -10,20 +10,20 @@ from pathlib import Path
 
 from cluster.hardware.topology import Device, Topology
 from orchestrator.config.sweep import SweepSpec, load_sweep
-from orchestrator.planning.hardware.request import known_topology
-from orchestrator.planning.plan import make_plan
+from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.planner import make_plan
 from orchestrator.sweep.checkpoint import CheckpointWriter
 from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
     Budget,
     ControllerStarted,
+    Hardware,
     LedgerEvent,
     TrialProposed,
 )
-from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.values import Hardware
+from orchestrator.sweep.snapshot import Home
 from tests.support.story import created, failures, measured
 from trials.spec import Candidate
 

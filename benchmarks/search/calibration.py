@@ -5,7 +5,7 @@
 For each family of measurements (source, software, device, number format), with a prior that has not seen its source:
 one and three measurements, drawn at random, teach the search's posterior, which then predicts the others. Reported over
 families, each counting the same, for a grid of what the posterior assumes of errors
-(``orchestrator/search/prediction/predictor.py``): the mean log density of a measurement (the higher the better; what
+(``orchestrator/search/predictor.py``): the mean log density of a measurement (the higher the better; what
 is too sure and what is too vague both lose), the error of the predicted log time (RMS), and the median of (error /
 expected error)^2, 1 where the posterior knows how wrong it is.
 """
@@ -23,12 +23,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.published.table import PublishedRow, read_table
 from cluster.cost.coefficients import Prior, load_prior
 from cluster.cost.inputs import Array, CostInputs, from_rows
-from cluster.cost.published.table import PublishedRow, read_table
-from orchestrator.search.prediction.gaussian_process import ErrorModel, condition
-from orchestrator.search.prediction.model_families import physical_places
-from orchestrator.search.prediction.predictor import COMMON_STD, LOCAL_STD, NOISE_STD, linearised
+from orchestrator.search.acquisition import ErrorModel, condition
+from orchestrator.search.predictor import COMMON_STD, LOCAL_STD, NOISE_STD, linearised, physical_places
 
 NUM_SEEN = (1, 3)
 MIN_ROWS, MAX_ROWS = 5, 45

@@ -13,25 +13,23 @@ from benchmarks.search.tables import FIGURES, Configuration, Problem
 from cluster.cost.calibrate import fit
 from cluster.cost.coefficients import MEMORY, TIME, Prior, assumed_prior, load_prior
 from cluster.cost.inputs import Array, CostInputs, concatenate, from_rows
-from cluster.cost.software.structures import KNOWN
-from orchestrator.search.acquisition import Seen
-from orchestrator.search.guided import num_calibrating
-from orchestrator.search.prediction.gaussian_process import ErrorModel
-from orchestrator.search.prediction.memory_belief import MemoryBelief
-from orchestrator.search.prediction.memory_prior import prior_belief
-from orchestrator.search.prediction.model_families import log_device_seconds, physical_places
-from orchestrator.search.prediction.posterior import Posterior
-from orchestrator.search.prediction.predictor import (
+from cluster.cost.software import KNOWN
+from orchestrator.search.acquisition import ErrorModel, Posterior, Seen
+from orchestrator.search.memory_belief import MemoryBelief
+from orchestrator.search.predictor import (
     COMMON_STD,
     LOCAL_STD,
     NOISE_STD,
     OWN_STD,
     SWEEP_STD,
     linearised,
+    log_device_seconds,
     of_candidates,
+    physical_places,
+    prior_belief,
     trial_device_seconds,
 )
-from orchestrator.search.prediction.transfer import nearest
+from orchestrator.search.transfer import nearest
 
 UNKNOWN_STD = 10.0
 """Standard deviation of what all log figures have in common where they are not seconds per step."""
@@ -77,7 +75,6 @@ class Posteriors:
     def __init__(self, problem: Problem, priors: Priors, earlier: Sequence[Earlier] = ()) -> None:
         self._problem = problem
         self._priors = priors
-        self._kept: dict[tuple[tuple[int, float], ...], Posterior] = {}
         own = _inputs(problem)
         past = [(number, run) for number, sweep in enumerate(earlier) for run in sweep.runs]
         past = past if self._in_seconds else []
@@ -108,15 +105,10 @@ class Posteriors:
         """Whether the cost model describes any configuration."""
         return self._x is not None
 
-    def posterior(self, times_s: Mapping[int, float]) -> Posterior:
-        """Predictions before measuring, linearised where ``times_s``, measured in that order, put the coefficients."""
-        if self._x is None:
-            return uninformed(self._problem)
-        calibrating = list(times_s.items())[: num_calibrating(len(times_s))]
-        key = tuple(calibrating) if self._in_seconds else ()
-        if key not in self._kept:
-            self._kept[key] = self._linearised(self._x, dict(key))
-        return self._kept[key]
+    @functools.cached_property
+    def posterior(self) -> Posterior:
+        """Predictions before this sweep's trials."""
+        return uninformed(self._problem) if self._x is None else self._linearised(self._x)
 
     def seen(self, times_s: Mapping[int, float], oom: frozenset[int]) -> Seen:
         return Seen(times_s=times_s, oom=oom, history=self.history)
@@ -131,9 +123,9 @@ class Posteriors:
         found = fit(prior, lambda k: log_device_seconds(past, k), np.log(list(self.history.values())))
         return Prior(prior.group, found.coefficients.log_values, found.covariance, prior.noise)
 
-    def _linearised(self, x: CostInputs, times_s: Mapping[int, float]) -> Posterior:
+    def _linearised(self, x: CostInputs) -> Posterior:
         prior, taught = self._priors.time, self._taught
-        log_time, features, device_seconds = linearised(taught, x, times_s)
+        log_time, features, device_seconds = linearised(taught, x, {})
         if taught is not prior:
             # Earlier trials are rows of the Gaussian process, so the prior must not know of them: the same
             # linear model, told from the prior's mean and in units of its deviations.

@@ -40,11 +40,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published.table import TableError
 from benchmarks.search.figures import GOALS, Run, goal_line, over_problems, over_seeds, over_sources, sampler_lines
 from benchmarks.search.runs import ALONE, Comparison, Runs, compare
 from benchmarks.search.samplers import SAMPLERS
 from benchmarks.search.tables import FIGURES, Problem, load_problems
-from cluster.cost.published.table import TableError
 from orchestrator.units import count
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,8 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from orchestrator.search.acquisition import ProposalRound, Seen, plain_scores
+from orchestrator.search.acquisition import Posterior, ProposalRound, Seen, plain_scores
 from orchestrator.search.guided import MIN_KEPT
-from orchestrator.search.prediction.posterior import Posterior
 
 
 class Configured(Protocol):
@@ -42,7 +41,10 @@ class Knowledge(Protocol):
     def is_modelled(self) -> bool:
         """Whether the cost model describes any of it."""
 
-    def posterior(self, times_s: Mapping[int, float]) -> Posterior: ...
+    @property
+    def posterior(self) -> Posterior:
+        """Predictions before this sweep's trials."""
+
     def seen(self, times_s: Mapping[int, float], oom: frozenset[int]) -> Seen: ...
 
 
@@ -61,13 +63,11 @@ def guided(problem: Searched, posteriors: Knowledge, seed: int) -> Iterator[int]
     times: dict[int, float] = {}
     oom: set[int] = set()
 
-    plain = plain_scores(posteriors.posterior({}), posteriors.seen({}, frozenset())) if posteriors.is_modelled else None
+    plain = plain_scores(posteriors.posterior, posteriors.seen({}, frozenset())) if posteriors.is_modelled else None
 
     def ask() -> int | None:
         seen = posteriors.seen(times, frozenset(oom))
-        turn = ProposalRound(
-            posteriors.posterior(times), seen, plain=plain, num_tried=len(times) + len(oom), keep=MIN_KEPT
-        )
+        turn = ProposalRound(posteriors.posterior, seen, plain=plain, num_tried=len(times) + len(oom), keep=MIN_KEPT)
         found = turn.best()
         return found.index if found else None
 
@@ -94,7 +94,7 @@ def plain_order(problem: Searched, posteriors: Knowledge, seed: int) -> Iterator
 
 def by_prior(problem: Searched, posteriors: Knowledge) -> list[int]:
     """All configurations but the baseline by expected speed x probability to fit, before any trial, best first."""
-    scores = plain_scores(posteriors.posterior({}), posteriors.seen({}, frozenset()))[: len(problem)]
+    scores = plain_scores(posteriors.posterior, posteriors.seen({}, frozenset()))[: len(problem)]
     return [int(row) for row in np.argsort(-scores, kind="stable") if row != problem.baseline]
 
 

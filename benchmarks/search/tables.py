@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published.table import PublishedRow, read_table
 from benchmarks.search.figures import TOLERANCE
-from cluster.cost.published.table import PublishedRow, read_table
 
 KNOBS = (
     *("framework", "precision_detail", "n_gpus", "dp", "zero_stage", "shard_group", "tp", "sp", "pp", "vpp", "cp"),

@@ -41,7 +41,7 @@ def _sweep(problem: Problem, posteriors: Posteriors) -> Earlier:
         else:
             times[row] = configuration.time_s
         if len(times) >= MIN_MEASURED_TO_STOP and should_stop(
-            posteriors.posterior(times), posteriors.seen(times, frozenset(oom)), tolerance=STOP_TOLERANCE
+            posteriors.posterior, posteriors.seen(times, frozenset(oom)), tolerance=STOP_TOLERANCE
         ):
             break
     return Earlier(tuple(tried))

@@ -20,10 +20,10 @@ from cluster.cost.inputs import (
     InputBlock,
     from_rows,
 )
-from cluster.cost.layers.operators import selective_shares
+from cluster.cost.work import selective_shares
 from cluster.hardware.accelerators import Accelerator, ClusterDescription, outruns_flash_attention_2
 from trials.flops import matmul_format
-from trials.legality.rules import holds_plain
+from trials.legality import holds_plain
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
 
 
@@ -140,7 +140,7 @@ def _gathering(_workload: Workload, candidate: Candidate, _cluster: ClusterDescr
 
 
 def _sums(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
-    """Whether sums over tp hide behind matmuls, see :mod:`trials.parallel.tensor.local`: zbv takes the backward pass
+    """Whether sums over tp hide behind matmuls, see :mod:`trials.parallel.tensor`: zbv takes the backward pass
     apart itself, and in 8-bit matmuls gradients of input and weight are one operator."""
     layout, takes_apart = candidate.layout, candidate.precision.level != "O1-fp8"
     hides = layout.tp > 1 and layout.tp_engine == "local" and layout.schedule != "zbv" and takes_apart
@@ -184,7 +184,7 @@ def _loss(_workload: Workload, candidate: Candidate, _cluster: ClusterDescriptio
     """Where one rank computes the loss of all logits, two fp32 copies exist, read or written in turn with the logits.
 
     In parts, by tp or in chunks, gradients are written in the place of the logits; by count of the operators of
-    :mod:`trials.parallel.tensor.vocabulary`, 7 times the logits themselves are read or written and 10 times their
+    :mod:`trials.parallel.tensor`, 7 times the logits themselves are read or written and 10 times their
     values in fp32. Chunks add up the gradient of the head's weights in fp32.
     """
     size = 4.0 if candidate.precision.level == "O0" else 2.0

@@ -13,9 +13,17 @@ import numpy as np
 from cluster.cost.candidates import matmul_peak
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array
-from cluster.cost.usual.effects import Draw, Kind, kind_of_device, usual_program
-from cluster.cost.usual.knobs import KnobColumns
-from cluster.cost.usual.step import kernel_effect, launch_effect, longer, with_data
+from cluster.cost.usual import (
+    Draw,
+    Kind,
+    KnobColumns,
+    kernel_effect,
+    kind_of_device,
+    launch_effect,
+    longer,
+    usual_program,
+    with_data,
+)
 from cluster.hardware.accelerators import ClusterDescription
 from trials.dryrun.estimate import DryRunEstimate
 from trials.flops import activation_elements, model_flops_per_token, num_kernels, num_parameters

@@ -6,12 +6,69 @@ extended to gated FFNs and grouped-query attention.
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from cluster.cost.inputs import CP_METHODS, Array, CostInputs
-from cluster.cost.layers.experts import copied_rows, dense_params, inner_width, routed_params, used_params
+from trials.spec import Counts, LlamaModel, Recompute
+
+# Mixtures of experts: what their layers hold, compute and send, averaged over layers with experts and without.
+#
+# A token passes ``experts_per_token`` of the routed experts and all shared ones (Fedus et al., arXiv 2101.03961; Dai
+# et al., arXiv 2401.06066). Experts are spread over ``ep`` ranks; tokens travel to them and back, in forward and
+# backward passes (Lepikhin et al., arXiv 2006.16668). Routing is taken to be balanced, as auxiliary losses make it.
+# Arrays have shape (n,).
+
+
+def dense_params(x: CostInputs) -> Array:
+    """Feed-forward weights of a layer that every token passes, router included; not divided by tp."""
+    matrices = (2 + x.gated) * x.hidden
+    of_mixture = matrices * x.shared_ffn + np.where(x.num_experts > 1, x.hidden * x.num_experts, 0.0)
+    return np.asarray((1 - x.expert_share) * matrices * x.ffn + x.expert_share * of_mixture)
+
+
+def routed_params(x: CostInputs) -> Array:
+    """Weights of a layer's routed experts on one rank; not divided by tp."""
+    return np.asarray(x.expert_share * (2 + x.gated) * x.hidden * x.expert_ffn * x.num_experts / x.ep)
+
+
+def used_params(x: CostInputs) -> Array:
+    """Weights of routed experts that each token passes in a layer; not divided by tp."""
+    return np.asarray(x.expert_share * (2 + x.gated) * x.hidden * x.expert_ffn * x.experts_per_token)
+
+
+def inner_width(x: CostInputs) -> Array:
+    """Columns of the feed-forward's inner tensors, per token and layer."""
+    of_mixture = x.shared_ffn + x.experts_per_token * x.expert_ffn
+    return np.asarray((1 - x.expert_share) * x.ffn + x.expert_share * of_mixture)
+
+
+def copied_rows(x: CostInputs) -> Array:
+    """Copies of a token's hidden vector that go to experts, per layer."""
+    return np.asarray(x.expert_share * np.where(x.num_experts > 1, x.experts_per_token, 0.0))
+
+
+def rows_per_expert(x: CostInputs, tokens: Array) -> Array:
+    """Rows that an expert multiplies at a time, of a rank's ``tokens`` per micro-batch: its peers send as many."""
+    return np.asarray(tokens * x.experts_per_token * x.ep / np.maximum(x.num_experts, 1.0))
+
+
+def exchanged_bytes(x: CostInputs, tokens: Array) -> tuple[Array, Array]:
+    """Bytes that a rank sends per layer and direction to experts of other ranks: over the fast links, and beyond them.
+
+    Expert-parallel ranks lie side by side, after those of tensor parallelism, each of which sends its share of the
+    tokens. A token goes to another fast domain once, however many of its experts are there, and is handed on over the
+    fast links (DeepSeek-AI, arXiv 2412.19437, section 3.2.2); experts are chosen independently of where they are.
+    """
+    vectors = tokens * x.hidden * x.compute_bytes / x.tp * x.expert_share
+    inside = np.clip(np.floor(x.domain_size / x.tp), 1, x.ep)
+    domains = x.ep / inside
+    reached = (domains - 1) * (1 - (1 - 1 / domains) ** x.experts_per_token)
+    return np.asarray(vectors * x.experts_per_token * (inside - 1) / inside), np.asarray(vectors * reached)
+
 
 HEAD_STEP = 32
 """Fused attention kernels are made for head sizes that are multiples of this."""
@@ -110,3 +167,95 @@ def is_last(x: CostInputs) -> Array:
     """1 for the pipeline rank with head and loss: the first one in the V-shaped schedule."""
     last = np.where(x.schedule == 3, 0, x.pp - 1)
     return np.asarray(np.arange(x.stage_layers.shape[1])[None, :] == last[:, None], dtype=np.float64)
+
+
+# The shares of a decoder layer that selective recompute drops and repeats, from the kept outputs and the work of its
+# operators.
+
+
+FLOPS_PER_BYTE = 160.0
+"""Matmul FLOPs that current accelerators do, as efficiencies go, while they read or write a byte."""
+MAX_DROPPED = 0.95
+"""Largest share of a layer's kept bytes that can be dropped: its input always stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator, per token: output elements that the backward pass keeps, FLOPs, elements read and written."""
+
+    kept: float
+    flops: float = 0.0
+    traffic: float = 0.0
+
+    @property
+    def work(self) -> float:
+        """FLOPs, with those that could be done while its elements of two bytes are read and written."""
+        return self.flops + 2 * self.traffic * FLOPS_PER_BYTE
+
+
+def operators_of(model: LlamaModel, seq_length: int) -> dict[str, Operator]:
+    """Operators of :class:`trials.models.llama.Block` by their paths; fused attention skips the masked half."""
+    h, f = model.hidden_size, model.ffn_hidden_size
+    kv = h // model.num_heads * model.num_kv_heads
+    return {
+        "attention_norm.rms_norm": Operator(h, 0, 2 * h),
+        "attention.wqkv.linear": Operator(0, 2 * h * (h + 2 * kv)),
+        "attention.addcmul": Operator(h + kv, 0, 3 * (h + kv)),
+        "attention.contiguous": Operator(kv, 0, 2 * kv),
+        "attention.scaled_dot_product_attention": Operator(h, 4 * seq_length * h * 0.5),
+        "attention.wo.linear": Operator(0, 2 * h * h),
+        "add": Operator(h, 0, 3 * h),
+        "feed_forward_norm.rms_norm": Operator(h, 0, 2 * h),
+        "feed_forward.w13.linear": Operator(2 * f, 4 * h * f),
+        "feed_forward.silu": Operator(f, 0, 2 * f),
+        "feed_forward.mul": Operator(f, 0, 3 * f),
+        "feed_forward.w2.linear": Operator(0, 2 * h * f),
+    }
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether the pattern matches the operator's whole path or that of a module around it, as
+    :class:`trials.recompute.PatternTally` does."""
+    parts = path.split(".")
+    return any(re.fullmatch(pattern, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
+
+
+@functools.lru_cache(maxsize=4096)
+def selective_shares(
+    recompute: Recompute, model: LlamaModel, seq_length: int, plain: Counts
+) -> tuple[list[float], list[float]]:
+    """Share of kept bytes dropped and of work repeated, each per pipeline rank: the mean over its layers that are not
+    recomputed in full.
+
+    Args:
+        plain: numbers of those layers, ``[chunk][stage]``.
+    """
+    num_stages = len(plain[0])
+    if not recompute.selective:
+        return [0.0] * num_stages, [0.0] * num_stages
+    operators = operators_of(model, seq_length)
+    # The layer's input is kept as well.
+    all_kept = model.hidden_size + sum(operator.kept for operator in operators.values())
+    all_work = sum(operator.work for operator in operators.values())
+    dropped, repeated = [0.0] * num_stages, [0.0] * num_stages
+    for path, operator in operators.items():
+        counts = _layers(path, recompute, plain)
+        for stage, count in enumerate(counts):
+            layers = max(1, sum(row[stage] for row in plain))
+            dropped[stage] += count / layers * operator.kept / all_kept
+            repeated[stage] += count / layers * operator.work / all_work
+    return [min(MAX_DROPPED, share) for share in dropped], repeated
+
+
+def _layers(path: str, recompute: Recompute, plain: Counts) -> list[int]:
+    """Layers of each stage in which a pattern chooses the operator, beyond those recomputed in full."""
+    chosen = [part.num_layers for part in recompute.selective if matches(part.pattern, path)]
+    layers = [0] * len(plain[0])
+    for chunk, row in enumerate(plain):
+        for stage in range(len(row)):
+            layers[stage] += max((_beyond(counts, recompute.full, chunk, stage) for counts in chosen), default=0)
+    return layers
+
+
+def _beyond(counts: Counts, full: Counts, chunk: int, stage: int) -> int:
+    return max(0, counts[chunk][stage] - (full[chunk][stage] if full else 0))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.gang.sights import Blame, FlightRecord, PendingCall, RankSight
+from cluster.gang.messages import Blame, FlightRecord, PendingCall, RankSight
 
 _SAME_SIZES = frozenset({"all_reduce", "allreduce", "barrier"})
 """Collectives to which every rank of a group brings tensors of the same shape."""

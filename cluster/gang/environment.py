@@ -6,21 +6,190 @@ Programs find each other through ``MASTER_ADDR`` and ``MASTER_PORT`` as under to
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import random
+import re
 import socket
-from collections.abc import Mapping
-from dataclasses import replace
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from uuid import uuid4
 
-from cluster.gang.defaults import NUMA_VARIABLE, default_env
 from cluster.gang.messages import NodeLaunch, RankSlot
-from trials.accelerator.kinds import FAMILIES
-from trials.script.environment import CACHES
+from trials.accelerator.kinds import FAMILIES, DeviceKind
+from trials.files import make_private_folder
+from trials.reports import FOLDER
+from trials.script.command import CACHES
+
+# Environment variables that ranks get where neither ``cluster.env`` nor their host says otherwise: each with its why.
+#
+# What a library finds out well by itself is left to it: NCCL's choice of InfiniBand devices and algorithms above all.
+
+
+NUMA_VARIABLE = "TUNE_CLUSTER_NUMA"
+"""``off`` leaves ranks on all cores."""
+INTERFACE = "{interface}"
+"""Stands in a default's value for the network interface of the address by which other nodes reach this one."""
+PATIENCE = "{patience}"
+"""Stands there for the seconds that all deadlines of the gang allow together, and some more, within the bounds."""
+_NVIDIA_LIKE: tuple[DeviceKind, ...] = ("cuda", "rocm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Default:
+    """One variable."""
+
+    name: str
+    value: str
+    why: str
+    kinds: tuple[DeviceKind, ...] = ()
+    """Kinds of devices whose ranks get it; empty: all."""
+    several_nodes: bool | None = None
+    """Whether only gangs on several nodes get it, or only those on one; None: all."""
+    is_set_here: bool = True
+    """Whether :func:`default_env` gives it; else it is what the rank sees to when it starts."""
+    synonyms: tuple[str, ...] = ()
+    """Other names under which the same is read: whoever sets one of them has had his say."""
+    bounds: tuple[int, int] | None = None
+    """Least and most seconds that the library takes; None: any."""
+
+    def applies(self, kind: DeviceKind, num_nodes: int) -> bool:
+        """Whether ranks on this kind of device, in a gang on so many nodes, get it."""
+        fits_nodes = self.several_nodes is None or self.several_nodes == (num_nodes > 1)
+        return fits_nodes and (not self.kinds or kind in self.kinds)
+
+
+DEFAULTS: tuple[Default, ...] = (
+    Default(
+        name="GLOO_SOCKET_IFNAME",
+        value="lo",
+        why="ranks of one host meet over loopback, whatever its name resolves to",
+        several_nodes=False,
+    ),
+    Default(
+        name="GLOO_SOCKET_IFNAME",
+        value=INTERFACE,
+        why="gloo would take the interface that the host's name resolves to, often loopback or docker0",
+        several_nodes=True,
+    ),
+    Default(
+        name="NCCL_SOCKET_IFNAME",
+        value=f"={INTERFACE}",
+        why="NCCL would take the first interface that is not lo or docker, maybe one that reaches no other node",
+        kinds=_NVIDIA_LIKE,
+        several_nodes=True,
+    ),
+    Default(
+        name="HCCL_SOCKET_IFNAME",
+        value=f"={INTERFACE}",
+        why="HCCL meets over the interface by which the nodes reach each other",
+        kinds=("npu",),
+        several_nodes=True,
+    ),
+    Default(
+        name="NCCL_DEBUG",
+        value="WARN",
+        why="errors of the network and the driver are named in the rank's log; without them a failure has no reason",
+        kinds=_NVIDIA_LIKE,
+    ),
+    Default(
+        name="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+        value=PATIENCE,
+        why="NCCL's monitor would end a rank that waits for a peer within the gang's deadlines; hangs are judged there",
+        kinds=_NVIDIA_LIKE,
+    ),
+    Default(
+        name="TORCH_NCCL_ENABLE_TIMING",
+        value="1",
+        why="tells a device that hangs in a kernel of its own from those that wait for it; one more event a collective",
+        kinds=_NVIDIA_LIKE,
+        synonyms=("NCCL_ENABLE_TIMING",),
+    ),
+    Default(
+        name="TORCH_NCCL_DUMP_ON_TIMEOUT",
+        value="1",
+        why="where torch leaves it off, NCCL looks only once a heartbeat whether a record is asked for",
+        kinds=_NVIDIA_LIKE,
+        synonyms=("TORCH_FR_DUMP_ON_TIMEOUT",),
+    ),
+    Default(
+        name="TORCH_FR_BUFFER_SIZE",
+        value="2000",
+        why="the flight recorder's last collectives tell which rank is behind when a gang hangs",
+        kinds=_NVIDIA_LIKE,
+        is_set_here=False,
+    ),
+    Default(
+        name="TORCH_HCCL_TRACE_BUFFER_SIZE",
+        value="2000",
+        why="the same for HCCL, whose recorder is off without it",
+        kinds=("npu",),
+        is_set_here=False,
+    ),
+    Default(
+        name="HCCL_CONNECT_TIMEOUT",
+        value=PATIENCE,
+        why="HCCL would give up after 120 s on a peer that still loads or compiles; it takes 7200 s at most",
+        kinds=("npu",),
+        bounds=(120, 7200),
+    ),
+    Default(
+        name="HCCL_EXEC_TIMEOUT",
+        value=PATIENCE,
+        why="HCCL would end a collective after half an hour, whatever the deadlines; it takes 17340 s at most",
+        kinds=("npu",),
+        bounds=(68, 17340),
+    ),
+    Default(
+        name="PYTORCH_CUDA_ALLOC_CONF",
+        value="expandable_segments:True",
+        why="segments that grow: else sizes that differ from step to step leave holes that nothing fits into",
+        kinds=("cuda",),
+        is_set_here=False,
+    ),
+    Default(
+        name=NUMA_VARIABLE,
+        value="on",
+        why="a rank keeps to the cores, and so to the memory, near its device on hosts of several sockets; off: all",
+        kinds=("cuda", "rocm", "xpu", "npu"),
+    ),
+)
+
+
+def defaults_of(kind: DeviceKind, num_nodes: int) -> tuple[Default, ...]:
+    """Those of ranks on this kind of device, in gangs on so many nodes."""
+    return tuple(default for default in DEFAULTS if default.applies(kind, num_nodes))
+
+
+def default_env(
+    kind: DeviceKind,
+    num_nodes: int,
+    interface: str | None,
+    *,
+    patience_s: int = 1800,
+    host: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
+    """The defaults of ranks on a host with this environment, which goes before them under whatever name.
+
+    Args:
+        interface: network interface by which other nodes reach this one; None where nobody knows.
+        patience_s: how long a gang may take within its deadlines, in seconds.
+    """
+    found = {}
+    for default in defaults_of(kind, num_nodes):
+        is_known = INTERFACE not in default.value or interface is not None
+        if default.is_set_here and is_known and not {default.name, *default.synonyms} & host.keys():
+            least_s, most_s = default.bounds or (patience_s, patience_s)
+            seconds = str(min(max(patience_s, least_s), most_s))
+            found[default.name] = default.value.replace(INTERFACE, interface or "").replace(PATIENCE, seconds)
+    return found
+
 
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "TUNE_CLUSTER_RENDEZVOUS"
-AGAIN = "TUNE_CLUSTER_RENDEZVOUS_AGAIN"
 """Where the ranks meet that are started once more after those of the trial."""
 PORTS = range(20000, 32000)
 """Ports for ranks to meet at: below those that Linux gives to outgoing connections, which would take one in between."""
@@ -53,15 +222,13 @@ def owner_of(name: str) -> str | None:
 def single_node_env(directory: str) -> dict[str, str]:
     """Environment of ranks that share a node: they meet at a file."""
     folder = Path(directory)
-    return {RENDEZVOUS: (folder / "rendezvous").as_uri(), AGAIN: (folder / "rendezvous-again").as_uri()}
+    return {RENDEZVOUS: (folder / "rendezvous").as_uri()}
 
 
-def several_nodes_env(address: str, port: int, port_again: int) -> dict[str, str]:
-    """Environment of ranks on several nodes, which meet at a TCP store that rank 0 opens on the first; those that are
-    started once more when these are gone, at another one."""
+def several_nodes_env(address: str, port: int) -> dict[str, str]:
+    """Environment of ranks on several nodes, which meet at a TCP store that rank 0 opens on the first."""
     return {
         RENDEZVOUS: f"tcp://{address}:{port}",
-        AGAIN: f"tcp://{address}:{port_again}",
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
@@ -144,8 +311,124 @@ def _caches(launch: NodeLaunch) -> dict[str, str]:
     return {"TUNE_CLUSTER_CACHE_DIR": str(folder), **compilers}
 
 
-def started_again(launch: NodeLaunch, runner: str) -> NodeLaunch:
-    """The launch of fresh ranks with another runner, after those of ``launch`` are gone: they meet elsewhere and write
-    to a folder of their own, and find in the same caches what the others left."""
-    environment = {**_caches(launch), **launch.env, RENDEZVOUS: launch.env.get(AGAIN, "")}
-    return replace(launch, runner=runner, directory=str(rank_folder(launch) / "again"), env=environment)
+# Files of an attempt that come home: from the node where a rank wrote them to the controller's host.
+#
+# Ranks write them to the folder ``profile`` of the attempt's folder. Where that is the controller's own file system
+# they are home already. Elsewhere the node's agent sends them, in pieces, before it says that the gang is gone; so
+# they are there when the controller hears of the end. Names are checked on both sides, and no link is followed.
+
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES_PER_RANK = 64 << 20
+"""Most bytes of a rank's files together; those of a rank that has more stay on its node."""
+PIECE_BYTES = 4 << 20
+"""Most bytes of a file that are sent at once."""
+_NAME = re.compile(r"rank(\d{1,7})\.[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+"""Names of files that come home: a rank's number first, no separators, not hidden, leading nowhere else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePiece:
+    """A part of a file. The parts of a file are sent in order."""
+
+    attempt_id: str
+    token: str
+    name: str
+    offset: int
+    data: bytes
+    is_last: bool
+
+
+class HomeMark:
+    """A file that the controller leaves in its folder: an agent that finds it works on the controller's file system."""
+
+    def __init__(self, workdir: Path) -> None:
+        self.name = f".home-{uuid4().hex}"
+        for left in make_private_folder(workdir).glob(".home-*"):  # by a controller that was killed
+            left.unlink(missing_ok=True)
+        self._path = workdir / self.name
+        self._path.touch(mode=0o600)
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    @staticmethod
+    def is_home(workdir: Path, name: str) -> bool:
+        return (workdir / name).is_file()
+
+
+def pieces(directory: Path, attempt_id: str, token: str, slots: tuple[RankSlot, ...]) -> Iterator[FilePiece]:
+    """The files that the ranks in ``slots`` left in an attempt's folder, piece by piece."""
+    for slot in slots:
+        files = _files_of(directory / FOLDER, slot.rank)
+        size = sum(num_bytes for _, num_bytes in files)
+        if size > MAX_BYTES_PER_RANK:
+            logger.warning(
+                "the files of rank %d stay in %s: %d MiB, and %d MiB are brought home at most",
+                *(slot.rank, directory / FOLDER, size >> 20, MAX_BYTES_PER_RANK >> 20),
+            )
+            continue
+        for path, num_bytes in files:
+            try:
+                yield from _pieces_of(path, num_bytes, attempt_id, token)
+            except OSError as error:
+                logger.warning("%s stays where it is: %s", path, error)
+
+
+def _files_of(folder: Path, rank: int) -> list[tuple[Path, int]]:
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in sorted(folder.iterdir()):
+            match = _NAME.fullmatch(path.name)
+            if match and int(match[1]) == rank and stat.S_ISREG((status := path.lstat()).st_mode):
+                found.append((path, status.st_size))
+    return found
+
+
+def _pieces_of(path: Path, num_bytes: int, attempt_id: str, token: str) -> Iterator[FilePiece]:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        for offset in range(0, max(1, num_bytes), PIECE_BYTES):
+            data = file.read(min(PIECE_BYTES, num_bytes - offset))
+            is_last = offset + PIECE_BYTES >= num_bytes
+            yield FilePiece(
+                attempt_id=attempt_id, token=token, name=path.name, offset=offset, data=data, is_last=is_last
+            )
+
+
+class FileReceiver:
+    """Writes what comes home below ``workdir``. A file is there as a whole or not at all."""
+
+    def __init__(self, workdir: Path) -> None:
+        self._workdir = workdir
+        self._received: dict[tuple[str, str], int] = {}
+        """Bytes that have come so far, by attempt and rank."""
+
+    def take(self, piece: FilePiece) -> None:
+        """Add a piece of a file of a known attempt; what is not as it should be is left out, with a warning."""
+        match = _NAME.fullmatch(piece.name)
+        if match is None:
+            logger.warning("a file of attempt %s is refused for its name: %.100r", piece.attempt_id, piece.name)
+            return
+        key = piece.attempt_id, match[1]
+        self._received[key] = self._received.get(key, 0) + len(piece.data)
+        if self._received[key] > MAX_BYTES_PER_RANK:
+            logger.warning("attempt %s sends too much for rank %s", *key)
+            return
+        folder = self._workdir / piece.attempt_id / FOLDER
+        try:
+            self._write(folder, piece)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", folder / piece.name, error)
+
+    def _write(self, folder: Path, piece: FilePiece) -> None:
+        beside = make_private_folder(folder) / f".{piece.name}"
+        if piece.offset == 0:
+            beside.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if piece.offset == 0 else 0)
+        with os.fdopen(os.open(beside, flags, 0o600), "wb") as file:
+            if file.seek(0, os.SEEK_END) != piece.offset:
+                raise OSError(f"a piece is missing before byte {piece.offset}")
+            file.write(piece.data)
+        if piece.is_last:
+            beside.replace(folder / piece.name)

@@ -2,18 +2,106 @@
 
 from __future__ import annotations
 
+import enum
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from cluster.base import Deadlines, GangLaunch
-from cluster.gang.sights import RankSight
 from cluster.hardware.topology import DeviceHandle, Node
 from trials.accelerator.kinds import DeviceKind
 from trials.codec import to_json
 from trials.outcome import Phase, RankReport
-from trials.reports.disturbance import Disturbance
+from trials.reports import Disturbance
+
+# What was seen of a rank that made no progress: where its main thread stood, and how far it is in its collectives.
+#
+# The numbers are those of torch's Flight Recorder: a process group counts its collective operations, all of its ranks
+# in the same order, so that ranks can be compared by them.
+
+
+class Blame(enum.IntEnum):
+    """How likely a rank is the one for which the others wait; the smaller, the likelier."""
+
+    STOPPED = 0
+    """A signal has stopped it: it does not run at all."""
+    ELSEWHERE = 1
+    """It is in code that waits for no peer, or it cannot be asked for its stack; or its records show that it is
+    behind."""
+    UNCLEAR = 2
+    """It is in code that both computes and communicates: the backward pass, FSDP, distributed tensors. Or it was asked
+    for its stack and did not give it in time, as on a loaded node, or in a call of the kernel's."""
+    WAITING = 3
+    """It waits in a collective operation, or for a device that does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlace:
+    """How far a rank is in one process group."""
+
+    group: str
+    """Backend and name of the group, the same on all of its ranks."""
+    label: str
+    """What the group is called for people."""
+    ranks: tuple[int, ...]
+    """Global ranks of its members, in the group's order; empty where the recorder does not know them."""
+    entered: int
+    """Number of the last collective that the rank has begun; 0 before the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingCall:
+    """The earliest collective of a group that a rank has begun and that has not ended, or a send or receive."""
+
+    group: str
+    number: int
+    """The group's count of collectives; 0 for sends and receives, which each rank counts for itself."""
+    name: str
+    """The operation: ``all_reduce``."""
+    sizes: str
+    """Shapes of the inputs."""
+    is_started: bool
+    """Whether the device is known to be at work on it; nobody knows unless NCCL keeps timings
+    (``TORCH_NCCL_ENABLE_TIMING``)."""
+    peer: int | None = None
+    """The other rank of a ``send`` or ``recv``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightRecord:
+    """The summary of a rank's Flight Recorder."""
+
+    places: tuple[GroupPlace, ...] = ()
+    calls: tuple[PendingCall, ...] = ()
+    is_complete: bool = True
+    """Whether the recorder still has all that it was told: it has not, once its buffer has gone round."""
+
+    def place(self, group: str) -> GroupPlace | None:
+        """How far the rank is in a group; None where it says nothing of it."""
+        return next((place for place in self.places if place.group == group), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSight:
+    """What one rank was doing when somebody looked."""
+
+    rank: int
+    stack: Literal["stopped", "elsewhere", "unclear", "waiting"]
+    """What its stack says of it: a :class:`Blame` in lower case."""
+    where: str
+    """Function, file and line in which it was, as a clause for people."""
+    progress: tuple[int, int] | None
+    """Phase and step that it had reported, as numbers; None where it is not one to report any: that tells nothing."""
+    record: FlightRecord | None = None
+    """None where it gave none."""
+
+    @property
+    def blame(self) -> Blame:
+        """What its stack alone says of it."""
+        return Blame[self.stack.upper()]
+
 
 SCRIPT_RUNNERS = "trials.script."
 """How the names of runners begin whose work is a program of the user's own."""
@@ -41,6 +129,10 @@ class RankSuccess:
     report: RankReport
     place: RankPlace | None = None
     """None where no process ran: on virtual clusters."""
+    seen_steps: tuple[int, ...] = ()
+    """Numbers of the measured steps whose progress the warden received; its clock is none that the rank can change."""
+    seen_at_s: tuple[float, ...] = ()
+    """When (monotonic) it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +140,9 @@ class RankFailure:
     """Why a rank has no report; ``rank`` is None when that concerns a whole node or gang.
 
     ``category`` is a class of :func:`trials.failure.classify`, or one of the cluster's own: ``exit`` (ended without
-    a report), ``exception`` (an exit that Python code asked for), ``deadline``, ``preempted`` (the batch system ends
-    the node's processes), ``controller`` (it killed the gang, or was not heard of any more), ``stopped`` (killed for
-    a peer's failure).
+    a report), ``exception`` (an exit that Python code requested), ``deadline``, ``preempted`` (the batch system ends
+    the node's processes), ``killed`` (by a signal from outside), ``controller`` (it killed the gang, or was silent for
+    too long), ``stopped`` (killed for a peer's failure).
     """
 
     kind: ClassVar[str] = "failure"
@@ -167,14 +259,7 @@ class PeerCompiles:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoSecondRun:
-    """A second run of the gang elsewhere has come to nothing, for which the one here would wait in vain."""
-
-    kind: ClassVar[str] = "no_second_run"
-
-
-GangOrder = StopGang | PeerCompiles | NoSecondRun
+GangOrder = StopGang | PeerCompiles
 Order = GangOrder | Beat
 
 
@@ -213,18 +298,6 @@ class NodeFailing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettled:
-    """All ranks on this node have told of success and are gone; now they are started once more, to compile from the
-    cache. Whatever comes of that, ``results`` stand; :class:`NodeGone` may add to them."""
-
-    kind: ClassVar[str] = "node_settled"
-    attempt_id: str
-    token: str
-    results: tuple[RankResult, ...]
-    disturbance: Disturbance | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGone:
     """No process of the gang is left on this node. Sent once per :class:`NodeLaunch`."""
 
@@ -236,7 +309,7 @@ class NodeGone:
     """What else the node did while the gang measured; None where that was not looked at."""
 
 
-NodeEvent = NodeProgress | NodeCompiling | NodeFailing | NodeSettled | NodeGone
+NodeEvent = NodeProgress | NodeCompiling | NodeFailing | NodeGone
 
 
 def line(message: Any) -> bytes:
@@ -293,3 +366,86 @@ def _slots(launch: GangLaunch, node: str) -> tuple[RankSlot, ...]:
         number = launch.placement.nodes.index(node)
         return (RankSlot(rank=number, local_rank=0, index=held[0], held=held, starts=starts),)
     return tuple(RankSlot(rank=rank, local_rank=i, index=index) for i, (rank, index) in enumerate(placed))
+
+
+# When a rank has missed a deadline, from the reports seen and the clock. No effects.
+
+
+@dataclass(slots=True, kw_only=True)
+class RankClock:
+    """The phase and step that a rank has reported last, and when (monotonic seconds)."""
+
+    entered_at_s: float
+    """When the present phase began."""
+    reported_at_s: float | None = None
+    """When the last report came; None before the first, while only the starting deadline counts."""
+    phase: Phase = "starting"
+    step: int = 0
+    step_time_s: float | None = None
+    compiles_since_s: float | None = None
+    """When it told last that it compiles; None while it does not."""
+
+    def advance(self, progress: RankProgress, now_s: float, *, is_sign: bool = True) -> None:
+        """Take in a report; ``is_sign``: whether it is a sign of life, which compiling is not for ever."""
+        if progress.phase != self.phase:
+            self.entered_at_s = now_s
+        self.phase, self.step, self.step_time_s = progress.phase, progress.step, progress.step_time_s
+        self.compiles_since_s = now_s if progress.is_compiling else None
+        if is_sign:
+            self.reported_at_s = now_s
+
+    def stand_still(self, seconds: float, now_s: float) -> None:
+        """Leave out so many seconds that have just passed: neither of the deadlines counts them."""
+        self.entered_at_s = min(now_s, self.entered_at_s + seconds)
+        if self.reported_at_s is not None:
+            self.reported_at_s = min(now_s, self.reported_at_s + seconds)
+
+    def wait_anew(self, now_s: float) -> None:
+        """Begin the phase again, if nothing was ever reported: a peer is done, and this rank will be."""
+        if self.reported_at_s is None:
+            self.entered_at_s = now_s
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Phase and step as numbers: larger means further."""
+        return PHASES.index(self.phase), self.step
+
+
+@dataclass(slots=True, kw_only=True)
+class CompileTime:
+    """The time for which ranks of a gang compile, one or several at a time: it counts towards no deadline but its
+    own."""
+
+    left_s: float
+    """Seconds that it may still take."""
+    counted_until_s: float = -math.inf
+    """Until when (monotonic) it has been counted, so that ranks that compile side by side count once."""
+
+    def passed(self, since_s: float, now_s: float) -> float:
+        """Count the time between, during which a rank has compiled; gives the seconds that are new and allowed."""
+        seconds = min(max(0.0, now_s - max(since_s, self.counted_until_s)), self.left_s)
+        self.counted_until_s = max(self.counted_until_s, now_s)
+        self.left_s -= seconds
+        return seconds
+
+
+def due_at_s(clock: RankClock, deadlines: Deadlines) -> float:
+    """When the rank will be overdue unless it reports before."""
+    phase_end = clock.entered_at_s + _allowed_s(clock.phase, deadlines)
+    return phase_end if clock.reported_at_s is None else min(phase_end, clock.reported_at_s + deadlines.stall_s)
+
+
+def overdue_reason(clock: RankClock, deadlines: Deadlines) -> str:
+    """Which of the two deadlines :func:`due_at_s` is about, for people."""
+    allowed_s = _allowed_s(clock.phase, deadlines)
+    if due_at_s(clock, deadlines) < clock.entered_at_s + allowed_s:
+        return f"no progress for {deadlines.stall_s:g} s in phase {clock.phase} at step {clock.step}"
+    return f"phase {clock.phase} took longer than {allowed_s:g} s, at step {clock.step}"
+
+
+def _allowed_s(phase: Phase, deadlines: Deadlines) -> float:
+    return {
+        "starting": deadlines.starting_s,
+        "warmup": deadlines.warmup_s,
+        "measuring": deadlines.measuring_s,
+    }[phase]

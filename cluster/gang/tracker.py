@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.base import COMPILING_AGAIN, GangEnded, GangEvent, GangLaunch, GangProgress
+from cluster.base import GangEnded, GangEvent, GangLaunch, GangProgress
+from cluster.gang.gang_outcome import fold, is_step_time
 from cluster.gang.messages import (
     PHASES,
     SCRIPT_RUNNERS,
@@ -17,17 +18,12 @@ from cluster.gang.messages import (
     NodeFailing,
     NodeGone,
     NodeProgress,
-    NodeSettled,
-    NoSecondRun,
     PeerCompiles,
     RankFailure,
     RankResult,
-    RankSuccess,
     StopGang,
 )
-from cluster.gang.outcome import fold
-from cluster.gang.plausible import is_step_time
-from trials.reports.disturbance import Disturbance
+from trials.reports import Disturbance
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,10 +37,6 @@ class _TrackedGang:
     disturbances: list[Disturbance] = field(default_factory=list)
     progress: dict[str, NodeProgress] = field(default_factory=dict)
     reported: tuple[int, int] = (0, 0)
-    settled: dict[str, NodeSettled] = field(default_factory=dict)
-    """What nodes told before their second runs, by node."""
-    has_second_run: bool = True
-    """Whether a second run may still come to something: not when it has ended without a figure on any node."""
 
 
 class GangTracker:
@@ -91,8 +83,6 @@ class GangTracker:
             case NodeFailing():
                 self._stop_others(gang, node, event.reason, is_hang=event.is_hang)
                 return []
-            case NodeSettled():
-                return self._settled(gang, node, event)
             case NodeGone():
                 return self._gone(gang, node, event.results, now_s, event.disturbance)
 
@@ -121,14 +111,6 @@ class GangTracker:
                 events += self._gone(gang, node, [lost], now_s)
         return events
 
-    def _end_second_run(self, gang: _TrackedGang, results: Sequence[RankResult]) -> None:
-        """Have the other nodes end their second runs where a node is gone with nothing found out by its own: their
-        ranks would wait for its. Results stand."""
-        if gang.has_second_run and not all(map(_compiled_again, results)):
-            gang.has_second_run = False
-            for other in sorted(gang.waiting & set(gang.settled)):
-                self._order(other, gang.launch.attempt_id, NoSecondRun())
-
     def _stop_others(self, gang: _TrackedGang, node: str, reason: str, *, is_hang: bool = False) -> None:
         order = StopGang(reason=f"{node}: {reason}", is_cause=False, is_hang=is_hang)
         for other in sorted(gang.waiting - {node}):
@@ -153,15 +135,6 @@ class GangTracker:
             )
         ]
 
-    def _settled(self, gang: _TrackedGang, node: str, event: NodeSettled) -> list[GangEvent]:
-        """Keep the node's results, and tell that the gang is at its second run once all nodes are."""
-        gang.settled[node] = event
-        if not gang.has_second_run:
-            self._order(node, event.attempt_id, NoSecondRun())
-        if set(gang.settled) != set(gang.launch.placement.nodes):
-            return []
-        return [GangProgress(attempt_id=event.attempt_id, token=event.token, phase=COMPILING_AGAIN, step=0)]
-
     def _gone(
         self,
         gang: _TrackedGang,
@@ -171,13 +144,9 @@ class GangTracker:
         disturbance: Disturbance | None = None,
     ) -> list[GangEvent]:
         gang.waiting.discard(node)
-        if settled := gang.settled.get(node):
-            gang.results += _left_out(settled.results, results)
-            disturbance = disturbance or settled.disturbance
         gang.results += results
         gang.disturbances += [disturbance] if disturbance else []
         if gang.waiting:
-            self._end_second_run(gang, results)
             return []
         launch = gang.launch
         del self._gangs[launch.attempt_id]
@@ -190,18 +159,6 @@ class GangTracker:
                 log_dir=gang.log_dir,
             )
         ]
-
-
-def _left_out(before: Sequence[RankResult], at_end: Sequence[RankResult]) -> list[RankResult]:
-    """What a node told before its second run of ranks of which it told no success at its end: that stands."""
-    told = {result.rank for result in at_end if isinstance(result, RankSuccess)}
-    return [result for result in before if result.rank not in told]
-
-
-def _compiled_again(result: RankResult) -> bool:
-    """Whether the rank's second run has told how long compiling took."""
-    graph = result.report.findings.graph if isinstance(result, RankSuccess) else None
-    return graph is not None and graph.again_s is not None
 
 
 def _position(progress: NodeProgress) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster.hardware.topology import Topology
 from configs import CONFIGS
+from trials.files import read_regular
 
 
 class CatalogueError(ValueError):
@@ -285,7 +286,7 @@ def _read(path: Path, required: set[str], optional: set[str]) -> Any:
     import yaml  # agents come without it as long as nobody asks for a figure
 
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.safe_load(read_regular(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""

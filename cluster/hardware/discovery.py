@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.hardware.listing import amd, ascend, intel, nvidia
-from cluster.hardware.listing.tools import DeviceQueryError, ListedDevice, is_installed
+from cluster.hardware import listing
+from cluster.hardware.listing import DeviceQueryError, ListedDevice, is_installed
 from cluster.hardware.topology import (
     DeviceChoice,
     DeviceHandle,
@@ -42,10 +42,12 @@ class _Maker:
 
 
 _MAKERS: Mapping[DeviceKind, _Maker] = {
-    "cuda": _Maker(tools=(nvidia.TOOL,), listed=nvidia.devices, driver_files=("/dev/nvidia0", "/dev/nvidiactl")),
-    "npu": _Maker(tools=(ascend.TOOL,), listed=ascend.devices, driver_files=("/dev/davinci_manager",)),
-    "rocm": _Maker(tools=amd.TOOLS, listed=amd.devices, driver_files=("/dev/kfd",)),
-    "xpu": _Maker(tools=(intel.TOOL,), listed=intel.devices, driver_files=()),
+    "cuda": _Maker(
+        tools=(listing.NVIDIA_TOOL,), listed=listing.nvidia_devices, driver_files=("/dev/nvidia0", "/dev/nvidiactl")
+    ),
+    "npu": _Maker(tools=(listing.ASCEND_TOOL,), listed=listing.ascend_devices, driver_files=("/dev/davinci_manager",)),
+    "rocm": _Maker(tools=listing.AMD_TOOLS, listed=listing.amd_devices, driver_files=("/dev/kfd",)),
+    "xpu": _Maker(tools=(listing.INTEL_TOOL,), listed=listing.intel_devices, driver_files=()),
 }
 """In the order in which ``auto`` looks."""
 
@@ -109,7 +111,7 @@ def listed(kind: DeviceKind, *, with_slices: bool = False) -> list[ListedDevice]
     if not any(map(is_installed, maker.tools)):
         return []
     found = maker.listed()
-    return [*found, *nvidia.slices()] if with_slices and not any(one.is_slice for one in found) else found
+    return [*found, *listing.slices()] if with_slices and not any(one.is_slice for one in found) else found
 
 
 def all_tools() -> tuple[str, ...]:
@@ -304,7 +306,7 @@ def _named(kind: DeviceKind, allowed: str, listed: Sequence[ListedDevice]) -> li
     """As drivers read the variable: the first name that means no device ends the list."""
     entries = _entries(allowed)
     if kind == "cuda" and any(entry.startswith("MIG-") for entry in entries) and not any(d.is_slice for d in listed):
-        listed = [*listed, *nvidia.slices()]
+        listed = [*listed, *listing.slices()]
     found: list[ListedDevice] = []
     for entry in entries:
         match = next((one for one in listed if _is_called(one, entry)), None)

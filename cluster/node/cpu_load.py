@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.hardware.topology import read_or_empty
-from trials.reports.disturbance import Disturbance
+from trials.reports import Disturbance
 
 CONTROLLER_VARIABLE = "TUNE_CLUSTER_CONTROLLER"
 """Set to the controller's pid in what it starts on its own host: whatever descends from it is the sweep's own."""

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 from cluster.base import Deadlines
 from cluster.gang.messages import Beat, NodeLaunch, RankFailure, RankPlace, RankProgress, RankSlot, RankSuccess
-from cluster.node.hang.stacks import DUMP_SIGNAL
-from cluster.node.host_memory import MIN_SHARED_BYTES, shared_memory_shortage
+from cluster.node.hang import DUMP_SIGNAL
+from cluster.node.memory_watch import MIN_SHARED_BYTES, shared_memory_shortage
 from cluster.node.warden import warden_main
 from cluster.processes import adopt_orphans, children, collapse_pages, kill, kill_descendants
 from trials import torch_support

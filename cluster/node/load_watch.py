@@ -23,7 +23,7 @@ from cluster.node.cpu_load import MIN_WINDOW_S, CpuLook
 from trials.codec import to_json
 from trials.files import write_atomically
 from trials.outcome import Phase
-from trials.reports.disturbance import LOAD_SUFFIX, Disturbance, reasons_in
+from trials.reports import LOAD_SUFFIX, Disturbance, reasons_in
 
 PERIOD_S = 5
 """Seconds between two looks at the devices."""

@@ -4,7 +4,7 @@ Every attempt has a warden process of its own, forked by the fork server. It ado
 so "all descendants are gone" is exactly "the gang is gone", and concurrent gangs cannot be confused.
 
     devices free? -> fork ranks -> watch -> (first failure, deadline, stop, SIGTERM, a dead agent or silent
-    controller: kill all) -> reap all -> devices free again? -> (cold compilation: once more) -> NodeGone
+    controller: kill all) -> reap all -> devices free again? -> NodeGone
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import selectors
 import signal
 import socket
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cluster.gang.environment import rank_folder, with_master
+from cluster.gang.gang_outcome import MAY_HAVE_A_CAUSE
 from cluster.gang.messages import (
     Beat,
+    Lines,
     NodeCompiling,
+    NodeEvent,
     NodeFailing,
     NodeGone,
     NodeLaunch,
     NodeProgress,
-    NodeSettled,
-    NoSecondRun,
     Order,
     PeerCompiles,
     RankFailure,
@@ -37,31 +40,101 @@ from cluster.gang.messages import (
     RankResult,
     RankSlot,
     StopGang,
+    line,
 )
-from cluster.gang.outcome import MAY_HAVE_A_CAUSE
-from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_handles, watched_handles, why_not_free
-from cluster.node.hang.hanging import HangingSlot
-from cluster.node.hang.stacks import examine
-from cluster.node.host_memory import OomKills, shortage
+from cluster.node.hang import HangingSlot, examine
 from cluster.node.load_watch import LoadWatch, most_used
-from cluster.node.ranks.clocks import GangClocks
-from cluster.node.ranks.forked import (
+from cluster.node.memory_watch import (
+    SETTLE_AFTER_S,
+    SETTLE_BEFORE_S,
+    OomKills,
+    shortage,
+    slot_handles,
+    watched_handles,
+    why_not_free,
+)
+from cluster.node.ranks import (
     ForkedRank,
+    GangClocks,
     as_preempted,
     died_of_sigterm,
     explained,
     fork_rank,
     how_it_ended,
+    with_arrivals,
+    with_host_cause,
     with_log,
     with_program_memory,
 )
-from cluster.node.ranks.second_run import SecondRun, asked_again
-from cluster.node.warden_link import CHUNK, AgentLink
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
+from trials.failure import of_host
 from trials.files import make_private_folder
-from trials.script.places import remove_scratch, report_folder
-from trials.secrets import redact_file
+from trials.script.command import remove_scratch, report_folder
+from trials.secrets import VARIABLES, keep_secret, redact_file
+
+# The warden's end of the socket to its agent: orders in, events out, without ever waiting for the agent.
+
+
+CHUNK = 1 << 16
+"""Bytes read at once."""
+
+
+class AgentLink:
+    """Takes orders from the agent and tells it of events, never waiting for it once it is watched."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent = agent
+        self._lines = Lines()
+        self._outbox: deque[bytes] = deque()
+        self.is_closed = False
+
+    def receive(self) -> list[Any]:
+        """Messages that have come from the agent, if any is complete; marks the link closed if the agent is gone."""
+        try:
+            chunk = self._agent.recv(CHUNK)
+        except ConnectionError:
+            chunk = b""
+        self.is_closed = not chunk
+        return list(self._lines.feed(chunk))
+
+    def watch(self, selector: selectors.BaseSelector, obey: Callable[[list[Any]], None]) -> None:
+        """From now on hand what is received to ``obey``, also the empty list when the agent is gone."""
+        self._selector, self._obey = selector, obey
+        self._agent.setblocking(False)
+        selector.register(self._agent, selectors.EVENT_READ, self._serve)
+
+    def tell(self, event: NodeEvent) -> None:
+        self._outbox.append(line(event))
+        self._flush()
+
+    def finish(self, event: NodeEvent) -> None:
+        """Send the last event after all before it, however long that takes."""
+        self._agent.setblocking(True)
+        with contextlib.suppress(ConnectionError):
+            self._agent.sendall(b"".join(self._outbox) + line(event))
+
+    def _serve(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush()
+        if events & selectors.EVENT_READ:
+            messages = self.receive()
+            if self.is_closed:
+                self._selector.unregister(self._agent)
+            self._obey(messages)
+
+    def _flush(self) -> None:
+        """Send what the socket takes; an agent that is slow to read must not hold up the watch."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while self._outbox:
+                sent = self._agent.send(self._outbox[0])
+                self._outbox[0] = self._outbox[0][sent:]
+                if not self._outbox[0]:
+                    self._outbox.popleft()
+        if self._agent.fileno() in self._selector.get_map():
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
+            self._selector.modify(self._agent, wanted, self._serve)
+
 
 COLLATERAL_GRACE_S = 2.0
 """How long a failure may wait for the one that caused it before the gang is killed for it."""
@@ -87,9 +160,6 @@ class Warden:
         self._began_s = time.monotonic()
         self._started_at_s = math.inf
         """When (monotonic) the last rank that has begun to train did so."""
-        self._is_measured = False
-        """Whether all ranks here have told of success, and what is done now is done for more."""
-        self._may_run_again = True
         self._preempted_at_s: float | None = None
         self._reported: tuple[int, int] = (0, 0)
 
@@ -100,6 +170,7 @@ class Warden:
             if self._link.is_closed:
                 return
         self._launch: NodeLaunch = from_json(NodeLaunch, messages.pop(0))
+        keep_secret(self._launch.env.get(VARIABLES, "").split(","))
         self._link.watch(self._selector, self._obey)
         self._clocks = GangClocks(self._launch, self._ranks)
         self._load = LoadWatch(self._launch.node, watched_handles(self._launch), Path(self._launch.directory))
@@ -109,7 +180,6 @@ class Warden:
         while any(rank.is_running for rank in self._ranks) and time.monotonic() < self._release_due_s:
             self._wait()
         self._release()
-        self._compile_again()
         self._finish()
         kill_descendants()  # those that would not die must not become the fork server's to wait for
 
@@ -154,7 +224,7 @@ class Warden:
             for slot in self._launch.slots:
                 self._fork(slot)
         except OSError as error:
-            self._note("lost", f"cannot start ranks on {self._launch.node}: {error}")
+            self._note(of_host(error) or "lost", f"cannot start ranks on {self._launch.node}: {error}")
             self._stop(str(error))
 
     def _not_free(self) -> str | None:
@@ -179,8 +249,6 @@ class Warden:
                     self._silent_at_s = time.monotonic() + order.patience_s
                 case PeerCompiles():
                     self._clocks.stand_still(order.seconds, time.monotonic())
-                case NoSecondRun():
-                    self._may_run_again = False
                 case StopGang():
                     if order.is_cause:
                         self._note("controller", order.reason)
@@ -196,16 +264,18 @@ class Warden:
             self._selector.unregister(rank.pipe)
             os.close(rank.pipe)
             rank.pipe = -1
+        arrived_s = time.monotonic()
         for message in rank.lines.feed(chunk):
             if message["kind"] == RankProgress.kind:
-                self._advance(rank, from_json(RankProgress, message))
+                self._advance(rank, from_json(RankProgress, message), arrived_s)
                 self._tell_progress()
             else:
                 self._settle(rank, from_json(RankResult, message))
 
-    def _advance(self, rank: ForkedRank, progress: RankProgress) -> None:
+    def _advance(self, rank: ForkedRank, progress: RankProgress, arrived_s: float) -> None:
         if rank.clock.phase == "starting" != progress.phase:
             self._started_at_s = time.monotonic()
+        rank.note_step(progress, arrived_s)
         if seconds := self._clocks.advance(rank, progress, time.monotonic()):
             attempt, token = self._launch.attempt_id, self._launch.token
             self._link.tell(NodeCompiling(attempt_id=attempt, token=token, seconds=seconds))
@@ -253,6 +323,8 @@ class Warden:
             for other in self._clocks.unsettled():
                 other.clock.wait_anew(time.monotonic())
             result = with_program_memory(result, self._program_peak(rank), self._launch.device_kind)
+        else:
+            result = with_arrivals(result, rank.measured_at_s)
         rank.result = result
         if not self._is_stopping and len(self._ranks) == len(self._launch.slots) and not self._clocks.unsettled():
             self._release_due_s = time.monotonic() + self._launch.release_s
@@ -295,6 +367,7 @@ class Warden:
         for rank in hanging:
             look, clock = looks[rank.slot.rank], rank.clock if self._clocks.speaks(rank) else slowest
             failure = rank.failure(self._launch.node, "deadline", message, log_tail=look.tail)
+            failure = with_host_cause(failure, self._oom_kills, Path(self._launch.directory))
             rank.result = replace(failure, phase=clock.phase, sights=look.sights)
 
     def _to_look_at(self, rank: ForkedRank) -> HangingSlot:
@@ -318,8 +391,7 @@ class Warden:
             self._load.end()
             self._kill_at_s = self._silent_at_s = math.inf
             attempt, token = self._launch.attempt_id, self._launch.token
-            if not self._is_measured:
-                self._link.tell(NodeFailing(attempt_id=attempt, token=token, reason=reason, is_hang=is_hang))
+            self._link.tell(NodeFailing(attempt_id=attempt, token=token, reason=reason, is_hang=is_hang))
             if is_hang:  # the other nodes look at the same time
                 self._look(reason)
             self._release_due_s = time.monotonic() + self._launch.release_s
@@ -354,21 +426,6 @@ class Warden:
             time.sleep(SIGTERM_GRACE_S)
         if self._preempted_at_s is not None:
             self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
-
-    def _compile_again(self) -> None:
-        """Run the gang again where its ranks ask for that; their results are told before, and stand anyhow."""
-        if self._is_stopping or self._notes or not asked_again(self._ranks):
-            return
-        self._is_measured = True
-        attempt, token, found = self._launch.attempt_id, self._launch.token, self._load.found
-        self._link.tell(NodeSettled(attempt_id=attempt, token=token, results=self._results(), disturbance=found))
-        again = SecondRun(self._launch, self._ranks, min(self._started_at_s, time.monotonic()) - self._began_s)
-        again.start(self._selector)
-        self._release_due_s = again.due_at_s
-        while again.is_running and self._may_run_again and not self._is_stopping:
-            self._wait()
-        self._release()
-        again.end()
 
     def _results(self) -> tuple[RankResult, ...]:
         """What is known of the ranks, with the ends of their logs where they failed."""

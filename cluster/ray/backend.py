@@ -8,37 +8,141 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from uuid import uuid4
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
 from cluster.base import ClusterError, GangEvent, GangLaunch
-from cluster.gang.environment import several_nodes_env, single_node_env
-from cluster.gang.files import FilePiece, FileReceiver, HomeMark
+from cluster.gang.environment import FilePiece, FileReceiver, HomeMark, several_nodes_env, single_node_env
 from cluster.gang.messages import GangOrder, NodeEvent, node_launch
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.discovery import discover_node
 from cluster.hardware.topology import Node, Topology
 from cluster.node.agent import PRELOAD
-from cluster.queue.share import Admission, Unlimited
-from cluster.ray.agent import NodeDescription, NodeOrder
-from cluster.ray.agents import CLOSE_TIMEOUT_S, AgentReply, Agents
-from cluster.ray.connection import PrivateHead, private_ray, remote_ray
-from cluster.ray.lease import LeaseStatus, NodeSlot, RayLease
-from cluster.ray.nodes import Wanted
-from cluster.ray.queue import RayAdmission
-from cluster.ray.settings import first_line, last_line
+from cluster.processes import die_with_parent
+from cluster.queue import EXPIRES_S, Admission, Claim, Grant, Queue, QueueEntry, QueuePolicy, Unlimited
+from cluster.ray.agents import CLOSE_TIMEOUT_S, AgentReply, Agents, NodeDescription, NodeOrder
+from cluster.ray.connection import (
+    CALL_TIMEOUT_S,
+    PrivateHead,
+    UnreachableError,
+    first_line,
+    last_line,
+    private_ray,
+    remote_ray,
+    within,
+)
+from cluster.ray.leases import LeaseStatus, NodeSlot, RayLease, Wanted
+from trials.codec import from_json, to_json
 
 if TYPE_CHECKING:
-    from cluster.request import ClusterRequest
+    from cluster.base import ClusterRequest
+
+
+# The queue of the sweeps that share a Ray cluster: an actor that outlives each of them, and the calls to it.
+
 
 logger = logging.getLogger(__name__)
+
+NAMESPACE = "tune-cluster"
+NAME = "queue-1"
+"""Name of the actor; its number changes with the messages that it understands."""
+ANSWER_S = 0.5
+"""How long a beat waits for an answer; one that comes later is taken at the next."""
+HEAD = {"node:__internal_head__": 0.001}
+"""Resources that place the actor on the head, whose loss ends the cluster anyway."""
+
+
+class QueueActor(Queue):
+    """The queue as a Ray actor."""
+
+    def __init__(self) -> None:
+        die_with_parent(os.getppid())  # or it would outlive a raylet that is killed
+        super().__init__()
+
+
+class RayAdmission:
+    """Admission to the cluster of ``lease``. While the queue does not answer, its last grant counts until the queue
+    itself would have forgotten the claim; after that, what is held is kept."""
+
+    def __init__(self, lease: RayLease, policy: QueuePolicy) -> None:
+        self._lease = lease
+        self._policy = policy
+        self._actor: Any = None
+        self._call: Any = None
+        self._called_at_s = 0.0
+        self._granted_at_s = float("-inf")
+        self._grant = Grant(0)
+        self._key = ""
+
+    def beat(self, claim: Claim) -> Grant:
+        shape = self._lease.shape
+        if shape is None:
+            return Grant(claim.held, self._lease.waiting or "the Ray cluster is asked for its nodes")
+        claim = replace(claim, devices_per_node=shape.num_devices)
+        self._key = claim.key
+        try:
+            if (
+                grant := self._ask(QueueEntry(claim=claim, num_nodes=self._lease.num_able, policy=self._policy))
+            ) is not None:
+                self._grant, self._granted_at_s = grant, time.monotonic()
+            problem = "has not answered yet"
+        except (RayError, UnreachableError, ValueError) as error:
+            self._actor = self._call = None  # it may have died: the next beat makes another
+            problem = f"cannot be reached: {first_line(error)}"
+        if time.monotonic() - self._granted_at_s < EXPIRES_S:
+            return self._grant
+        return Grant(claim.held, f"the queue of the Ray cluster {problem}")
+
+    def leave(self) -> None:
+        """Give up the place in the queue; the last sweep to leave ends the actor."""
+        if self._actor is None or not self._key:
+            return
+        actor, key = self._actor, self._key
+        self._actor = self._call = None
+        with contextlib.suppress(RayError, UnreachableError):
+            if ray.get(actor.leave.remote(key), timeout=CALL_TIMEOUT_S) == 0:
+                within(CALL_TIMEOUT_S, lambda: ray.kill(actor))
+
+    def _ask(self, entry: QueueEntry) -> Grant | None:
+        """The answer to this beat or the one before; None when there is none yet."""
+        now_s = time.monotonic()
+        if self._call is None:
+            self._actor = self._actor or within(CALL_TIMEOUT_S, _find_or_make)
+            self._call, self._called_at_s = self._actor.beat.remote(to_json(entry)), now_s
+        ready, _ = ray.wait([self._call], timeout=ANSWER_S)
+        if not ready:
+            if now_s - self._called_at_s > EXPIRES_S:
+                raise UnreachableError(f"no answer for {EXPIRES_S:g} s")
+            return None
+        call, self._call = self._call, None
+        return from_json(Grant, ray.get(call, timeout=CALL_TIMEOUT_S))
+
+
+def _find_or_make() -> Any:
+    remote: Any = ray.remote
+    return (
+        remote(QueueActor)
+        .options(
+            name=NAME,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            resources=HEAD,
+            max_restarts=-1,
+        )
+        .remote()
+    )
+
 
 Category = Literal["lost", "preempted"]
 MAX_UNABLE = 5
@@ -86,8 +190,8 @@ class RayCluster:
         self._connection = contextlib.ExitStack()
         if ray.is_initialized():
             raise ClusterError("this process is connected to a Ray already; close that connection first")
-        (wanted, head), label = self._connect(request), request.claim.sweep if request.claim else uuid4().hex[:8]
-        self._lease = RayLease(wanted, label, most=request.max_nodes, head=head)
+        (wanted, self._head), label = self._connect(request), request.claim.sweep if request.claim else uuid4().hex[:8]
+        self._lease = RayLease(wanted, label, most=request.max_nodes, head=self._head)
         if admission is None:
             admission = Unlimited() if request.claim is None else RayAdmission(self._lease, request.policy)
         self._admission = admission
@@ -170,14 +274,8 @@ class RayCluster:
 
     def close(self) -> None:
         try:
-            for slot in list(self._lease.slots.values()):
-                self._give_back(slot)
-            give_up_s = time.monotonic() + CLOSE_TIMEOUT_S
-            while self._agents.retiring and time.monotonic() < give_up_s:
-                for answer in self._agents.answers(1.0):
-                    self._take(answer)
-            for slot in self._agents.retiring:
-                self._lease.remove(slot)
+            if self._head is None or self._head.is_alive:  # a Ray that has failed answers nothing
+                self._give_back_all()
             self._admission.leave()
         finally:
             self._connection.close()
@@ -187,6 +285,16 @@ class RayCluster:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _give_back_all(self) -> None:
+        for slot in list(self._lease.slots.values()):
+            self._give_back(slot)
+        give_up_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._agents.retiring and time.monotonic() < give_up_s:
+            for answer in self._agents.answers(1.0):
+                self._take(answer)
+        for slot in self._agents.retiring:
+            self._lease.remove(slot)
 
     def _connect(self, request: ClusterRequest) -> tuple[Wanted, PrivateHead | None]:
         """What to ask for, and the head where it is our own."""
@@ -334,5 +442,4 @@ class RayCluster:
         self._agents.order(node, attempt_id, order)
 
     def _rendezvous(self, first: str) -> dict[str, str]:
-        port, again = self._agents.free_port(first), self._agents.free_port(first)
-        return several_nodes_env(self._described[first].node.address, port, again)
+        return several_nodes_env(self._described[first].node.address, self._agents.free_port(first))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import logging
 import os
+import secrets
 import shutil
+import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from uuid import uuid4
 
 import ray
@@ -23,10 +27,92 @@ from ray.job_config import JobConfig
 from cluster.base import ClusterError
 from cluster.hardware.topology import Node
 from cluster.node.cpu_load import CONTROLLER_VARIABLE
-from cluster.node.guardian import LEASE_VARIABLE, Guardian
+from cluster.node.guardian import LEASE_VARIABLE, Guardian, kill_marked
 from cluster.processes import process_info
-from cluster.ray.settings import environment, first_line, fresh_token, require_listener
 from trials.accelerator.kinds import FAMILIES
+
+# Address, token and environment of a Ray connection. Does not import Ray.
+
+
+CONNECT_TIMEOUT_S = 5.0
+_PREFIX, _LOCK = "tune-", "controller.lock"
+"""How the name of a private Ray's folder begins, and the file in it that its controller keeps locked."""
+_FRESH_S = 10.0
+"""A younger folder may be about to be locked."""
+
+
+def require_listener(address: str) -> None:
+    """Raise ClusterError at once where nothing listens at ``address``; Ray itself would try for a minute."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterError(f"cluster address {address!r} is not of the form host:port, nor 'auto'")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"nothing answers at {address} ({error}); start the head with `ray start --head`, or correct the address"
+        ) from None
+
+
+def locked_folder() -> tuple[Path, IO[bytes]]:
+    """A new temporary folder for a private Ray, and its lock file, which is held as long as this process lives. Ray
+    puts sockets there: the path is short."""
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = (folder / _LOCK).open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def remove_stale_folders() -> list[Path]:
+    """Remove folders of this user whose controller and guardian were both killed: they hold Ray's token."""
+    removed = []
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError), path.open("rb") as lock:
+            about = os.fstat(lock.fileno())
+            if about.st_uid != os.geteuid() or time.time() - about.st_mtime < _FRESH_S:
+                continue
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
+            removed.append(path.parent)
+    return removed
+
+
+def fresh_token(folder: Path) -> dict[str, str]:
+    """Environment for authentication with a new token, kept in ``folder``; empty if the user has turned that off."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
+        return {}
+    path = folder / "token"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32), encoding="ascii")
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": ""}  # which would come first
+
+
+@contextlib.contextmanager
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Set the environment variables ``changes`` while inside."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def last_line(error: Exception) -> str:
+    """The last line of the error's message, which names the cause where Ray repeats a traceback of another process."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of the error's message; its type's name where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
 
 logger = logging.getLogger(__name__)
 
@@ -84,24 +170,34 @@ OWN_HEAD_PATIENCE_S = 300.0
 
 
 class PrivateHead:
-    """The head of a private Ray: a process that this one has started and can see."""
+    """The head of a private Ray: processes that this one has started and can see."""
 
     def __init__(self) -> None:
         node: Any = ray._private.worker._global_node
-        started = node.all_processes.get(ray._private.ray_constants.PROCESS_TYPE_GCS_SERVER, ())
-        self.pids = tuple(int(info.process.pid) for info in started)
+        constants = ray._private.ray_constants
+        needed = (constants.PROCESS_TYPE_GCS_SERVER, constants.PROCESS_TYPE_RAYLET)  # the raylet ends with its agents
+        self.pids = {name: int(info.process.pid) for name in needed for info in node.all_processes.get(name, ())}
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process has not ended, however slow it may be."""
-        return all((info := process_info(pid)) is not None and info.is_running for pid in self.pids)
+        """Whether none of its processes has ended, however slow they may be."""
+        return self.ended is None
+
+    @property
+    def ended(self) -> str | None:
+        """Name of a process that has ended; None while all run."""
+        for name, pid in self.pids.items():
+            if (info := process_info(pid)) is None or not info.is_running:
+                return name
+        return None
 
 
 @contextlib.contextmanager
 def private_ray(node: Node) -> Iterator[PrivateHead]:
     """Run a private Ray on this host, over loopback, of which nothing is left afterwards or when this process dies."""
     lease = uuid4().hex
-    folder = Path(tempfile.mkdtemp(prefix="tune-"))  # Ray puts sockets there: the path must stay short
+    remove_stale_folders()
+    folder, lock = locked_folder()
     guardian = Guardian(lease, remove=folder)
     changes = {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -115,12 +211,9 @@ def private_ray(node: Node) -> Iterator[PrivateHead]:
     }
     try:
         with settings(changes), loopback_only(), _quiet():
-            try:
-                own = {LEASE_VARIABLE: lease, CONTROLLER_VARIABLE: str(os.getpid())}
-                with environment(own):  # only while Ray starts: what else we start is not its own
-                    _start_ray(node, folder / "r")  # Ray opens its folder to everybody: not what lies beside it
-            except Exception as error:
-                raise ClusterError(f"cannot start a private Ray on this host: {first_line(error)}") from error
+            own = {LEASE_VARIABLE: lease, CONTROLLER_VARIABLE: str(os.getpid())}
+            with environment(own):  # only while Ray starts: what else we start is not its own
+                _start_in_two_tries(node, folder, lease)
             try:
                 yield PrivateHead()
             finally:
@@ -128,6 +221,29 @@ def private_ray(node: Node) -> Iterator[PrivateHead]:
     finally:
         guardian.close()
         shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def _start_in_two_tries(node: Node, folder: Path, lease: str) -> None:
+    """Start Ray, which gives up after half a minute on a busy host; the second time its files are in memory.
+
+    Raises:
+        ClusterError: it does not start.
+    """
+    try:
+        _start_ray(node, folder / "r")  # Ray opens its folder to everybody: not what lies beside it
+        return
+    except Exception as error:
+        logger.warning("the private Ray on this host does not start (%s); second try", first_line(error))
+    ray.shutdown()
+    kill_marked(lease, str(folder))
+    try:
+        _start_ray(node, folder / "s")
+    except Exception as error:
+        raise ClusterError(
+            f"cannot start a private Ray on this host, in two tries: {first_line(error)}. "
+            "`cluster: {kind: local}` in the sweep file needs no Ray"
+        ) from error
 
 
 def _start_ray(node: Node, folder: Path) -> None:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from cluster.base import ClusterError
 from cluster.processes import python_module
-from cluster.ray.settings import require_listener
+from cluster.ray.connection import require_listener
 
 ANSWER_TIMEOUT_S = 30.0
 TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the token the head was started with"

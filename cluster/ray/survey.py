@@ -15,9 +15,9 @@ from typing import Any
 
 from cluster.base import ClusterError
 from cluster.processes import python_module
+from cluster.ray.connection import require_listener
 from cluster.ray.head import TOKEN_REMEDY
-from cluster.ray.nodes import RESOURCES
-from cluster.ray.settings import require_listener
+from cluster.ray.leases import RESOURCES
 from trials.accelerator.kinds import DeviceKind
 
 TIMEOUT_S = 60.0

@@ -16,9 +16,10 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from orchestrator.cli.options import json_option
+from orchestrator.cli.options import GLOBAL_HOME, json_option
 from orchestrator.errors import ConfigError
 from orchestrator.invocation import DEFAULT_HOME, HOME_VARIABLE, PROGRAM
+from orchestrator.text import echo
 
 _LEDGER = "ledger.sqlite"
 _MAX_TRIALS = 200
@@ -44,7 +45,8 @@ class CompletedName(click.ParamType[str]):
 
 
 def _home(ctx: click.Context) -> Path:
-    return Path(ctx.params.get("home") or os.environ.get(HOME_VARIABLE) or DEFAULT_HOME)
+    given = ctx.params.get("home") or ctx.meta.get(GLOBAL_HOME)
+    return Path(given or os.environ.get(HOME_VARIABLE) or DEFAULT_HOME)
 
 
 def sweep_names(ctx: click.Context) -> list[str]:
@@ -87,7 +89,7 @@ def cluster_names(ctx: click.Context) -> list[str]:
 
 def format_names(_ctx: click.Context) -> list[str]:
     """Names of the frameworks that configurations are exported to."""
-    from orchestrator.recipes.registry import FORMATS
+    from orchestrator.frameworks.catalog import FORMATS
 
     return sorted(FORMATS)
 
@@ -131,7 +133,7 @@ def completion(shell: str, as_json: bool) -> None:
         raise ConfigError(f"no completion for {shell}")
     script = found(click.get_current_context().find_root().command, {}, PROGRAM, "_TUNE_CLUSTER_COMPLETE")
     text = script.source_template % script.source_vars()
-    click.echo(json.dumps({"shell": shell, "script": text}) if as_json else text)
+    echo(json.dumps({"shell": shell, "script": text}) if as_json else text)
 
 
 COMMANDS = (completion,)

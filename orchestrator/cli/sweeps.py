@@ -1,8 +1,7 @@
-"""Commands that look at sweeps: which there are, where one stands, what came out of it and why."""
+"""The commands that show sweeps and steer them."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,11 +9,17 @@ from typing import TYPE_CHECKING
 import click
 
 from orchestrator.cli.options import home_option, json_option, print_result
-from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from orchestrator.errors import ExitCode
 from orchestrator.invocation import Invocation
+from orchestrator.report.result_schema import versioned
+from orchestrator.text import echo, echo_json
 
 if TYPE_CHECKING:
-    from orchestrator.sweep.home import Home
+    from orchestrator.sweep.events import Action
+    from orchestrator.sweep.snapshot import Home, Snapshot
+
+
+# Commands that look at sweeps: which there are, where one stands, what came out of it and why.
 
 
 @click.command()
@@ -34,14 +39,14 @@ def ps(home: Path, as_json: bool) -> None:
     """
     from orchestrator.homes import elsewhere
     from orchestrator.status import overview
-    from orchestrator.sweep.home import Home
-    from orchestrator.terminal import status as report_ps
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import sweep_screen
 
     sweeps = overview.all_sweeps(Home(home))
     body = [overview.overview(sweep, Home(home)) for sweep in sweeps] if as_json else None
-    print_result(as_json, body, lambda: report_ps.render_ps(sweeps, Home(home)))
+    print_result(as_json, body, lambda: sweep_screen.render_ps(sweeps, Home(home)))
     for other in elsewhere(home) if not sweeps else ():
-        click.echo(f"there are some in {other}: {Invocation.current(other).command('ps')}", err=True)
+        echo(f"there are some in {other}: {Invocation.current(other).command('ps')}", err=True)
 
 
 @click.command()
@@ -58,12 +63,12 @@ def status(sweep: str, home: Path, as_json: bool) -> None:
       tune-cluster status quickstart
     """
     from orchestrator.status import overview
-    from orchestrator.sweep.home import Home
-    from orchestrator.terminal import status as report_status
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import sweep_screen
 
     seen = Home(home).read(sweep)
     body = overview.detail(seen, Home(home)) if as_json else None
-    print_result(as_json, body, lambda: report_status.render_status(seen, Home(home), Invocation.current(home)))
+    print_result(as_json, body, lambda: sweep_screen.render_status(seen, Home(home), Invocation.current(home)))
 
 
 @click.command()
@@ -84,34 +89,40 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
       tune-cluster watch quickstart
       tune-cluster watch quickstart --json | jq 'select(.change == "trial")'
     """
-    from orchestrator.status.watch import changes, follow, phase_change, show
-    from orchestrator.sweep.home import Home
-    from orchestrator.sweep.snapshot import Snapshot
-    from orchestrator.terminal import status as report_status
-    from orchestrator.terminal.live import LiveView
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import sweep_screen
+
+    last = follow_sweep(sweep, Home(home), as_json=as_json)
+    if last is not None and not as_json:
+        end = last
+        print_result(False, None, lambda: sweep_screen.render_status(end, Home(home), Invocation.current(home)))
+    if last is None or last.phase in ("failed", "interrupted"):
+        sys.exit(ExitCode.FAILED)
+
+
+def follow_sweep(sweep: str, home: Home, *, as_json: bool = False) -> Snapshot | None:
+    """Show what happens in a sweep until it ends, is paused, or has lost its controller; the last look at it."""
+    from orchestrator.status.overview import changes, follow, phase_change, show
+    from orchestrator.terminal.sweep_screen import LiveView
 
     last: Snapshot | None = None
     try:
-        with Home(home).open(sweep, begun=False) as ledger, LiveView() as view:
-            for seen in follow(ledger, Home(home)):
+        with home.open(sweep, begun=False) as ledger, LiveView() as view:
+            for seen in follow(ledger, home):
                 if as_json:
                     for line in changes(seen, last):
-                        click.echo(json.dumps(line))
+                        echo_json(versioned(line), indent=None)
                     sys.stdout.flush()
                 else:
                     if (words := phase_change(seen, last)) and not view.console.is_terminal:
-                        click.echo(words, err=True)
+                        echo(words, err=True)
                     show(view, seen, last)
                 last = seen
     except KeyboardInterrupt:
-        again = Invocation.current(home).command("watch", sweep)
-        click.echo(f"no longer watching; the sweep {sweep} goes on. To see it again: {again}", err=True)
-        sys.exit(EXIT_INTERRUPTED)
-    if last is not None and not as_json:
-        end = last
-        print_result(False, None, lambda: report_status.render_status(end, Home(home), Invocation.current(home)))
-    if last is None or last.phase in ("failed", "interrupted"):
-        sys.exit(EXIT_FAILED)
+        again = Invocation.current(home.path).command("watch", sweep)
+        echo(f"no longer watching; the sweep {sweep} goes on. To see it again: {again}", err=True)
+        sys.exit(ExitCode.INTERRUPTED)
+    return last
 
 
 @click.command()
@@ -147,8 +158,8 @@ def logs(
       tune-cluster logs quickstart best --follow
       tune-cluster logs best
     """
-    from orchestrator.commands import logs as logs_command
-    from orchestrator.sweep.home import Home
+    from orchestrator.commands import inspection as logs_command
+    from orchestrator.sweep.snapshot import Home
 
     out = logs_command.Output(as_json=as_json, num_lines=lines, follow=follow)
     try:
@@ -158,7 +169,7 @@ def logs(
         else:
             logs_command.show_trial_logs(sweep, trial, Home(home), out, rank=rank, attempt=attempt)
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(ExitCode.INTERRUPTED)
 
 
 @click.command()
@@ -184,8 +195,8 @@ def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_jso
       tune-cluster explain quickstart t003
     """
     from orchestrator.status import explanation
-    from orchestrator.sweep.home import Home
-    from orchestrator.terminal import explain_trial
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import explain_screen
 
     if trial is not None and other is not None:
         raise click.UsageError("TRIAL and --trial exclude each other: one tells a trial's story, one a sweep's.")
@@ -193,19 +204,18 @@ def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_jso
         _explain_sweep(sweep, other, Home(home), as_json)
         return
     explained = explanation.explain(sweep, trial, Home(home))
-    print_result(as_json, explained.to_json(), lambda: explain_trial.render_explanation(explained))
+    print_result(as_json, explained.to_json(), lambda: explain_screen.render_explanation(explained))
 
 
 def _explain_sweep(sweep: str, trial: str | None, home: Home, as_json: bool) -> None:
-    from rich.console import Console
+    from orchestrator.console import SafeConsole
+    from orchestrator.diagnosis.explain import explain_ledger
+    from orchestrator.terminal import explain_screen
 
-    from orchestrator.diagnosis.load import explain_ledger
-    from orchestrator.terminal import explain_sweep
-
-    with home.open(sweep) as ledger, Console(stderr=True).status("looking for what holds it back ..."):
+    with home.open(sweep) as ledger, SafeConsole(stderr=True).status("looking for what holds it back ..."):
         explained = explain_ledger(ledger, trial=trial)
     body = explained.to_json() if as_json else None
-    print_result(as_json, body, lambda: explain_sweep.render_sweep_explanation(explained))
+    print_result(as_json, body, lambda: explain_screen.render_sweep_explanation(explained))
 
 
 @click.command(name="report")
@@ -231,13 +241,13 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
     from orchestrator.report.report import make_report
     from orchestrator.report.sources import Sources
     from orchestrator.status.overview import summary_of
-    from orchestrator.sweep.home import Home
-    from orchestrator.terminal.report import render_report
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal.result_screen import render_report
 
     if html is not None:
         path = _write_page(sweep, Path(html) if html else None, Home(home))
         if not as_json:
-            click.echo(f"written to {path}")
+            echo(f"written to {path}")
             return
     seen = Home(home).read(sweep, begun=True)
     summary = summary_of(seen, Home(home))
@@ -252,8 +262,7 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
 
 
 def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
-    from rich.console import Console
-
+    from orchestrator.console import SafeConsole
     from orchestrator.report.page.page import write_page
     from orchestrator.report.report import read_report
     from orchestrator.status.overview import summary_of
@@ -261,8 +270,121 @@ def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
     seen = home.read(sweep, begun=True)
     summary = summary_of(seen, home)
     assert summary is not None, "it has begun"
-    with home.open(sweep) as ledger, Console(stderr=True).status("drawing ..."):
+    with home.open(sweep) as ledger, SafeConsole(stderr=True).status("drawing ..."):
         return write_page(read_report(ledger, seen.state, summary, Invocation.current(home.path)), file)
 
 
-COMMANDS = (ps, status, watch, logs, explain, report_command)
+# Commands that stop a sweep, for a while or for good, or remove it.
+
+
+_no_wait_option = click.option("--no-wait", is_flag=True, help="Only ask; do not wait until it is done.")
+
+
+@click.command()
+@click.argument("sweep")
+@_no_wait_option
+@home_option
+@json_option
+def pause(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
+    """Stop SWEEP now, to be resumed later.
+
+    Its nodes are given back; `resume` goes on with it. What runs is killed, recorded as lost for no fault of its
+    own, and launched again later.
+
+    \b
+    Examples:
+      tune-cluster pause quickstart
+      tune-cluster pause quickstart --no-wait --json
+    """
+    _stop(sweep, "pause", home, as_json, no_wait=no_wait)
+
+
+@click.command()
+@click.argument("sweep")
+@_no_wait_option
+@home_option
+@json_option
+def drain(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
+    """Let the running trials of SWEEP end, then pause it.
+
+    No other trial is begun; `resume` goes on with the sweep.
+
+    \b
+    Example:
+      tune-cluster drain quickstart
+    """
+    _stop(sweep, "drain", home, as_json, no_wait=no_wait)
+
+
+@click.command()
+@click.argument("sweep")
+@_no_wait_option
+@home_option
+@json_option
+def cancel(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
+    """Stop SWEEP for good.
+
+    What runs is killed. What was measured stays; nothing can be added to it.
+
+    \b
+    Example:
+      tune-cluster cancel quickstart
+    """
+    _stop(sweep, "cancel", home, as_json, no_wait=no_wait)
+
+
+def _stop(sweep: str, what: Action, home: Path, as_json: bool, *, no_wait: bool) -> None:
+    """Ask, and wait until it is so. Giving up waiting takes nothing back."""
+    from orchestrator.commands import steering
+    from orchestrator.sweep.snapshot import Home
+
+    try:
+        with steering.progress() as tell:
+            stopped = steering.stop(sweep, Home(home), what, wait=not no_wait, tell=tell)
+    except KeyboardInterrupt:
+        echo(f"no longer waiting; the request to {sweep} stays in force", err=True)
+        sys.exit(ExitCode.INTERRUPTED)
+    print_result(as_json, stopped.to_json(), lambda: steering.render(stopped))
+    if not no_wait and not stopped.is_done:
+        sys.exit(ExitCode.FAILED)
+
+
+@click.command()
+@click.argument("sweep")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask. Needed where nobody can be asked.")
+@click.option("--force", is_flag=True, help="Also where a promoted configuration rests on it, or it cannot be read.")
+@click.option("--mlflow", "in_mlflow", is_flag=True, help="Delete its runs in MLflow, too.")
+@home_option
+@json_option
+def delete(sweep: str, yes: bool, force: bool, in_mlflow: bool, home: Path, as_json: bool) -> None:
+    """Remove SWEEP for good: its folder with ledger, logs and attempts.
+
+    Refused while a controller is at work on it. Versions in MLflow's registry stay in any case.
+
+    \b
+    Examples:
+      tune-cluster delete quickstart
+      tune-cluster delete quickstart --mlflow --yes --json
+    """
+    from orchestrator.commands import steering as stopping
+    from orchestrator.sweep.snapshot import Home
+
+    what = stopping.describe(sweep, Home(home))
+    if not yes and not _agreed(f"Remove {what}{' and its runs in MLflow' if in_mlflow else ''}?"):
+        echo("nothing was removed", err=True)
+        sys.exit(ExitCode.USAGE)
+    removed = stopping.delete(sweep, Home(home), force=force, in_mlflow=in_mlflow)
+    if as_json:
+        print_result(True, removed.to_json(), str)
+    for line in removed.lines() if not as_json else ():
+        echo(line)
+
+
+def _agreed(question: str) -> bool:
+    """Whether the user says yes; a UsageError where there is no terminal to ask at."""
+    if not sys.stdin.isatty():
+        raise click.UsageError("nobody can be asked here; say --yes to remove the sweep")
+    return click.confirm(question, default=False, err=True)
+
+
+COMMANDS = (ps, status, watch, logs, explain, report_command, pause, drain, cancel, delete)

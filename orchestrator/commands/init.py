@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from configs import CONFIGS
-from orchestrator.draft.commandline import take_apart
-from orchestrator.draft.draft import SweepDraft, make_draft, require_room, write_draft
+from orchestrator.draft.command_draft import ScriptDraft, draft_script, ranks_in_files, read_command
+from orchestrator.draft.draft import SweepDraft, make_draft, require_room, skeleton, write_draft
 from orchestrator.draft.machine import DraftedMachine, described_machine, machine_at, machine_here
-from orchestrator.draft.model import DraftedModel, model_of_file, model_of_size
-from orchestrator.draft.script import ScriptDraft, draft_script, read_command
-from orchestrator.draft.skeleton import skeleton
-from orchestrator.draft.source import find_script
+from orchestrator.draft.model_config import DraftedModel, model_of_file, model_of_size
+from orchestrator.draft.static_reading import find_script, take_apart
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.home import check_name
+from orchestrator.sweep.snapshot import check_name
 from trials.files import write_atomically
 
 _FOLDER = CONFIGS / "sweeps"
 _PROGRAMS = CONFIGS / "examples"
+_TRAINS = re.compile(r"(pre)?train|fine_?tune|main|fit|run", re.IGNORECASE)
 _MODEL_REFERENCE = re.compile(r"^(\s*model:\s*)(\.\./models/(\S+\.yaml))", re.MULTILINE)
 
 
@@ -52,10 +51,12 @@ class Questions:
             return model_of_file(self.model)
         if self.parameters is not None:
             return model_of_size(self.parameters)
+        programs = sorted(path.name for path in Path.cwd().glob("*.py") if _TRAINS.match(path.stem))
+        program = programs[0] if programs else "train.py"
         raise ConfigError(
-            "no model",
-            key="--model",
-            remedy="Name a Hugging Face config.json, or a size: --parameters 13B. --list shows complete examples.",
+            "nothing to tune: give your training command, or a model",
+            remedy=f"Tune your own program: tune-cluster init -- python {program} ...; or --model config.json (Hugging "
+            "Face), or --parameters 13B. --list shows complete examples.",
         )
 
     def drafted_machine(self, used_per_node: int | None = None, used_nodes: int = 1) -> DraftedMachine:
@@ -105,7 +106,7 @@ def draft_sweep(questions: Questions, output: Path, *, force: bool) -> SweepDraf
 def draft_command(
     words: Sequence[str], questions: Questions, output: Path, *, recipe: str | None, force: bool
 ) -> ScriptDraft:
-    """Draft a sweep of a training program of the user's own, and write its file.
+    """Draft a sweep of a custom training program, and write its file.
 
     Raises:
         ConfigError: the command or its batch cannot be read, see :class:`Questions` and :func:`write_draft`.
@@ -118,11 +119,13 @@ def draft_command(
     if questions.name is not None:
         check_name(questions.name, "sweep name")
     require_room(output, force=force)
-    command, cwd = take_apart(words), Path.cwd()
-    if len(words) == 1 and find_script(words, cwd) is None:
+    cwd = Path.cwd()
+    command = take_apart(words, cwd)
+    if len(words) == 1 and not words[0].endswith(".sh") and find_script(words, cwd) is None:
         raise ConfigError("there is no such file", file=words[0], remedy="Name a Python file, or the whole command.")
     alone = command.launcher is None and len(words) > 1
-    machine = questions.drafted_machine(command.num_processes or (1 if alone else None), command.num_nodes)
+    processes = command.num_processes or ranks_in_files(command, cwd, recipe=recipe)
+    machine = questions.drafted_machine(processes or (1 if alone else None), command.num_nodes)
     draft = draft_script(
         read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu, ranks=machine.topology.num_devices),
         machine,

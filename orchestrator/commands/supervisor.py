@@ -23,15 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.processes import die_with_parent, python_module
-from orchestrator.errors import EXIT_CLUSTER_LOST, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
+from orchestrator.errors import ExitCode
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState
 
 RUN_VARIABLE = "TUNE_CLUSTER_SUPERVISED"
 """Tells a controller that it has a supervisor: the number of controllers that this one has started, itself included."""
-GOOD_ORDER = (0, EXIT_USER, EXIT_INTERRUPTED)
-"""Exit codes that a controller chose itself. EXIT_FAILED is also what Ray's core and Python's own errors leave."""
+GOOD_ORDER = (0, ExitCode.USAGE, ExitCode.INFRASTRUCTURE, ExitCode.INTERRUPTED)
+"""Exit codes that a controller chose itself. ExitCode.FAILED is also what Ray's core and Python's own errors leave."""
 MAX_STARTS_WITHOUT_PROGRESS = 6
 """Controllers that may end one after another without any trial having come to its end."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
@@ -63,6 +63,11 @@ def supervised_run() -> int:
     once: it is forgotten, because what this process starts has no supervisor."""
     text = os.environ.pop(RUN_VARIABLE, "")
     return int(text) if text.isdigit() else 0
+
+
+def is_restarted() -> bool:
+    """Whether this process is a controller that its supervisor started again; does not forget it."""
+    return os.environ.get(RUN_VARIABLE, "0") not in ("0", "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +126,22 @@ class Supervisor:
             code = self._run_controller()
             now = _Progress.read(self._folder)
             if self._is_stopping:
-                return code if code in (0, EXIT_FAILED, EXIT_USER) else EXIT_INTERRUPTED
+                return code if code in (*GOOD_ORDER, ExitCode.FAILED) else ExitCode.INTERRUPTED
             if self._is_final(code, now, before):
-                return EXIT_USER if code == EXIT_CLUSTER_LOST else code
+                return ExitCode.INFRASTRUCTURE if code == ExitCode.CLUSTER_LOST else code
             num_fruitless = 1 if now.num_ended > before.num_ended else num_fruitless + 1
             before = now
             if num_fruitless >= MAX_STARTS_WITHOUT_PROGRESS:
                 how = _describe_exit(code)
                 self._say(f"error: {num_fruitless} controllers in a row {how} before any trial had ended; giving up")
-                return EXIT_USER
+                return ExitCode.INFRASTRUCTURE
             if (rest := self._await_restart(code, num_fruitless)) is not None:
                 return rest
 
     def _is_final(self, code: int, now: _Progress, before: _Progress) -> bool:
         """Whether no controller is to follow: this one ended in good order, or the first failed before it had taken the
         sweep."""
-        if code in GOOD_ORDER or (code == EXIT_FAILED and now.status == "failed"):
+        if code in GOOD_ORDER or (code == ExitCode.FAILED and now.status == "failed"):
             return True
         return code >= 0 and now.epoch == before.epoch and self._num_started == 1
 
@@ -176,10 +181,10 @@ class Supervisor:
         self._wait_until(may_go_on, f"for an answer at {self._address}")
         if self._is_stopping:
             self._say("interrupted; the sweep goes on where it stopped when it is resumed")
-            return EXIT_INTERRUPTED
+            return ExitCode.INTERRUPTED
         if not now.wants_controller:
             self._say(f"the sweep is {now.status} by now")
-            return EXIT_FAILED if now.status == "failed" else 0
+            return ExitCode.FAILED if now.status == "failed" else 0
         return None
 
     def _wait_until(self, is_over: Callable[[float], bool], what: str = "") -> None:
@@ -202,7 +207,7 @@ def _prepare_controller(parent: int, blocked: set[int]) -> None:
 
 
 def _describe_exit(code: int) -> str:
-    if code == EXIT_CLUSTER_LOST:
+    if code == ExitCode.CLUSTER_LOST:
         return "lost its cluster"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended unexpectedly with exit code {code}"
 
@@ -227,7 +232,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--on-cluster", action="store_true", help="as a Ray Job: the address is in RAY_ADDRESS")
     parser.add_argument("controller", nargs="+")
     options = parser.parse_args(arguments)
-    from orchestrator.sweep.home import Home
+    from orchestrator.sweep.snapshot import Home
 
     folder = Home(options.home).sweep_folder(options.sweep)
     address = options.address or (os.environ.get("RAY_ADDRESS") if options.on_cluster else None)

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from orchestrator.config.scalars import Size
+from orchestrator.space.file_types import OneOrMany, Section, fault
 from orchestrator.space.knobs import KNOB_NAMES, KNOBS
-from orchestrator.space.knobs.own import OwnAccepted, OwnGiven, OwnKnob, OwnSpace, own_knobs
-from orchestrator.space.knobs.sections import OneOrMany, Section, fault
+from orchestrator.space.own_knobs import OwnAccepted, OwnGiven, OwnKnob, OwnSpace, own_knobs
 
 _WORLD_SIZE = (
     "Allowed numbers of ranks, pp x dp_replicate x dp_shard x cp x tp; left out: the whole lease, or the part of it "

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from orchestrator.config.scalars import Size, resolve
-from orchestrator.space.knobs.sections import Section, fault
+from orchestrator.space.file_types import Section, fault
 from trials.secrets import is_secret_name
 
 NotifyEvent = Literal["finished", "budget", "failed", "paused", "cancelled", "repeated_failure"]

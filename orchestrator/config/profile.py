@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainSerializer, field_validator, model_validator
 
 from orchestrator.config.scalars import resolve
-from orchestrator.space.knobs.sections import Section, Word, fault
+from orchestrator.space.file_types import Section, Word, fault
 from trials.spec import ProfileSpec
 
 MAX_STEPS = 20

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, PrivateAttr, ValidationInfo, model_validator
 
 from orchestrator.config.scalars import Duration, Positive
-from orchestrator.space.knobs.sections import Section, ShortForms, Word, fault
-from orchestrator.sweep.values import ConfirmSettings, GateSettings
+from orchestrator.space.file_types import Section, ShortForms, Word, fault
+from orchestrator.sweep.events import ConfirmSettings, GateSettings, PromotedRounds
+
+_SOAKS: dict[str, float | None] = {"auto": None, "off": 0.0}
 
 
 class Switchable(Section):
@@ -20,6 +22,32 @@ class Switchable(Section):
     @property
     def is_on(self) -> bool:
         return self._is_on
+
+
+class PromotedSection(Section):
+    """Rounds of a promotion that those of a verification are compared with; written by `verify`."""
+
+    own: list[Positive] = Field(
+        min_length=1, description="Speed of the configuration in each round of its promotion, in tokens/s/p."
+    )
+    baseline: list[Positive] = Field(default=[], description="Speed of the baseline in the same rounds, if measured.")
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = Field(description="Relative loss of speed that does not count.")
+    hardware: dict[str, str] = Field(
+        default={}, description="Entries of the fingerprint that must be the same for speeds to be compared."
+    )
+
+    @model_validator(mode="after")
+    def _paired(self) -> PromotedSection:
+        if self.baseline and len(self.baseline) != len(self.own):
+            raise fault(
+                "baseline", f"{len(self.baseline)} speeds beside {len(self.own)} of own", "Write one per round."
+            )
+        return self
+
+    def to_settings(self) -> PromotedRounds:
+        return PromotedRounds(
+            own=tuple(self.own), baseline=tuple(self.baseline), tolerance=self.tolerance, hardware=self.hardware
+        )
 
 
 class ConfirmSection(Switchable):
@@ -39,9 +67,20 @@ class ConfirmSection(Switchable):
         description="Share of device_hours and wall_time that the search leaves over for confirmation and gate.",
     )
 
+    soak: Literal["auto", "off"] | Duration = Field(
+        default="auto",
+        description="One longer run each of winner and baseline before the winner is confirmed: how long its measured "
+        "steps take at the speed of the rounds. auto: as long as its rounds together, and at least 30s; none on "
+        "clusters that do not exist.",
+    )
     always: bool = Field(
         default=ConfirmSettings().always,
         description="Measure the fastest trials again even where none may be faster than the baseline.",
+    )
+    promoted: PromotedSection | None = Field(
+        default=None,
+        description="Written by `verify`: rounds go on until they show whether the finalist has lost speed since its "
+        "promotion.",
     )
 
     @model_validator(mode="after")
@@ -57,6 +96,8 @@ class ConfirmSection(Switchable):
             max_rounds=self.max_rounds,
             budget_share=self.budget_share,
             always=self.always,
+            soak_s=_SOAKS[self.soak] if isinstance(self.soak, str) else self.soak,
+            promoted=self.promoted.to_settings() if self.promoted else None,
         )
 
 

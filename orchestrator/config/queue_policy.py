@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.queue.share import QueuePolicy
+from cluster.queue import QueuePolicy
 from orchestrator.config.yaml_source import YamlSource, read_yaml
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import Home
 
 FILE_NAME = "queue.yaml"
 SECTIONS = ("quotas", "weights")

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationInfo, WithJsonSchema
 
-from orchestrator.space.knobs.own import argument_text
-from orchestrator.space.knobs.sections import fault, show
-from orchestrator.sweep.home import NAME_PATTERN
+from orchestrator.space.file_types import fault, show
+from orchestrator.space.own_knobs import argument_text
+from orchestrator.sweep.snapshot import NAME_PATTERN
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]

@@ -8,16 +8,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from cluster.base import Deadlines
 from cluster.gang.environment import owner_of
 from cluster.hardware.accelerators import catalogue
 from cluster.hardware.topology import DeviceChoice
-from orchestrator.config.scalars import ByteSize, Duration, Environment, Identifier, Positive, Size, resolve
+from orchestrator.config.scalars import ByteSize, Duration, Environment, Identifier, Positive, Size
 from orchestrator.mlflow_urls import URI_PATTERN
-from orchestrator.space.knobs.run_types import off_is_false
-from orchestrator.space.knobs.sections import Section, fault
+from orchestrator.space.file_types import Section, fault, off_is_false
 from trials.spec import Protocol
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -73,25 +72,13 @@ class SimulationSection(Section):
         return self
 
 
-class ReplaySection(Section):
-    """One problem of a table of published measurements; its rows are the search space."""
-
-    table: str = Field(description="CSV with the published columns.")
-    problem: str = Field(description="Value of its column `problem`.")
-    baseline: str | None = Field(default=None, description="`id` of the row used today; null: the first measured one.")
-    noise: Share = Field(default=0.0, description="Standard deviation of the logarithm of each step time.")
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the noise.")
-
-    _resolve = field_validator("table")(resolve)
-
-
 class ClusterSection(Section):
     """Where trials run."""
 
-    kind: Literal["ray", "local", "simulated", "replay"] = Field(
+    kind: Literal["ray", "local", "simulated"] = Field(
         default="ray",
         description="ray: a Ray cluster, or one started here; local: this host without Ray; simulated: the cost model "
-        "in virtual time; replay: a table of published measurements.",
+        "in virtual time.",
     )
     address: str | None = Field(default=None, description="Address of a running Ray cluster; null starts one here.")
     num_nodes: Size = Field(default=1, description="Nodes to lease.")
@@ -124,7 +111,6 @@ class ClusterSection(Section):
         "docs/devices.md; part of what trials compare by.",
     )
     simulation: SimulationSection | None = Field(default=None, description="What kind: simulated simulates.")
-    replay: ReplaySection | None = Field(default=None, description="What kind: replay answers from.")
     isolation: Literal["node", "device"] = Field(
         default="node", description="node: a trial has its nodes to itself; device: small trials share a node."
     )
@@ -147,13 +133,8 @@ class ClusterSection(Section):
             raise fault("min_nodes", f"{self.min_nodes} is above num_nodes {self.num_nodes}", "Lower it.")
         if self.kind != "ray" and self.address is not None:
             raise fault("address", f"a {self.kind} cluster has no address", "Remove it, or use kind: ray.")
-        for key in ("exclude_nodes", "exclude_slow_nodes"):
-            if self.kind == "replay" and getattr(self, key):
-                raise fault(key, "a table of measurements has no nodes to leave out", "Remove it.")
-        sections = {"simulated": ("simulation", self.simulation), "replay": ("replay", self.replay)}
-        for kind, (name, section) in sections.items():
-            if (section is not None) != (self.kind == kind):
-                raise fault(name, f"kind: {kind} and {name} go together", f"Give both, or remove {name}.")
+        if (self.simulation is not None) != (self.kind == "simulated"):
+            raise fault("simulation", "kind: simulated and simulation go together", "Give both, or remove simulation.")
         self._check_nodes()
         self._check_env()
         return self

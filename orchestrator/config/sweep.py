@@ -17,9 +17,6 @@ from orchestrator.config.own_module.python import PythonSection
 from orchestrator.config.profile import ProfileSection
 from orchestrator.config.proof import ConfirmSection, ConfirmValue, GateSection, GateValue
 from orchestrator.config.scalars import Identifier, is_there
-from orchestrator.config.script.checks import refuse_for_scripts
-from orchestrator.config.script.resolve import ScriptSweep, resolve_script
-from orchestrator.config.script.section import ScriptSection
 from orchestrator.config.sections import (
     BudgetSection,
     ClusterSection,
@@ -29,20 +26,19 @@ from orchestrator.config.sections import (
     TrackingSection,
     check_runner,
 )
+from orchestrator.config.training_program import ScriptSection, ScriptSweep, refuse_for_scripts, resolve_script
 from orchestrator.config.validation import refuse_secrets, to_config_error
 from orchestrator.config.workload import MODEL_SECTIONS, WorkloadSection
 from orchestrator.config.yaml_source import KeyPath, YamlSource, dotted, read_yaml
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective, ObjectiveName
-from orchestrator.scripts.overlay import problem, rule_of
-from orchestrator.scripts.script import Script
-from orchestrator.space.knobs.canonical import build_candidate
-from orchestrator.space.knobs.own import OwnKnob, OwnScalar
-from orchestrator.space.knobs.sections import Section, ShortForms, fault
-from orchestrator.space.replay import ReplayError, ReplaySpace, replay_space
+from orchestrator.program.candidate_command import problem, rule_of
+from orchestrator.program.user_program import Script
+from orchestrator.space.file_types import Section, ShortForms, fault
+from orchestrator.space.knobs import build_candidate
+from orchestrator.space.own_knobs import OwnKnob, OwnScalar
 from orchestrator.space.rules import Filters, check
-from orchestrator.sweep.events import SweepCreated
-from orchestrator.sweep.values import ProofSettings
+from orchestrator.sweep.events import Budget, ProofSettings, SweepCreated
 from trials.codec import digest
 from trials.spec import Candidate, Protocol, Workload
 
@@ -50,10 +46,6 @@ OPERATIONAL = frozenset({"address", "min_nodes", "max_wait", "queue", "priority"
 """Keys of ``cluster`` that say where and when, not what is measured on."""
 READ = "read"
 """Key of a stored ``workload`` with the files of a training program as they were when the sweep was created."""
-REMOVED: Mapping[str, str] = {"staged": "off"}
-"""Keys that ``search`` no longer has, with their defaults: in stored sweeps, and in the hashes these are known by."""
-
-
 FROM_RUN = "from_run"
 
 
@@ -169,9 +161,6 @@ class SweepSpec(Section):
     @model_validator(mode="after")
     def _legal_baseline(self) -> Self:
         """Refuse an illegal baseline. The user's own filters do not apply: they say what should not be proposed."""
-        if self.cluster.replay is not None:
-            self._check_replay()
-            return self
         broken = check(self.baseline_candidate, self.to_workload())
         if broken:
             raise fault("baseline", f"not a legal configuration: {broken[0].reason}", "Correct the baseline.")
@@ -181,37 +170,9 @@ class SweepSpec(Section):
             raise fault(key, f"{self.script.training.title} cannot run it: {reason}", f"Correct the {what}.")
         return self
 
-    def _check_replay(self) -> None:
-        for name, section in (("space", self.space), ("baseline", self.baseline)):
-            if section.model_dump() != type(section)().model_dump():
-                raise fault(
-                    name,
-                    f"the space of a replay sweep is the table's rows, {name} has to be empty",
-                    f"Write {name}: {{}}; cluster.replay.baseline names the row used today.",
-                )
-
-    @property
-    def replayed(self) -> ReplaySpace | None:
-        """The table's rows; None where trials are run.
-
-        Raises:
-            ConfigError: the table, the problem or the row used today is not there.
-        """
-        replay = self.cluster.replay
-        if replay is None:
-            return None
-        try:
-            return replay_space(replay.table, replay.problem, replay.baseline, self.to_workload())
-        except ReplayError as error:
-            raise self.error(
-                ("cluster", "replay"), str(error), "Name a problem of the table and its workload."
-            ) from None
-
     @property
     def baseline_candidate(self) -> Candidate:
-        """The baseline in canonical form; of a replay sweep, the row used today."""
-        if (replayed := self.replayed) is not None:
-            return replayed.baseline
+        """The baseline in canonical form."""
         if self._scripted is not None:
             return self._scripted.baseline
         return build_candidate(self.baseline.values(), self.to_workload().model)
@@ -270,12 +231,21 @@ class SweepSpec(Section):
 
     @property
     def proof(self) -> ProofSettings:
-        """What the winner has to pass. A table of published measurements cannot be measured again."""
-        if self.cluster.kind == "replay":
-            return ProofSettings()
+        """What the winner has to pass."""
         return ProofSettings(
             confirm=self.confirm.to_settings() if self.confirm.is_on else None,
             gate=self.gate.to_settings() if self.gate.is_on else None,
+        )
+
+    def to_budget(self) -> Budget:
+        """When the sweep ends."""
+        return Budget(
+            max_trials=self.budget.max_trials,
+            device_hours=self.budget.device_hours,
+            wall_time_s=self.budget.wall_time_s,
+            consecutive_failures=self.budget.consecutive_failures,
+            strikes_per_node=self.budget.strikes_per_node,
+            patience=self.search.patience,
         )
 
     def to_protocol(self) -> Protocol:
@@ -295,45 +265,59 @@ class SweepSpec(Section):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Back from :meth:`to_json`, also of a sweep stored when ``search`` still had the keys ``REMOVED``.
-
-        Does not look whether the training text is still there.
-        """
-        search = {key: value for key, value in data.get("search", {}).items() if key not in REMOVED}
+        """Back from :meth:`to_json`. Does not look whether the training text is still there."""
         workload = dict(data.get("workload", {}))
         context = {"check_files": False, READ: workload.pop(READ, None)}
-        return cls.model_validate({**data, "search": search, "workload": workload}, context=context)
+        return cls.model_validate({**data, "workload": workload}, context=context)
 
     @property
     def spec_hash(self) -> str:
-        """SHA-256 of :meth:`to_json` without what may change later; equal for files that mean the same."""
-        content = {key: value for key, value in self.to_json().items() if key != "notify"}
-        if self.objective == Objective().name:
-            del content["objective"]  # sweeps of old, which had no choice, are known by the same hash
+        """SHA-256 of :meth:`to_json` without what may change later (the budget, who is notified, where and when it
+        runs); equal for files that mean the same."""
+        content = {key: value for key, value in self.to_json().items() if key not in ("budget", "notify")}
         cluster = {key: value for key, value in content["cluster"].items() if key not in OPERATIONAL}
-        if not cluster["env"]:
-            del cluster["env"]  # nor did those of old know any
-        return digest({**content, "cluster": cluster, "search": content["search"] | REMOVED})
+        search = {key: value for key, value in content["search"].items() if key != "patience"}
+        return digest({**content, "cluster": cluster, "search": search})
 
 
-def load_sweep(path: str | Path, *, address: str | None = None) -> SweepSpec:
+def load_sweep(path: str | Path, *, address: str | None = None, budget: Mapping[str, Any] | None = None) -> SweepSpec:
     """Read and check a sweep file, and on this host the data and programs that it names.
 
     Args:
         address: the Ray cluster's as given on the command line; what runs there may lie there only.
+        budget: values that replace those of the file's section ``budget``.
 
     Raises:
-        ConfigError: for anything wrong with the file, the model file or the training text it names.
+        ConfigError: for anything wrong with the file, these values, the model file or the training text it names.
     """
     source = _read(path)
     data = _with_model(source)
+    if budget:
+        _check_budget(budget)
+        section = data.get("budget") or {}
+        data["budget"] = {**section, **budget} if isinstance(section, Mapping) else section
     try:
         context = {"folder": source.file.parent, "is_remote": _is_remote(data, address)}
         spec = SweepSpec.model_validate(data, context=context)
     except ValidationError as error:
         raise to_config_error(error, source, SweepSpec) from None
     spec._source = source
+    refuse_secrets(source)  # again: now it is known which variables env_pass names
     return spec
+
+
+def _check_budget(values: Mapping[str, Any]) -> None:
+    """Refuse values of the command line that a sweep file could not have.
+
+    Raises:
+        ConfigError: with the option's name.
+    """
+    try:
+        BudgetSection.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = f"--{str(first['loc'][0]).replace('_', '-')}"
+        raise ConfigError(first["msg"], key=option, remedy="See `budget` in docs/sweep-file.md.") from None
 
 
 def _is_remote(data: Mapping[str, Any], address: str | None) -> bool:

@@ -13,18 +13,21 @@ from pydantic_core import ErrorDetails
 
 from orchestrator.config.yaml_source import KeyPath, YamlSource
 from orchestrator.errors import ConfigError
-from trials.secrets import is_secret_name, redactor
+from trials.secrets import is_secret_name, is_secret_option, literal_secret, redactor, variable_in
 
 SEE_DOCS = "See docs/sweep-file.md."
-_SECRET_KEY = re.compile(r"(^|[_-])(password|passwd|secret|token|api[_-]?key|credentials?)$", re.IGNORECASE)
 _REMEDY = "Keep secrets in the environment, not in files."
+_REMEDY_COMMAND = (
+    "Keep it in an environment variable, name that in env_pass, and have the program read it: every user of the host "
+    "can see command lines."
+)
 
 
 def refuse_secrets(source: YamlSource) -> None:
     """Raise a :class:`ConfigError`, which does not repeat the secret, where the file seems to hold one.
 
-    That is a value or key which has the form of a credential or holds what a secret variable of this process holds, or
-    anything under a key named like a secret.
+    That is a value or key which has the form of a credential or holds what a secret variable of this process holds,
+    anything under a key named like a secret, or the value of an option named like one in a command.
     """
     redact = redactor()
     for path, value in _leaves(source.data, ()):
@@ -34,13 +37,44 @@ def refuse_secrets(source: YamlSource) -> None:
             if isinstance(part, str) and _names_a_secret(path[:i], part) and value is not None:
                 raise source.error(path[: i + 1], "secrets do not belong here", _REMEDY)
         if isinstance(value, str) and redact(value) != value:
-            raise source.error(path, "the value holds a credential", _REMEDY)
+            raise _holds_credential(source, path, value)
+    for path, words, is_list in _commands(source.data, ()):
+        if (place := literal_secret(words)) is not None:
+            option = words[place].partition("=")[0] if words[place].startswith("-") else words[place - 1]
+            message = f"the value of {option} is a secret written out"
+            raise source.error((*path, place) if is_list else path, message, _REMEDY_COMMAND)
+
+
+def _holds_credential(source: YamlSource, path: KeyPath, value: str) -> ConfigError:
+    variable = variable_in(value)
+    if variable is None:
+        return source.error(path, "the value holds a credential", _REMEDY)
+    remedy = f"{_REMEDY} If {variable} is no secret, set it under env instead of env_pass."
+    return source.error(
+        path,
+        f"the value holds that of the environment variable {variable}, which is treated as a secret",
+        _REMEDY if is_secret_name(variable) else remedy,
+    )
+
+
+def _commands(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, list[str], bool]]:
+    """Whatever may be a command line, as words: lists of scalars, and texts with options; whether it is a list."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _commands(item, (*path, key))
+    elif isinstance(value, list):
+        if value and not any(isinstance(item, dict | list) for item in value):
+            yield path, [str(item) for item in value], True
+        for i, item in enumerate(value):
+            yield from _commands(item, (*path, i))
+    elif isinstance(value, str) and " -" in f" {value}" and " " in value.strip():
+        yield path, value.split(), False
 
 
 def _names_a_secret(path: KeyPath, name: str) -> bool:
     """Whether the key ``name`` below ``path`` is called like a secret; variables are so in more ways than keys."""
     is_variable = path[-1:] == ("env",)
-    return _SECRET_KEY.search(name) is not None or (is_variable and is_secret_name(name))
+    return is_secret_option(name) or (is_variable and is_secret_name(name))
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

@@ -15,8 +15,9 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from orchestrator.config.own_module.hugging_face import HuggingFaceSection
 from orchestrator.config.scalars import Positive, Size, is_there, resolve
-from orchestrator.space.knobs.sections import Section, fault
-from trials.legality.rules import DATA_OF_MODEL
+from orchestrator.space.file_types import Section, fault
+from trials.files import open_regular
+from trials.legality import DATA_OF_MODEL
 from trials.spec import (
     AdamW,
     HuggingFaceModel,
@@ -297,7 +298,7 @@ def check_text(root: Path, pattern: str, *, num_bytes: int) -> None:
     path = root
     try:
         for path in _files(root, pattern):
-            with path.open("rb") as stream:
+            with open_regular(path) as stream:
                 found += len(stream.read(num_bytes - found))
             if found >= num_bytes:
                 return
@@ -332,7 +333,7 @@ def check_ids(path: Path, type_code: str, *, vocab_size: int) -> None:
     """Raise a fault where the file holds ids that the model does not know, as far as a sample of it tells."""
     ids = array(type_code)
     size = _size(path)
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         for number in range(NUM_SAMPLES):
             stream.seek(size * number // NUM_SAMPLES // ids.itemsize * ids.itemsize)
             ids.frombytes(stream.read(min(SAMPLE_BYTES, size)))
@@ -363,7 +364,7 @@ def check_images(root: Path, *, num_classes: int) -> None:
 
 def _size(path: Path) -> int:
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             return stream.seek(0, os.SEEK_END)
     except OSError as error:
         raise fault("data.path", f"{path} cannot be read: {error.strerror or error}", _REMEDY) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import yaml
 
 from orchestrator.errors import ConfigError
+from orchestrator.text import CONTROLS
+from trials.files import open_regular
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_NODES = 20_000
@@ -47,6 +50,10 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
+PROGRAMS = {".py": ("python",), ".sh": ("bash",)}
+"""Suffixes of programs, and what runs them."""
+
+
 def read_yaml(file: str | Path) -> YamlSource:
     """Read one YAML document with the meaning of ``yaml.safe_load``, and stricter.
 
@@ -58,7 +65,14 @@ def read_yaml(file: str | Path) -> YamlSource:
         ConfigError: for anything that keeps the file from being read.
     """
     file = Path(file)
-    return parse_yaml(_read_text(file), file)
+    text = _read_text(file)
+    if file.suffix in PROGRAMS:
+        how = shlex.join((*PROGRAMS[file.suffix], str(file)))
+        raise ConfigError(
+            f"{file} is a program, not a sweep file",
+            remedy=f"Draft a sweep file for it, with the options that you run it with: tune-cluster init -- {how}",
+        )
+    return parse_yaml(text, file)
 
 
 def parse_yaml(text: str, file: Path) -> YamlSource:
@@ -79,7 +93,7 @@ def parse_yaml(text: str, file: Path) -> YamlSource:
 
 def _read_text(file: Path) -> str:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             raw = stream.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -147,6 +161,8 @@ class _Builder:
             raise refused(f"a number of {len(node.value)} characters is too large", "Write a smaller number.")
         if isinstance(value, str) and not _is_text(value):
             raise refused("the text holds half of a character (\\ud800 to \\udfff)", "Write the character itself.")
+        if isinstance(value, str) and (found := CONTROLS.search(value)) is not None:
+            raise refused(f"the text holds the control character {found[0]!a}", "Remove it.")
         return value
 
     def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
@@ -176,6 +192,8 @@ class _Builder:
 
     def _key(self, node: yaml.Node, path: KeyPath) -> str:
         if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str" and _is_text(node.value):
+            if (found := CONTROLS.search(node.value)) is not None:
+                raise self._control_in_key(node, path, found[0])
             return str(node.value)
         shown = _shortened(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
         raise ConfigError(
@@ -184,6 +202,15 @@ class _Builder:
             line=node.start_mark.line + 1,
             key=dotted(path),
             remedy="Quote the key, or check the indentation; merge keys (<<) are not supported.",
+        )
+
+    def _control_in_key(self, node: yaml.Node, path: KeyPath, char: str) -> ConfigError:
+        return ConfigError(
+            f"a key holds the control character {char!a}",
+            file=self.file,
+            line=node.start_mark.line + 1,
+            key=dotted(path),
+            remedy="Remove it.",
         )
 
     def _count(self, line: int, depth: int) -> None:

@@ -2,36 +2,258 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from cluster.base import Cluster
+from cluster.base import Cluster, ClusterLostError, ClusterRequest, OwnClusterLostError
 from cluster.connect import clock_of, connect
+from cluster.hardware.topology import Topology
 from cluster.node.agent import PRELOAD, SCRIPT_PRELOAD
-from cluster.request import ClusterRequest
 from orchestrator.config.sweep import SweepSpec, check_same
-from orchestrator.controller import creation
-from orchestrator.controller.creation import PlannedSweep, make_search, plan_ahead, planned_topology
-from orchestrator.controller.launcher import make_launcher
-from orchestrator.controller.lease import LeaseManager, Waiting, WithdrawnError
+from orchestrator.controller.leasing import LeaseManager, Waiting, WithdrawnError
 from orchestrator.controller.observer import Heartbeat, Observers, Projection
-from orchestrator.controller.recovery import apply_requests
-from orchestrator.controller.runtime import Runtime
+from orchestrator.controller.runtime import Runtime, SteadyClock, make_launcher
+from orchestrator.controller.step import apply_requests
 from orchestrator.errors import ConfigError
-from orchestrator.notifications.notifier import Notifier, check_notify
-from orchestrator.planning.hardware.request import cluster_request
-from orchestrator.report.artifacts import ProfileCopies
+from orchestrator.notifications import Notifier, check_notify
+from orchestrator.objective import Objective
+from orchestrator.planning.dry_runs import DryRunCache, DryRunEstimates, load_estimates
+from orchestrator.planning.hardware import cluster_request, fingerprint, known_topology, load_profile
+from orchestrator.planning.planner import Plan, check_plan, make_plan, plan_document
+from orchestrator.planning.predictions import PriorKnowledge, relative_search_predictor, search_predictor
+from orchestrator.program.user_program import PROGRAM, program_source
+from orchestrator.report.sources import ProfileCopies
 from orchestrator.report.summary import Summary, summarize
-from orchestrator.sweep.documents import SPEC, Recorded, SweepFile, tracking_uri
+from orchestrator.search.guided import GuidedSearch
+from orchestrator.search.knob_effects import RelativePredictor
+from orchestrator.search.predictor import Predictor, UnknownDimensionsError, UnpredictableError
+from orchestrator.search.search import Search
+from orchestrator.search.transfer import EarlierTrial, num_sweeps, same_program
+from orchestrator.space.notation import flat_params
+from orchestrator.space.own_knobs import memory_ranks
+from orchestrator.sweep.events import Hardware, SweepCreated
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
-from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.snapshot import Observer, read_snapshot
+from orchestrator.sweep.ledger import PLAN, SPEC, Ledger, MeasuredProgram, Recorded, SweepFile, Tracking, tracking_uri
+from orchestrator.sweep.snapshot import Home, Observer, read_snapshot
 from orchestrator.sweep.state import SweepState
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.tracking.mlflow_store import earlier_trials
+from orchestrator.tracking.mlflow_tracker import Tracker
+from trials.codec import digest
+from trials.files import is_disk_full
 from trials.secrets import redact
-from trials.shapes import ScriptModel
+from trials.spec import ProfileSpec, ScriptModel
+
+# What a sweep rests on, settled when it is created and kept when it is resumed: plan, prior knowledge, search.
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSweep:
+    """A plan together with what it was made for."""
+
+    topology: Topology
+    """Nodes that the sweep may use at most."""
+    estimates: DryRunEstimates
+    plan: Plan
+
+
+def plan_ahead(spec: SweepSpec, home: Home, *, address: str | None = None) -> PlannedSweep | None:
+    """The plan of a new sweep before it has its cluster, so that what cannot work is refused before anything starts.
+
+    Where only the cluster knows its nodes there is no plan yet: then the file is merely checked, and None returned.
+
+    Args:
+        address: the Ray cluster's, in place of the one in the file.
+
+    Raises:
+        ConfigError: the baseline cannot run, or no candidate is legal.
+        ClusterError: this host cannot give what is asked for.
+    """
+    topology = known_topology(spec, home, address=address)
+    if topology is None or spec.cluster.kind == "ray":  # Ray names the nodes, also those of this host
+        check_plan(spec, topology, _counted(spec, topology, home))
+        return None
+    return _planned(spec, planned_topology(spec, topology), home)
+
+
+def create(
+    ledger: Ledger,
+    spec: SweepSpec,
+    topology: Topology,
+    home: Home,
+    clock: Callable[[], float],
+    ahead: PlannedSweep | None = None,
+) -> tuple[Plan, PriorKnowledge]:
+    """Write the sweep's first event, and before it the documents with all that was known then.
+
+    Args:
+        topology: nodes that the sweep may use at most.
+        ahead: the plan made before there was a cluster; it is used unless the cluster turned out to be another one.
+    """
+    planned = ahead if ahead is not None and ahead.topology == topology else _planned(spec, topology, home)
+    prints = _fingerprint(spec, topology)
+    Tracking(uri=spec.tracking.uri).put(ledger)
+    if spec.script is not None and (source := program_source(spec.script)) is not None:
+        MeasuredProgram(sha256=source.sha256, commit=source.commit, files=source.files).put(ledger)
+    known = PriorKnowledge(
+        estimates=planned.estimates,
+        profile=load_profile(spec, topology, home),
+        earlier=earlier(spec, prints, home, spec.to_objective(topology)),
+    )
+    known.keep(ledger)
+    ledger.put_document(PLAN, plan_document(planned.plan))
+    ledger.append(_created(spec, planned.plan, topology, prints, known, at_s=clock()))
+    return planned.plan, known
+
+
+def resumed(ledger: Ledger, created: SweepCreated, spec: SweepSpec, topology: Topology) -> tuple[Plan, PriorKnowledge]:
+    """The plan of a sweep that exists, made again from what was known when it was created, and that knowledge.
+
+    Raises:
+        ConfigError: the sweep was measured in another environment.
+    """
+    _check_hardware(created, _fingerprint(spec, topology))
+    known = PriorKnowledge.kept(ledger)
+    return make_plan(spec, topology, known.estimates), known
+
+
+def planned_topology(spec: SweepSpec, held: Topology) -> Topology:
+    """Nodes to plan for: those held, and with a lease that may grow, as many like the first as it may grow to."""
+    least, most = spec.cluster.nodes
+    num_missing = most - len(held.nodes) if least < most else 0
+    first = held.nodes[0]
+    missing = tuple(replace(first, name=f"{first.name}-later{i}") for i in range(num_missing))
+    return replace(held, nodes=held.nodes + missing)
+
+
+def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: PriorKnowledge) -> Search:
+    """What proposes the sweep's candidates, as section ``search`` of its file says."""
+    guide = None
+    if spec.search.sampler == "guided":
+        try:
+            guide = GuidedSearch(_predictor(spec, plan, topology, known))
+        except UnpredictableError as error:
+            logger.warning("the guided sampler falls back to tpe: %s", error)
+    return Search(
+        plan.candidates,
+        features=flat_params,
+        sampler=spec.search.sampler,
+        seed=spec.search.seed,
+        guide=guide,
+        stop_when_converged=spec.search.stop_when_converged,
+        beyond=plan.beyond,
+        own_memory=memory_ranks(spec.own_knobs),
+    )
+
+
+def _predictor(
+    spec: SweepSpec, plan: Plan, topology: Topology | None, known: PriorKnowledge
+) -> Predictor | RelativePredictor:
+    """The cost model on the plan; where it says nothing, what knobs usually do.
+
+    Raises:
+        UnpredictableError: there are too many candidates for either.
+    """
+    workload, objective = spec.to_workload(), spec.to_objective(topology)
+    given: dict[str, Any] = {"earlier": known.earlier, "objective": objective, "seed": spec.search.seed}
+    try:
+        return search_predictor(plan, workload, topology, known.profile, **given)
+    except UnpredictableError as error:
+        found = relative_search_predictor(plan, workload, topology, **given)
+        level = logging.INFO if isinstance(error, UnknownDimensionsError) else logging.WARNING
+        logger.log(level, "candidates are ranked by what knobs usually do: %s", error)
+        return found
+
+
+def earlier(spec: SweepSpec, prints: dict[str, str], home: Home, objective: Objective) -> tuple[EarlierTrial, ...]:
+    """Trials of other sweeps from which the guided sampler may learn before its own first one.
+
+    Args:
+        prints: this sweep's fingerprint, which theirs have to resemble.
+    """
+    if spec.search.sampler != "guided" or not spec.search.transfer:
+        return ()
+    if spec.tracking.uri is None and not home.has_store:
+        return ()
+    uri = spec.tracking.uri or home.default_tracking_uri
+    workload = spec.to_workload()
+    model = workload.model
+    if not isinstance(model, ScriptModel):
+        return earlier_trials(Tracker(uri), prints, model.kind, objective)
+    if model.shape is not None:
+        found = earlier_trials(Tracker(uri), prints, model.kind, objective)
+        return tuple(trial for trial in found if trial.workload.model == model)
+    found = earlier_trials(Tracker(uri), prints, model.kind, objective, source=PROGRAM)
+    return tuple(trial for trial in found if same_program(trial.workload, workload))
+
+
+def _planned(spec: SweepSpec, topology: Topology, home: Home) -> PlannedSweep:
+    estimates = _counted(spec, topology, home)
+    return PlannedSweep(topology=topology, estimates=estimates, plan=make_plan(spec, topology, estimates))
+
+
+def _counted(spec: SweepSpec, topology: Topology | None, home: Home) -> DryRunEstimates:
+    """Memory that dry runs have counted by now."""
+    return load_estimates(spec, topology, DryRunCache(home.dry_runs))
+
+
+def _created(
+    spec: SweepSpec, plan: Plan, topology: Topology, prints: dict[str, str], known: PriorKnowledge, *, at_s: float
+) -> SweepCreated:
+    return SweepCreated(
+        at_s=at_s,
+        sweep=spec.name,
+        spec_hash=spec.spec_hash,
+        workload=spec.to_workload(),
+        budget=spec.to_budget(),
+        max_concurrent=spec.search.max_concurrent,
+        num_legal=len(plan.candidates),
+        hardware=topology.label,
+        devices=Hardware.of(topology),
+        cluster_kind=spec.cluster.kind,
+        fingerprint=prints,
+        num_earlier_trials=len(known.earlier),
+        num_earlier_sweeps=num_sweeps(known.earlier),
+        proof=spec.proof,
+        profiled=() if spec.profile is None else tuple(str(name) for name in spec.profile.trials),
+        profile=ProfileSpec() if spec.profile is None else spec.profile.to_spec(),
+        objective=spec.to_objective(topology),
+    )
+
+
+def _fingerprint(spec: SweepSpec, topology: Topology) -> dict[str, str]:
+    """Where two sweeps are measured alike; a program of the user's own is part of that."""
+    source = None if spec.script is None else program_source(spec.script)
+    program = {} if source is None else {PROGRAM: source.sha256[:16]}
+    return {**fingerprint(topology, _virtual(spec), spec.cluster.env), **program}
+
+
+def _virtual(spec: SweepSpec) -> str:
+    """What tells a cluster that does not exist from others of its kind: how fast it is, not how it misbehaves."""
+    cluster = spec.cluster
+    if cluster.simulation is not None:
+        return digest(cluster.simulation.model_dump(include={"accelerator", "deviation", "slow_nodes", "seed"}))[:16]
+    return ""
+
+
+def _check_hardware(created: SweepCreated, prints: dict[str, str]) -> None:
+    changed = [name for name, value in created.fingerprint.items() if prints.get(name) != value]
+    if changed:
+        what = ", ".join(f"{name} {created.fingerprint[name]} -> {prints.get(name)}" for name in changed)
+        raise ConfigError(
+            f"the sweep {created.sweep!r} was measured in another environment ({what}); results would not compare",
+            remedy="Submit it under another name.",
+        )
+
+
+MAX_OWN_CLUSTERS = 3
+"""Clusters of our own that may fail one after another before any trial has come to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +355,43 @@ class _Controller:
         waiting = Waiting(ledger, observer)
         is_script = isinstance(self.spec.to_workload().model, ScriptModel)
         preload = SCRIPT_PRELOAD if is_script else PRELOAD
-        with connect(request, workdir=_attempts(ledger), on_wait=waiting, preload=preload) as cluster:
-            self._runtime(ledger, cluster, request, observer, waiting.num_requests).run()
-            return _result(ledger, self.home)
+        num_lost, num_ended = 0, -1
+        while True:
+            try:
+                with connect(request, workdir=_attempts(ledger), on_wait=waiting, preload=preload) as cluster:
+                    self._runtime(ledger, cluster, request, observer, waiting.num_requests, num_lost).run()
+                    return _result(ledger, self.home)
+            except OwnClusterLostError as error:
+                before, num_ended = num_ended, len(fold(ledger.events()).end_order)
+                num_lost = num_lost + 1 if num_ended == before else 1
+                if num_lost >= MAX_OWN_CLUSTERS:
+                    raise ClusterLostError(
+                        f"{error}, {num_lost} times in a row. On one host, `cluster: {{kind: local}}` needs no Ray"
+                    ) from None
+                logger.warning("%s; another one is started, and what ran is launched again", error)
 
     def _runtime(
-        self, ledger: Ledger, cluster: Cluster, request: ClusterRequest, observer: Observer, num_earlier_requests: int
+        self,
+        ledger: Ledger,
+        cluster: Cluster,
+        request: ClusterRequest,
+        observer: Observer,
+        num_earlier_requests: int,
+        num_lost: int,
     ) -> Runtime:
-        """The sweep, created or resumed, ready to run on ``cluster``."""
+        """The sweep, created or resumed, ready to run on ``cluster``.
+
+        Args:
+            num_lost: clusters of our own that have failed just before.
+        """
         spec = self.spec
         state = fold(ledger.events())
-        clock = clock_of(cluster, start_s=state.now_s or time.time()) or time.time
+        clock = clock_of(cluster, start_s=state.now_s or time.time()) or SteadyClock(state.now_s)
         topology = planned_topology(spec, cluster.topology)
         if state.created is None:
-            plan, known = creation.create(ledger, spec, topology, self.home, clock, self.ahead)
+            plan, known = create(ledger, spec, topology, self.home, clock, self.ahead)
         else:
-            plan, known = creation.resume(ledger, state.created, spec, topology)
+            plan, known = resumed(ledger, state.created, spec, topology)
         return Runtime(
             ledger=ledger,
             cluster=cluster,
@@ -158,7 +401,7 @@ class _Controller:
             observer=observer,
             lease=LeaseManager(cluster, request.claim),
             clock=clock,
-            is_restart=self.is_restart,
+            is_restart=self.is_restart or num_lost > 0,
             num_earlier_requests=num_earlier_requests,
         )
 
@@ -191,12 +434,15 @@ def _result_if_over(spec: SweepSpec, home: Home) -> SweepResult | None:
         ConfigError: the sweep has another content.
         LedgerError: another controller is at work on it.
     """
-    with home.open(spec.name, read_only=False) as ledger:
+    with home.open(spec.name) as ledger:
         state = read_snapshot(ledger).state
         check_same(state.sweep, spec)
-        with ledger.hold():
-            if not state.is_over:
-                return None
-            for projection in _projections(spec, ledger, home):
-                projection.sync(ledger, state)
+        if not state.is_over:
+            return None
+        if is_disk_full(ledger.folder):
+            logger.warning("the disk of %s is full: what MLflow may lack is not added now", ledger.folder)
             return _result(ledger, home)
+    with home.open(spec.name, read_only=False) as ledger, ledger.hold():
+        for projection in _projections(spec, ledger, home):
+            projection.sync(ledger, state)
+        return _result(ledger, home)

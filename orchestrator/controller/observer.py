@@ -12,17 +12,18 @@ from typing import Protocol, get_args
 
 from cluster.base import GangProgress
 from orchestrator.sweep.checkpoint import CheckpointWriter
-from orchestrator.sweep.documents import (
+from orchestrator.sweep.ledger import (
     JOB_VARIABLE,
     MODE_VARIABLE,
     Controller,
     Document,
     HeldNodes,
+    Ledger,
+    LedgerError,
     LiveProgress,
     LiveRank,
     Mode,
 )
-from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import Observer
 from orchestrator.sweep.state import SweepState
 

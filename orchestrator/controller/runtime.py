@@ -12,21 +12,22 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import assert_never
 from uuid import uuid4
 
-from cluster.base import Cluster, ClusterLostError, GangEnded, GangProgress
-from cluster.hardware.placement import Placement
-from orchestrator.controller.command_events import event_of, propose
-from orchestrator.controller.early_stop import settled
-from orchestrator.controller.launcher import TrialLauncher
-from orchestrator.controller.lease import LeaseManager
+from cluster.base import Cluster, ClusterLostError, Deadlines, GangEnded, GangEvent, GangLaunch, GangProgress
+from cluster.hardware.topology import Placement, Topology
+from orchestrator.config.sweep import SweepSpec
+from orchestrator.controller.leasing import LeaseManager, Placer
 from orchestrator.controller.observer import Projection
-from orchestrator.controller.placer import Placer
-from orchestrator.controller.recovery import settle
-from orchestrator.controller.step import step
+from orchestrator.controller.step import EarlyStop, Recovered, event_of, propose, recovered, settle, settled, step
+from orchestrator.program.candidate_command import RUNNER, script_command
+from orchestrator.program.user_program import Script
+from orchestrator.proof import confirmation
 from orchestrator.proof.evaluation import Evaluator
 from orchestrator.search.search import Search
+from orchestrator.sweep.checkpoint import new_events
 from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
@@ -34,26 +35,143 @@ from orchestrator.sweep.events import (
     ChooseFinalists,
     Command,
     Conclude,
+    ConfirmationRun,
     ControllerStarted,
     Evaluate,
     EvaluationEnded,
     Event,
     Finish,
+    GateRun,
+    GateSettings,
     Launch,
     LeaseChanged,
+    LedgerEvent,
     Pause,
+    ProfileRun,
     Propose,
     ProposeCheck,
+    SetAside,
+    SoakRun,
     Stop,
     Tick,
 )
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.limits import launchable
-from orchestrator.sweep.requests import new_events
+from orchestrator.sweep.ledger import DiskFullError, Ledger
 from orchestrator.sweep.snapshot import Observer
-from orchestrator.sweep.state import SweepState, Trial, attempt_id, describe_failure
+from orchestrator.sweep.state import SweepState, Trial, attempt_id, describe_failure, launchable
+from trials.accelerator.kinds import DeviceKind
+from trials.codec import to_json
+from trials.files import is_disk_full
 from trials.outcome import GangLost, LossCause, Outcome
+from trials.script.command import ScriptCommand
+from trials.secrets import VARIABLES
+from trials.spec import Candidate, Protocol, TrialSpec
+
+# How the trials of one sweep become gangs: a value for the runtime, made from the sweep's file.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialLauncher:
+    """How trials of this sweep become gangs, and what becomes of gangs that nobody watches any more."""
+
+    baseline: Candidate
+    """The candidate of trial 0."""
+    isolation: str
+    """What a gang has to itself: ``node`` or ``device``."""
+    build: Callable[[Trial, str, str, Placement], GangLaunch]
+    """(trial, attempt id, token, placement) -> what the cluster is to launch."""
+    recover: Callable[[Trial], Recovered]
+    """What became of the trial's attempt that an earlier controller left running."""
+    early_stop: EarlyStop | None = None
+    """When a running trial is hopeless; None: never."""
+    placing_s: float = 600.0
+    """How long a trial may wait for nodes while nothing runs."""
+
+
+def make_launcher(spec: SweepSpec, topology: Topology, attempts: Path) -> TrialLauncher:
+    """The launcher of the sweep; ``attempts`` is the folder in which its gangs work."""
+    builder = _GangBuilder(spec=spec, device=topology.nodes[0].device_kind)
+    factor = spec.search.early_stop
+    return TrialLauncher(
+        baseline=spec.baseline_candidate,
+        isolation=spec.cluster.isolation,
+        build=builder.build,
+        recover=lambda trial: recovered(attempts, trial),
+        early_stop=None if factor == "off" else EarlyStop(factor=factor, protocol=spec.to_protocol()),
+        placing_s=spec.deadlines.placing_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GangBuilder:
+    """Makes of a trial what its ranks are to run."""
+
+    spec: SweepSpec
+    device: DeviceKind
+
+    def build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
+        script = self.spec.script
+        return GangLaunch(
+            attempt_id=attempt_id,
+            token=token,
+            runner=self.spec.runner if script is None else RUNNER,
+            spec=to_json(self._trial_spec(trial) if script is None else self._command(script, trial)),
+            placement=placement,
+            deadlines=self._deadlines(trial),
+            env=self._environment(),
+            one_rank_per_node=script is not None and script.model.launcher == "own",
+        )
+
+    def _environment(self) -> dict[str, str]:
+        """Variables for the ranks and their warden: which of the node's are secret, and those of the file."""
+        secret = {VARIABLES: os.environ[VARIABLES]} if VARIABLES in os.environ else {}
+        return {**secret, **self.spec.cluster.env}
+
+    def _deadlines(self, trial: Trial) -> Deadlines:
+        """Those of the file; a longer run has the time that its steps need, and some more."""
+        deadlines = self.spec.to_deadlines()
+        if not isinstance(trial.check, SoakRun):
+            return deadlines
+        return replace(deadlines, measuring_s=confirmation.deadline_s(trial.check))
+
+    def _command(self, script: Script, trial: Trial) -> ScriptCommand:
+        return script_command(
+            script,
+            trial.candidate,
+            self._protocol(trial),
+            device=self.device,
+            memory_limit_bytes=self.spec.cluster.device_memory_bytes,
+            env_pass=tuple(self.spec.cluster.env),
+            fewest_steps=self.spec.to_protocol().max_steps if isinstance(trial.check, SoakRun) else None,
+        )
+
+    def _trial_spec(self, trial: Trial) -> TrialSpec:
+        return TrialSpec(
+            workload=self.spec.to_workload(),
+            candidate=trial.candidate,
+            protocol=self._protocol(trial),
+            device=self.device,
+            memory_limit_bytes=self.spec.cluster.device_memory_bytes,
+            profile=trial.check.profile if isinstance(trial.check, ProfileRun) else None,
+            perturbation=trial.check.perturbation if isinstance(trial.check, GateRun) else 0.0,
+        )
+
+    def _protocol(self, trial: Trial) -> Protocol:
+        """How to measure the trial: as the file says; for the loss gate and the soak, a fixed number of steps.
+
+        A program of the user's own may take minutes to start: when it is confirmed, it is measured for as many steps
+        as the file allows, so that fewer rounds settle it.
+        """
+        protocol = self.spec.to_protocol()
+        if isinstance(trial.check, ConfirmationRun) and self.spec.script is not None:
+            return replace(protocol, num_steps=protocol.max_steps)
+        if isinstance(trial.check, SoakRun):
+            return replace(protocol, num_steps=trial.check.num_steps, max_steps=trial.check.num_steps)
+        if not isinstance(trial.check, GateRun):
+            return protocol
+        num_steps = self.spec.proof.gate.num_steps if self.spec.proof.gate else GateSettings().num_steps
+        return Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=num_steps - 1, max_steps=num_steps - 1)
+
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +181,8 @@ that hung with all ranks in one operation count once: that may be the candidate'
 
 POLL_S = 0.5
 """Longest wait for gang events between two looks at the clock."""
+SPACE_S, SPACE_PAUSE_S = 600.0, 0.2
+"""How long a full disk is waited for, and the least pause between two looks at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +192,20 @@ class _Running:
     trial: int
     placement: Placement
     progress: list[GangProgress] = field(default_factory=list)
+
+
+class SteadyClock:
+    """Seconds since the epoch that pass evenly, whatever becomes of the host's clock meanwhile.
+
+    The host's clock is read once; from then on the time is what the monotonic clock adds. It never starts before the
+    ledger's last event, so the times in a ledger never go back.
+    """
+
+    def __init__(self, not_before_s: float = 0.0) -> None:
+        self._offset_s = max(time.time(), not_before_s) - time.monotonic()
+
+    def __call__(self) -> float:
+        return self._offset_s + time.monotonic()
 
 
 class Runtime:
@@ -87,7 +221,7 @@ class Runtime:
         projections: Sequence[Projection],
         observer: Observer,
         lease: LeaseManager | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         is_restart: bool = False,
         num_earlier_requests: int | None = None,
     ) -> None:
@@ -95,7 +229,8 @@ class Runtime:
         Args:
             launcher: how the sweep's trials become gangs.
             lease: what keeps the cluster at the size the queue allows; None: it stays as it is.
-            clock: seconds since the epoch, or of a cluster in virtual time.
+            clock: seconds since the epoch, or of a cluster in virtual time; it never goes back. None: a
+                :class:`SteadyClock`.
             is_restart: a supervisor started this controller, not a person: a pause that was asked for stands.
             num_earlier_requests: how many requests there were when a person started the sweep; that start overrules a
                 pause among them, but none asked for later. None: all requests until now were made before.
@@ -106,7 +241,6 @@ class Runtime:
         self._launcher = launcher
         self._projections = tuple(projections)
         self._observer = observer
-        self._clock = clock
         self._lease = lease or LeaseManager(cluster, None)
         self._running: dict[str, _Running] = {}
         self._killed: dict[str, LossCause] = {}
@@ -116,8 +250,13 @@ class Runtime:
         self._num_earlier_requests = num_earlier_requests
         self._num_lost_in_a_row = 0
         self._hung_in_a_row: set[int] = set()
+        self._unhandled: list[GangEvent] = []
+        """Events that came while the disk was full."""
+        self._full_since_s: float | None = None
+        self._is_ending = False
         self._evaluator = Evaluator(ledger.folder / "evaluations")
         self._state = fold(ledger.events())
+        self._clock = clock or SteadyClock(self._state.now_s)
         self._commands: tuple[Command, ...] = ()
 
     def run(self) -> SweepState:
@@ -144,8 +283,10 @@ class Runtime:
 
     def _loop(self) -> None:
         while self._state.status == "running":
+            self._ledger.require_in_place()
             if not self._act():
-                self._project()
+                if self._full_since_s is None:
+                    self._project()
                 self._wait(POLL_S)
                 self._tend()
 
@@ -176,7 +317,7 @@ class Runtime:
         nodes = tuple(node.name for node in self._cluster.topology.nodes)
         if nodes != self._state.nodes:
             self._dispatch(LeaseChanged(at_s=self._clock(), nodes=nodes))
-        self._observer.on_lease(nodes, self._lease.waiting)
+        self._observer.on_lease(nodes, self._lease.waiting if self._full_since_s is None else self._disk_words)
 
     def _hear(self, up_to: int | None = None) -> None:
         for event in new_events(self._ledger, self._state, self._clock(), up_to=up_to):
@@ -219,7 +360,7 @@ class Runtime:
                 return self._launch(command)
             case Stop():
                 return self._kill(self._attempt_id(command.trial), command.reason, "controller")
-            case ChooseFinalists() | ProposeCheck() | Conclude() | Pause() | Finish():
+            case ChooseFinalists() | ProposeCheck() | SetAside() | Conclude() | Pause() | Finish():
                 self._dispatch(event_of(command, self._state, self._clock()))
                 return True
             case _:
@@ -236,6 +377,8 @@ class Runtime:
         return next(name for name, running in self._running.items() if running.trial == trial)
 
     def _launch(self, command: Launch) -> bool:
+        if self._is_disk_full():
+            return False
         trial = self._state.trials[command.trial]
         self._placer.follow(self._state.quarantined)
         limit = self._state.sweep.max_concurrent
@@ -269,7 +412,8 @@ class Runtime:
     def _wait(self, timeout_s: float) -> None:
         """Take in what the gangs report; where none has ended, let the state see the time."""
         ended = False
-        for event in self._cluster.poll(timeout_s):
+        events, self._unhandled = [*self._unhandled, *self._cluster.poll(timeout_s)], []
+        for event in events:
             if event.attempt_id not in self._running:
                 continue
             if isinstance(event, GangProgress):
@@ -299,7 +443,7 @@ class Runtime:
         cause = self._killed.pop(event.attempt_id, None)
         if isinstance(outcome, GangLost):
             outcome = replace(outcome, cause=cause or _unasked(outcome.cause))
-        outcome = settled(self._state.trials[running.trial], outcome)
+        outcome = settled(self._state, running.trial, outcome)
         self._dispatch(
             AttemptEnded(
                 at_s=self._clock(),
@@ -327,17 +471,62 @@ class Runtime:
         if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW:
             raise ClusterLostError(
                 f"{MAX_LOST_IN_A_ROW} attempts in a row were lost, the last one: {describe_failure(outcome)}. "
-                "Mend the cluster and submit again"
+                "Fix the cluster and submit again"
             )
 
     def _dispatch(self, event: Event) -> None:
         if not isinstance(event, Tick):
-            self._ledger.append(event)
+            self._store(event)
         self._state, self._commands = step(self._state, event)
         self._observer.on_state(self._state)
 
+    def _store(self, event: LedgerEvent) -> None:
+        """Write the event to the ledger; where the disk is full, as soon as there is space.
+
+        Raises:
+            LedgerError: it cannot be written, or there was no space for :data:`SPACE_S`.
+        """
+        while True:
+            try:
+                self._ledger.append(event)
+            except DiskFullError:
+                if self._is_ending:
+                    raise
+                self._note_full()
+                self._unhandled += self._cluster.poll(POLL_S)  # so that the ranks know of their controller
+            else:
+                return
+
+    def _is_disk_full(self) -> bool:
+        """Whether the home's disk has no space for another attempt.
+
+        Raises:
+            DiskFullError: it has had none for :data:`SPACE_S`.
+        """
+        if is_disk_full(self._ledger.folder):
+            self._note_full()
+            return True
+        if self._full_since_s is not None:
+            self._full_since_s = None
+            logger.warning("the disk of %s has space again; the sweep goes on", self._ledger.folder)
+        return False
+
+    def _note_full(self) -> None:
+        now_s = time.monotonic()
+        if self._full_since_s is None:
+            self._full_since_s = now_s
+            logger.warning("%s; the sweep waits for up to %.0f min", self._disk_words, SPACE_S / 60)
+        time.sleep(SPACE_PAUSE_S)  # a virtual cluster does not wait by itself
+        if now_s - self._full_since_s > SPACE_S:
+            raise DiskFullError(f"{self._disk_words}, for {SPACE_S / 60:.0f} min now. Free space, then submit again")
+
+    @property
+    def _disk_words(self) -> str:
+        return f"the disk of {self._ledger.folder} is full"
+
     def _interrupt(self) -> None:
         """Kill what runs and record it as lost, so that its device time is charged and nothing dangles."""
+        self._is_ending = True
         for attempt in list(self._running):
             self._kill(attempt, "interrupted by the user", "controller")
         deadline_s = self._clock() + 10.0
@@ -350,7 +539,9 @@ class Runtime:
             projection.sync(self._ledger, self._state)
 
     def _finish_projections(self) -> SweepState:
+        self._ledger.require_in_place()
         self._project()
+        self._ledger.require_in_place()
         return self._state
 
 

@@ -6,12 +6,52 @@ controller that starts again after a crash therefore needs nothing but the folde
 
 from __future__ import annotations
 
+import logging
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, assert_never
+
+from cluster.base import GangProgress
+from cluster.gang.gang_outcome import recover
+from orchestrator.objective import TIMES, Objective
 from orchestrator.proof.next_check import largest_layout, next_command
-from orchestrator.sweep.events import Action, Command, Event, Finish, Launch, Pause, Propose, Stop
-from orchestrator.sweep.fold import apply
-from orchestrator.sweep.limits import end_of_search, failure, launchable
-from orchestrator.sweep.state import SweepState, Trial, nodes_to_avoid
-from orchestrator.sweep.values import ConfirmationRun, FinishCause
+from orchestrator.search.search import Search
+from orchestrator.statistics import slowest_likely_step_s
+from orchestrator.sweep.checkpoint import new_events
+from orchestrator.sweep.events import (
+    Action,
+    AttemptEnded,
+    ChooseFinalists,
+    Command,
+    Conclude,
+    ConfirmationRun,
+    Event,
+    FinalistsChosen,
+    FinalistsDisqualified,
+    Finish,
+    FinishCause,
+    Launch,
+    LedgerEvent,
+    Pause,
+    Propose,
+    ProposeCheck,
+    SearchExhausted,
+    SetAside,
+    SoakRun,
+    Stop,
+    SweepFinished,
+    SweepPaused,
+    TrialProposed,
+    VerdictReached,
+)
+from orchestrator.sweep.fold import apply, fold
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.state import CONVERGED, SweepState, Trial, end_of_search, failure, launchable, nodes_to_avoid
+from orchestrator.units import trial_id
+from trials.outcome import Crashed, Evidence, GangLost, Outcome, StoppedEarly
+from trials.spec import Candidate, Protocol
 
 
 def step(state: SweepState, event: Event) -> tuple[SweepState, tuple[Command, ...]]:
@@ -62,5 +102,251 @@ def _launch(state: SweepState, trial: Trial) -> Launch:
         trial=trial.number,
         attempt=len(trial.attempts),
         avoid=nodes_to_avoid(trial),
-        within=largest_layout(state) if isinstance(trial.check, ConfirmationRun) else None,
+        within=largest_layout(state) if isinstance(trial.check, ConfirmationRun | SoakRun) else None,
     )
+
+
+# Finds out from a trial's first steps that it cannot become the best one. Pure: no clock, no input or output.
+
+
+ALLOWANCE = 0.2
+"""Share of the fastest step so far by which later ones may still turn out faster."""
+MIN_STEPS = 2
+"""Steps after the first one that have to be seen."""
+MIN_RIVAL_STEPS = 3
+"""Steps of a measured trial without which nothing is compared with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStop:
+    """Stops a trial that, even if its later steps are faster, is ``factor`` times slower than a rival, even if that was
+    measured too fast: an end of one interval is compared with an end of the other.
+
+    The first step allocates and compiles, and steps in which kernels are being tuned are not like later ones: they do
+    not count. The baseline is never stopped: everything is compared with it.
+    """
+
+    factor: float
+    """Step time, weighted by the objective, over the rival's, from which on a trial is stopped."""
+    protocol: Protocol
+    """How trials are measured: how many steps a trial that is stopped would still have taken."""
+
+    def verdict(self, state: SweepState, trial: Trial, progress: Sequence[GangProgress]) -> StoppedEarly | None:
+        """Why the running attempt of ``trial`` is hopeless after these reports; None while it is not."""
+        if trial.number == 0 or trial.attempts[-1].stopped is not None:
+            return None
+        times_s = _settled_times_s(trial, progress)
+        num_due = self._num_steps_due(progress[-1])
+        if len(times_s) < MIN_STEPS or num_due < 1 or (rival := _rival(state)) is None:
+            return None
+        at_least_s = min(times_s) * (1 - ALLOWANCE)
+        ratio = at_least_s * state.objective.weight(trial.candidate.layout.world_size) / rival.at_most_s
+        if ratio <= self.factor:
+            return None
+        return StoppedEarly(
+            step_times_s=times_s,
+            at_least_s=at_least_s,
+            incumbent=rival.trial,
+            saved_device_seconds=num_due * statistics.median(times_s) * trial.attempts[-1].num_devices,
+            evidence=Evidence(message=_reason(times_s, ratio, rival.trial, state.objective)),
+        )
+
+    def _num_steps_due(self, last: GangProgress) -> int:
+        """Steps that the protocol still asks for, at least, after the report ``last``."""
+        if last.phase == "warmup":
+            return max(0, self.protocol.min_warmup_steps - last.step) + self.protocol.num_steps
+        return self.protocol.num_steps - last.step
+
+
+@dataclass(frozen=True, slots=True)
+class _Rival:
+    """A measured trial, and the upper end of the interval of its step time, weighted by the objective."""
+
+    trial: int
+    at_most_s: float
+
+
+def _rival(state: SweepState) -> _Rival | None:
+    """The trial that is surely the fastest; None where none is known well enough to stop others.
+
+    Too few steps, or steps that became slower and slower, say too little of what the trial would come to.
+    """
+    rivals = []
+    for ranked in state.fastest:
+        found = state.trials[ranked.number].measurement
+        if (
+            found is None
+            or len(found.counted_step_times_s) < MIN_RIVAL_STEPS
+            or (found.trend and found.trend.is_slower)
+        ):
+            continue
+        at_most_s = slowest_likely_step_s(found) * state.objective.weight(found.world_size)
+        rivals.append(_Rival(ranked.number, at_most_s))
+    return min(rivals, key=lambda rival: (rival.at_most_s, rival.trial), default=None)
+
+
+def settled(state: SweepState, number: int, outcome: Outcome) -> Outcome:
+    """The outcome of the last attempt of a trial: where its gang was lost because it was to be stopped, it was stopped
+    early; where attempt after attempt was killed from outside, it crashed, as the trial may be killing itself."""
+    trial = state.trials[number]
+    if not isinstance(outcome, GangLost):
+        return outcome
+    if (stopped := trial.attempts[-1].stopped) is not None:
+        return stopped
+    limit = state.sweep.budget.lost_attempts_per_trial
+    if outcome.cause == "killed" and trial.num_lost + 1 >= limit:
+        message = f"{outcome.evidence.message}, in the last of {limit} attempts that were lost"
+        return Crashed(evidence=replace(outcome.evidence, message=message))
+    return outcome
+
+
+def _settled_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[float, ...]:
+    """Seconds per step, without the first step and those in which kernels are being tuned."""
+    first = max(1, *trial.candidate.kernels.cudnn_tuning_range, 0)
+    return tuple(
+        report.step_time_s
+        for report in progress
+        if report.step_time_s is not None and (report.phase == "measuring" or report.step > first)
+    )
+
+
+def _reason(times_s: Sequence[float], ratio: float, rival: int, objective: Objective) -> str:
+    shown = f"{len(times_s)} steps of {min(times_s):.4g} s or more"
+    return f"stopped after {shown}: at least {ratio:.2f} times the {TIMES[objective.name]} of {trial_id(rival)}"
+
+
+# The events that answer the controller's commands where no gang is involved: proposals, decisions, the end.
+
+
+def propose(
+    search: Search, state: SweepState, command: Propose, baseline: Candidate, at_s: float
+) -> TrialProposed | SearchExhausted:
+    """The next trial: the baseline first, then what the search suggests; or the end of the search, and why."""
+    number = command.trial
+    if number == 0:
+        return TrialProposed(
+            at_s=at_s,
+            trial=0,
+            candidate=baseline,
+            origin="baseline",
+            reason="the present configuration, for comparison",
+            expected=search.predict(baseline),
+        )
+    if search.is_converged(state):
+        return SearchExhausted(at_s=at_s, reason=CONVERGED)
+    suggestion = search.ask(number, state)
+    if suggestion is None:
+        ruled_out = " or ruled out" if any(event.rules for event in state.pruned) else ""
+        return SearchExhausted(at_s=at_s, reason=f"every legal candidate was tried{ruled_out}")
+    return TrialProposed(
+        at_s=at_s,
+        trial=number,
+        candidate=suggestion.candidate,
+        origin="sampler",
+        reason=suggestion.reason,
+        expected=suggestion.expected,
+    )
+
+
+def event_of(
+    command: ChooseFinalists | ProposeCheck | SetAside | Conclude | Pause | Finish, state: SweepState, at_s: float
+) -> LedgerEvent:
+    """The event of a command that is done by writing it to the ledger."""
+    match command:
+        case ChooseFinalists():
+            first_check = len(state.trials)
+            return FinalistsChosen(
+                at_s=at_s,
+                finalists=command.finalists,
+                reason=command.reason,
+                first_check=first_check,
+                cause=command.cause,
+            )
+        case ProposeCheck():
+            return TrialProposed(
+                at_s=at_s,
+                trial=command.trial,
+                candidate=command.candidate,
+                origin="check",
+                reason=command.reason,
+                check=command.check,
+            )
+        case SetAside():
+            return FinalistsDisqualified(at_s=at_s, verdict=command.verdict, reopened=command.reopened)
+        case Conclude():
+            return VerdictReached(at_s=at_s, verdict=command.verdict)
+        case Pause():
+            return SweepPaused(at_s=at_s, reason=command.reason)
+        case Finish():
+            return SweepFinished(at_s=at_s, status=command.status, reason=command.reason, cause=command.cause)
+        case _:
+            assert_never(command)
+
+
+# What is settled when a sweep's controller has died: attempts it left running, and requests nobody answered.
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What an attempt of a dead controller has come to."""
+
+    outcome: Outcome
+    device_seconds: float
+    """Seconds that its devices were held, summed over devices."""
+
+
+def settle(
+    state: SweepState, recover: Callable[[Trial], Recovered], clock: Callable[[], float]
+) -> Iterator[AttemptEnded]:
+    """Ends of the attempts that run in ``state`` although their controller is gone, and with it their gangs."""
+    for number in sorted(state.running):
+        trial = state.trials[number]
+        found = recover(trial)
+        logger.info("trial %d of an earlier controller: %s", trial.number, found.outcome.kind)
+        yield AttemptEnded(
+            at_s=clock(),
+            trial=trial.number,
+            token=trial.attempts[-1].token,
+            outcome=settled(state, number, found.outcome),
+            device_seconds=found.device_seconds,
+        )
+
+
+def recovered(attempts: Path, trial: Trial) -> Recovered:
+    """What the unended attempt of ``trial``, whose controller is gone, left in the folder ``attempts``."""
+    attempt = trial.attempts[-1]
+    found = recover(attempts, attempt.token, len(attempt.ranks))
+    held_s = max(0.0, found.ended_at_s - attempt.launched_at_s) if found.ended_at_s else 0.0
+    return Recovered(outcome=found.outcome, device_seconds=held_s * attempt.num_devices)
+
+
+def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
+    """Do what has been asked of a sweep without a controller; the caller holds its ledger. It happens at the time of
+    the last event: since then nobody has been at work, and no time was spent."""
+    state = fold(ledger.events())
+    if state.created is None:
+        return state
+    at_s = state.now_s
+    events: list[Event] = list(new_events(ledger, state, at_s))
+    if not events:
+        return state
+
+    def take(event: Any) -> None:
+        nonlocal state
+        ledger.append(event)
+        state, _ = step(state, event)
+
+    for event in events:
+        take(event)
+    if state.asked is not None:  # what a dead controller left running is gone, too
+        for end in settle(state, lambda trial: recovered(folder / "attempts", trial), lambda: at_s):
+            take(end)
+    for command in decide(state):
+        if isinstance(command, Pause):
+            take(SweepPaused(at_s=at_s, reason=command.reason))
+        elif isinstance(command, Finish) and state.asked is not None:
+            take(SweepFinished(at_s=at_s, status=command.status, reason=command.reason, cause=command.cause))
+    return state

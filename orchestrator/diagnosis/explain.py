@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from cluster.hardware.topology import Topology
-from orchestrator.diagnosis.bottlenecks import DiagnosedCase, diagnose
-from orchestrator.diagnosis.cost_view import ModelView
+from pydantic import ValidationError
+
+from cluster.hardware.topology import Node, Topology
+from orchestrator.config.sweep import SweepSpec
+from orchestrator.diagnosis.bottlenecks import DiagnosedCase, ProfileOf, diagnose, profiles_of, split
 from orchestrator.diagnosis.effects import main_effects
 from orchestrator.diagnosis.observations import Table, tabulate
-from orchestrator.diagnosis.prediction_errors import compare_predictions
-from orchestrator.diagnosis.remedies import KnobChange, changes
-from orchestrator.diagnosis.sample import sample, spread
-from orchestrator.diagnosis.step_parts import ProfileOf, profiles_of, split
-from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, StepParts, SweepExplanation
+from orchestrator.diagnosis.remedies import ConfirmedRatio, KnobChange, ModelView, changes, meaning, sample, spread
+from orchestrator.diagnosis.values import (
+    Diagnosis,
+    Importance,
+    KnobEffect,
+    StepParts,
+    SweepExplanation,
+    compare_predictions,
+)
 from orchestrator.errors import ConfigError
-from orchestrator.planning.knowledge import PriorKnowledge
-from orchestrator.search.prediction.prediction import make_predictor
-from orchestrator.search.prediction.predictor import UnknownDimensionsError, UnpredictableError
-from orchestrator.space.large import LargeSpace
-from orchestrator.space.naming import flat_params
-from orchestrator.space.neighbours import neighbours
-from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.planning.planner import Plan, make_plan
+from orchestrator.planning.predictions import PriorKnowledge
+from orchestrator.proof.progress import confirmation
+from orchestrator.search.predictor import UnknownDimensionsError, UnpredictableError, make_predictor
+from orchestrator.space.notation import flat_params
+from orchestrator.space.space import LargeSpace, neighbours
+from orchestrator.sweep.events import SweepCreated
+from orchestrator.sweep.ledger import Ledger, LedgerError
+from orchestrator.sweep.snapshot import Phase, read_snapshot
+from orchestrator.sweep.state import SweepState, Trial, find_trial
 from orchestrator.units import status_words, trial_id
 from trials.spec import Candidate, ScriptModel
 
@@ -49,8 +59,13 @@ class Basis:
     """Why candidates or hardware are not known; empty where they are."""
 
 
-def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) -> SweepExplanation:
+def explain_sweep(
+    state: SweepState, basis: Basis, *, trial: int | None = None, phase: Phase | None = None
+) -> SweepExplanation:
     """Explain a sweep at any time of its life, with ``trial`` diagnosed in place of its winner.
+
+    Args:
+        phase: where it stands, as seen from outside; None: as its events have it.
 
     Raises:
         LookupError: the sweep has not been created yet.
@@ -70,7 +85,7 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
         sweep=state.sweep.sweep,
         unit=state.unit,
         hardware=state.sweep.hardware,
-        phase=state.status,
+        phase=phase or state.status,
         virtual=state.virtual,
         step_parts={t.number: diagnoser.parts(t) for t in _to_split(kept, asked, state) if t.measurement is not None},
         baseline=diagnoser.diagnosis(baseline, "baseline", near[baseline.number]) if baseline else None,
@@ -128,7 +143,17 @@ def _changes(trial: Trial, legal: Sequence[Candidate], state: SweepState, basis:
     """Legal changes of a trial: among the plan's candidates, those tried, and its neighbours in a space too large."""
     near = neighbours(basis.beyond, trial.candidate) if basis.beyond is not None else []
     candidates = tuple(dict.fromkeys([*legal, *near])) if near else legal
-    return changes(trial, candidates, state.searched(), state.objective)
+    return changes(trial, candidates, state.searched(), state.objective, _confirmed(state))
+
+
+def _confirmed(state: SweepState) -> dict[int, ConfirmedRatio]:
+    """By finalist, its ratio to the baseline in the rounds of the last confirmation."""
+    found = confirmation(state)
+    if found is None or state.virtual is not None:
+        return {}
+    num_rounds = {n: sum(n in one.runs for one in found.complete) for n in found.judgement.against_baseline}
+    compared = found.judgement.against_baseline.items()
+    return {n: ConfirmedRatio(ratio=one.ratio, num_rounds=num_rounds[n]) for n, one in compared}
 
 
 def _view(
@@ -218,5 +243,111 @@ def _varied(basis: Basis, kept: Sequence[Trial]) -> frozenset[str]:
     seen: dict[str, set[str]] = {}
     for candidate in [*spread(basis.candidates, MAX_LISTED), *(trial.candidate for trial in kept)]:
         for name, value in flat_params(candidate).items():
-            seen.setdefault(name, set()).add(str(value))
+            seen.setdefault(meaning(name, value), set()).add(str(value))
     return frozenset(name for name, values in seen.items() if len(values) > 1)
+
+
+# Explains a sweep from its ledger, which may be in use by a controller.
+
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = (KeyError, TypeError, ValueError, ValidationError, ConfigError, LedgerError)
+"""Exceptions that reading documents of another version of this program may raise."""
+
+
+def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepState | None = None) -> SweepExplanation:
+    """Explain the sweep of this ledger.
+
+    Args:
+        trial: the one to diagnose beside the baseline in place of the winner: ``3``, ``t003``, ``best``.
+        state: the fold of the ledger's events, where the caller has it already.
+
+    Raises:
+        ConfigError: nothing was measured yet, or ``trial`` was not.
+    """
+    phase = None
+    if state is None:
+        seen = read_snapshot(ledger)
+        state, phase = seen.state, seen.phase
+    name = ledger.folder.name
+    number = None if trial is None else find_trial(state, trial, name).number
+    baseline, chosen, _ = diagnosed_trials(state, number)
+    if baseline is None and chosen is None:  # said before anything is planned
+        words = ", ".join(f"{count} {status_words(status)}" for status, count in state.counts().items())
+        raise ConfigError(
+            f"no trial of the sweep {name!r} was measured ({words or 'it has none yet'})",
+            remedy=f"`tune-cluster explain {name} TRIAL` tells what became of one.",
+        )
+    return explain_sweep(state, load_basis(ledger, state), trial=number, phase=phase)
+
+
+def load_basis(ledger: Ledger, state: SweepState) -> Basis:
+    """Candidates and hardware of the sweep as far as the ledger tells them, and why the rest is missing."""
+    spec, problem = _spec(ledger)
+    topology, unknown = _topology(state.sweep)
+    known = _knowledge(ledger)
+    if spec is None:
+        return Basis(topology=topology, knowledge=known, problem=problem or unknown)
+    made, illegal = _plan(spec, topology, known)
+    if made is None:
+        return Basis(topology=topology, knowledge=known, problem=illegal)
+    return Basis(
+        candidates=made.candidates,
+        beyond=made.beyond,
+        varied=_varied_knobs(spec),
+        topology=topology,
+        knowledge=known,
+        problem=unknown,
+    )
+
+
+def _spec(ledger: Ledger) -> tuple[SweepSpec | None, str]:
+    try:
+        return SweepSpec.from_json(ledger.document("spec") or {}), ""
+    except UNREADABLE as error:
+        logger.debug("the sweep file in %s cannot be used", ledger.folder, exc_info=error)
+        return None, "the sweep file kept with it is of another version"
+
+
+def _knowledge(ledger: Ledger) -> PriorKnowledge:
+    try:
+        return PriorKnowledge.kept(ledger)
+    except UNREADABLE as error:
+        logger.debug("what %s keeps of dry runs and probes cannot be used", ledger.folder, exc_info=error)
+        return PriorKnowledge()
+
+
+def _plan(spec: SweepSpec, topology: Topology | None, known: PriorKnowledge) -> tuple[Plan | None, str]:
+    """The plan without the candidates of the stage balancer, which takes minutes; else None and why."""
+    space = spec.space.model_copy(update={"balance": False})
+    try:
+        return make_plan(spec.model_copy(update={"space": space}), topology, known.estimates), ""
+    except ConfigError as error:
+        return None, f"its candidates cannot be listed again: {error}"
+
+
+def _varied_knobs(spec: SweepSpec) -> frozenset[str]:
+    own = {meaning(knob.name, *knob.values): knob.values for knob in spec.own_knobs}
+    return frozenset(name for name, values in {**spec.choices, **own}.items() if len(values) > 1)
+
+
+def _topology(created: SweepCreated) -> tuple[Topology | None, str]:
+    """From the hardware and the fingerprint kept with the sweep: what this host has may be something else."""
+    known, memory = created.devices, created.fingerprint.get("device_memory_bytes", "")
+    if not memory.isdigit():
+        return None, "the hardware is not known"
+    node = Node(
+        name="node0",
+        address="127.0.0.1",
+        num_devices=known.devices_per_node,
+        device_kind=known.device_kind,
+        device_name=known.device_name,
+        device_memory_bytes=int(memory),
+        threads_per_device=int(created.fingerprint.get("threads_per_device", "1")),
+    )
+    return Topology(nodes=tuple(_named(node, i) for i in range(known.num_nodes))), ""
+
+
+def _named(node: Node, number: int) -> Node:
+    return replace(node, name=f"node{number}")

@@ -61,8 +61,8 @@ def _too_few(table: Table) -> str:
     if num_knobs == 0:
         return "no knob varied over the trials"
     if num_trials < needed:
-        knobs = f"{num_knobs} knobs that varied" if num_knobs > 1 else "one knob that varied"
-        return f"too few trials: {num_trials}, at least {needed} would be needed for the {knobs}"
+        knobs = f"{num_knobs} knobs" if num_knobs > 1 else "one knob"
+        return f"shares of the variance need {needed} trials where {knobs} varied; there are {num_trials}"
     if np.ptp([row.log_time for row in table.rows]) == 0:
         return "all trials were equally fast"
     return ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.objective import Objective
-from orchestrator.space.naming import aligned_params
+from orchestrator.space.notation import aligned_params
 from orchestrator.sweep.state import Trial, weighted_step_s
 from trials.outcome import Measurement, StoppedEarly
 

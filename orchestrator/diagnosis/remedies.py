@@ -2,22 +2,248 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.diagnosis.cost_view import ModelView
-from orchestrator.diagnosis.sample import num_parts, spread
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.cost.calibrate import Calibrated, fit
+from cluster.cost.coefficients import load_prior
+from cluster.cost.cost_model import CostModel
+from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.step_time import stage_seconds
+from cluster.cost.usual import built_in_knob
+from cluster.cost.work import work_of
+from cluster.probing import Profile, with_probe
 from orchestrator.diagnosis.values import Kind, Remedy
 from orchestrator.objective import Objective
-from orchestrator.space.large import without_effect
-from orchestrator.space.naming import diff
-from orchestrator.statistics import MIN_DIFFERENCE, Estimate, speed_ratio, verdict
-from orchestrator.sweep.state import Trial
-from orchestrator.units import chance, changes_words, num_bytes, status_words, trial_id
+from orchestrator.search.acquisition import Posterior, Residual, Seen, condition, learn, probability_fits
+from orchestrator.search.predictor import LOCAL_STD, Predictor, estimate_rows, log_device_seconds, of_candidates
+from orchestrator.space.notation import diff
+from orchestrator.space.space import without_effect
+from orchestrator.statistics import MIN_DIFFERENCE, Estimate, Interval, speed_ratio, verdict
+from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
+from orchestrator.units import chance, changes_words, num_bytes, ratio_interval, status_words, trial_id
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate, LlamaModel, OwnModel, ResNetModel, Workload, decoder_of
+
+# What the cost model says of a sweep's candidates after the sweep's own trials, as the guided search uses it.
+
+
+MIN_FOR_ERROR = 4
+"""Trials from which on leaving one out tells the error of predictions."""
+
+ROWS_AT_ONCE = 1024
+"""Rows whose covariances with all measured trials are held at a time."""
+
+Rows = NDArray[np.intp]
+"""Rows of candidates among the predictor's, shape (num_rows,)."""
+
+
+class ModelView:
+    """Predictions for a fixed list of candidates, those of the sweep's trials among them.
+
+    Args:
+        predictor: of these candidates, as :func:`orchestrator.search.predictor.make_predictor` makes it.
+        trials: those of the sweep that the model learns from.
+        profile: what a probe measured of the nodes; the one that the predictor was made with.
+    """
+
+    def __init__(self, predictor: Predictor, trials: Sequence[Trial], profile: Profile | None = None) -> None:
+        self._predictor = predictor
+        self._profile = profile
+        self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
+        self._trials = [trial for trial in trials if trial.candidate.config_key in self._rows]
+        measured = [trial for trial in self._trials if trial.measurement is not None]
+        self._times_s = {self._row(trial.candidate): weighted_step_s(trial, predictor.objective) for trial in measured}
+
+    @property
+    def limit_bytes(self) -> float:
+        """Device memory of a rank."""
+        return self._predictor.limit_bytes
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks compute on CPUs."""
+        return self._predictor.on_cpu
+
+    def step_terms_s(self, candidate: Candidate) -> dict[str, float]:
+        """The cost model's terms of the step time in seconds, with coefficients fitted to this sweep's trials.
+
+        On CPUs, where the core that launches operators also runs them, launching is part of computing.
+        """
+        row = self._row(candidate)
+        x = self._predictor.inputs.take(slice(row, row + 1))
+        model = CostModel(self._time, Calibrated.of_prior(load_prior("memory")))
+        found = estimate_rows(model, x, on_cpu=self.on_cpu)
+        terms = {name: float(values[0]) for name, values in found.step_terms_s.items()}
+        if self.on_cpu:
+            computing = "compute" if "compute" in terms else "forward"
+            terms[computing] += terms.pop("launch")
+        return terms
+
+    def stage_loads_s(self, candidate: Candidate) -> list[float]:
+        """Seconds of a micro-batch on each pipeline rank; empty without a pipeline."""
+        row, inputs = self._row(candidate), self._predictor.inputs
+        if not isinstance(inputs, CostInputs) or candidate.layout.pp == 1:
+            return []
+        x = inputs.take(slice(row, row + 1))
+        loads = stage_seconds(x, work_of(x), self._time.coefficients).total[0]
+        return [float(load) for load in loads[: candidate.layout.pp]]
+
+    def gain(self, trial: Candidate, other: Candidate) -> tuple[float, float]:
+        """Expected score of ``other`` over that of ``trial``, and the standard deviation of its logarithm."""
+        here, there = self._row(trial), self._row(other)
+        return float(np.exp(self._mean[here] - self._mean[there])), float(self._std[there])
+
+    def peak_bytes(self, candidate: Candidate, *, like: Trial) -> float:
+        """Predicted peak of the fullest rank, corrected by what was measured of trial ``like``."""
+        peaks = self._predictor.estimates.peak_bytes
+        expected = float(peaks[self._row(candidate)])
+        peak = _peak(like)
+        return expected * peak / float(peaks[self._row(like.candidate)]) if peak else expected
+
+    def probability_fits(self, candidate: Candidate) -> float:
+        """Probability that the candidate fits into memory, given which trials did and which did not."""
+        return float(self._fits[self._row(candidate)])
+
+    def tells_apart(self, one: Candidate, other: Candidate) -> bool:
+        """Whether the model, or what trials taught it, expects a difference at all."""
+        seconds = self._predictor.estimates.step_s
+        here, there = self._row(one), self._row(other)
+        return bool(seconds[here] != seconds[there]) or abs(float(self._mean[here] - self._mean[there])) > 1e-3
+
+    @functools.cached_property
+    def error(self) -> float | None:
+        """Typical relative error of predictions: the median over measured trials, each predicted from the others."""
+        rows = np.array(sorted(self._times_s), dtype=np.intp)
+        if len(rows) < MIN_FOR_ERROR:
+            return None
+        errors = np.log([self._times_s[row] for row in rows.tolist()]) - self._posterior.log_time[rows]
+        kept = condition(self._posterior.error, rows, errors, self._residual.scale)
+        own = (kept.inverse_factor**2).sum(axis=0)  # the diagonal of the inverse covariance
+        misses = np.abs(np.expm1(kept.weights / own))  # what each trial misses its prediction from the others by
+        return float(np.median(misses))
+
+    @functools.cached_property
+    def _time(self) -> Calibrated:
+        """The time coefficients after all measured trials."""
+        prior = load_prior("time")
+        if self._profile is not None:
+            prior = with_probe(prior, self._profile, self._predictor.cluster)
+        prior = of_candidates(prior, LOCAL_STD[self._predictor.device_kind])
+        rows = np.array(sorted(self._known_s), dtype=np.intp)
+        if not rows.size:
+            return Calibrated.of_prior(prior)
+        x = self._predictor.inputs.take(rows)
+        device_s = self._predictor.inputs.world_size / self._predictor.weights
+        times = np.log([self._known_s[row] * float(device_s[row]) for row in rows.tolist()])
+        return fit(prior, functools.partial(log_device_seconds, x), times)
+
+    @functools.cached_property
+    def _known_s(self) -> dict[int, float]:
+        """Weighted seconds per step by row, of earlier sweeps' trials as well."""
+        return {**self._predictor.earlier_times_s, **self._times_s}
+
+    @functools.cached_property
+    def _posterior(self) -> Posterior:
+        """The predictor's distribution over all candidates, given the measurements."""
+        return self._predictor.posterior(self._known_s)
+
+    @functools.cached_property
+    def _seen(self) -> Seen:
+        """What the sweep's trials have shown of time and memory."""
+        return Seen(
+            times_s=self._times_s,
+            peaks={self._row(t.candidate): peak / self.limit_bytes for t in self._trials if (peak := _peak(t))},
+            oom=frozenset(self._row(t.candidate) for t in self._trials if isinstance(t.outcome, OutOfMemory)),
+            history=self._predictor.earlier_times_s,
+        )
+
+    @functools.cached_property
+    def _fits(self) -> Array:
+        """Probability of fitting into memory, shape (num_candidates,)."""
+        return probability_fits(self._posterior, self._seen, np.arange(len(self._predictor.candidates), dtype=np.intp))
+
+    @functools.cached_property
+    def _residual(self) -> Residual:
+        """What the trials teach about the errors of the cost model."""
+        rows = np.array(sorted(self._known_s), dtype=np.intp)
+        errors = np.log([self._known_s[row] for row in rows.tolist()]) - self._posterior.log_time[rows]
+        return learn(self._posterior.error, rows, errors)
+
+    @functools.cached_property
+    def _mean(self) -> Array:
+        """Mean of the log weighted seconds per step, shape (num_candidates,)."""
+        rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
+        return np.asarray(self._posterior.log_time[rows] + self._residual.mean(rows))
+
+    @functools.cached_property
+    def _std(self) -> Array:
+        """Standard deviation of the same, shape (num_candidates,)."""
+        rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
+        parts = [self._residual.std(rows[i : i + ROWS_AT_ONCE]) for i in range(0, len(rows), ROWS_AT_ONCE)]
+        return np.concatenate(parts)
+
+    def _row(self, candidate: Candidate) -> int:
+        return self._rows[candidate.config_key]
+
+
+def _peak(trial: Trial) -> int:
+    """Measured peak of the fullest rank in bytes; 0 where it was not measured."""
+    return trial.measurement.peak_bytes if trial.measurement else 0
+
+
+# Which trials of a long sweep an explanation rests on, so that its cost does not grow with the sweep.
+#
+# Forests, regressions and the cost model's residuals cost more than proportionally to the trials they see, and gain
+# little beyond a thousand. What is asked about stays in the sample: the diagnosed trials, the fastest, and the trials
+# most like the diagnosed ones, which show what changing one knob did.
+
+
+MAX_TRIALS = 1000
+"""Trials looked at; sweeps of no more are looked at in whole."""
+SHARE_ALIKE = 0.4
+"""Share of them that is most like the diagnosed trials; the others are spread evenly over the sweep."""
+PARTS = ("layout", "micro_batch_size", "recompute", "precision", "offload", "loader", "kernels", "own")
+"""Parts of a candidate."""
+
+
+def num_parts(one: Candidate, other: Candidate) -> int:
+    """Number of parts in which two candidates differ: cheap, unlike comparing knob by knob."""
+    return sum(getattr(one, name) != getattr(other, name) for name in PARTS)
+
+
+def sample(searched: Sequence[Trial], asked: Sequence[Trial], state: SweepState) -> list[Trial]:
+    """At most about :data:`MAX_TRIALS` of the search's trials, in their order, ``asked`` and the fastest among them."""
+    if len(searched) <= MAX_TRIALS:
+        return list(searched)
+    kept = {trial.number for trial in asked} | {one.number for one in state.fastest}
+    kept |= {check.check.of for check in state.checks() if check.check is not None}
+    kept |= _alike([trial for trial in searched if trial.measurement is not None], asked)
+    others = [trial.number for trial in searched if trial.number not in kept]
+    step = -(-len(others) // max(1, MAX_TRIALS - len(kept)))
+    kept |= set(others[::step])
+    return [trial for trial in searched if trial.number in kept]
+
+
+def spread(candidates: Sequence[Candidate], most: int) -> Sequence[Candidate]:
+    """At most ``most`` of the candidates, evenly spaced."""
+    return candidates[:: max(1, -(-len(candidates) // most))]
+
+
+def _alike(measured: Sequence[Trial], asked: Sequence[Trial]) -> set[int]:
+    """Numbers of the measured trials that differ in the fewest parts from one of ``asked``."""
+    found: set[int] = set()
+    for one in asked:
+        order = sorted(measured, key=lambda trial: num_parts(trial.candidate, one.candidate))
+        found |= {trial.number for trial in order[: int(SHARE_ALIKE * MAX_TRIALS / len(asked))]}
+    return found
+
 
 IMPLIED: Mapping[str, frozenset[str]] = {
     "pp": frozenset({"schedule", "num_virtual_stages", "stage_layers"}),
@@ -80,6 +306,33 @@ class KnobChange:
     """The sweep's trial of this candidate; None where it was not tried."""
     ratio: Estimate | None
     """Its measured score over the trial's; None where it was not measured."""
+    num_rounds: int = 0
+    """Rounds of confirmation that the ratio comes from; 0: from one run of each."""
+
+    @property
+    def meant(self) -> frozenset[str]:
+        """The changed knobs, custom ones by the built-in knob that their name stands for."""
+        return frozenset(meaning(name, *values) for name, values in self.changed.items())
+
+
+def meaning(name: str, *values: Any) -> str:
+    """The built-in knob that a custom one stands for: ``num_workers`` for ``--num-workers``; else the name itself."""
+    return next((knob for value in values if (knob := built_in_knob(name, value)) is not None), name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmedRatio:
+    """A trial's speed over the baseline's, from rounds in which both were measured."""
+
+    ratio: Estimate
+    num_rounds: int
+
+    @property
+    def inverse(self) -> ConfirmedRatio:
+        """The baseline's speed over the trial's."""
+        ci95 = self.ratio.ci95
+        other = Interval(1 / ci95.high, 1 / ci95.low) if ci95 is not None and ci95.low > 0 else None
+        return replace(self, ratio=Estimate(1 / self.ratio.value, other))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +361,11 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
 
 
 def changes(
-    trial: Trial, candidates: Sequence[Candidate], tried: Sequence[Trial], objective: Objective
+    trial: Trial,
+    candidates: Sequence[Candidate],
+    tried: Sequence[Trial],
+    objective: Objective,
+    confirmed: Mapping[int, ConfirmedRatio] | None = None,
 ) -> list[KnobChange]:
     """Candidates that differ from the trial's only in knobs that help against one kind of bottleneck.
 
@@ -116,25 +373,48 @@ def changes(
 
     Args:
         candidates: legal ones, those of ``tried`` among them.
-        tried: trials of the sweep, whose measurements tell more than predictions do.
+        tried: trials of the sweep, whose measurements are better evidence than predictions.
+        confirmed: by finalist, its ratio to the baseline in the rounds of confirmation, which outweighs the search.
     """
     by_candidate = {other.candidate: other for other in tried}
     forced = _forced(trial.candidate, candidates)
-    allowed = [_closure(knobs) | forced for knobs in HELPFUL_KNOBS.values()]
+    allowed = [_closure(knobs) for knobs in HELPFUL_KNOBS.values()]
     found = []
     for candidate in _near(trial.candidate, candidates, by_candidate):
-        changed = diff(candidate, trial.candidate)
-        if any(changed.keys() <= knobs for knobs in allowed):
-            other = by_candidate.get(candidate)
-            ratio = _ratio(other, trial, objective)
-            found.append(KnobChange(candidate=candidate, changed=changed, forced=forced, trial=other, ratio=ratio))
+        other = by_candidate.get(candidate)
+        again = _confirmed(other, trial, confirmed or {})
+        change = KnobChange(
+            candidate=candidate,
+            changed=diff(candidate, trial.candidate),
+            forced=forced,
+            trial=other,
+            ratio=again.ratio if again else _ratio(other, trial, objective),
+            num_rounds=again.num_rounds if again else 0,
+        )
+        if any(_is_within(change, knobs) for knobs in allowed):
+            found.append(change)
     return found
+
+
+def _is_within(change: KnobChange, allowed: frozenset[str]) -> bool:
+    """Whether nothing but knobs of ``allowed`` changes, and what every candidate changes."""
+    return all(name in change.forced or meaning(name, *values) in allowed for name, values in change.changed.items())
 
 
 def _ratio(other: Trial | None, trial: Trial, objective: Objective) -> Estimate | None:
     if other is None or other.measurement is None or trial.measurement is None:
         return None
     return speed_ratio(other.measurement, trial.measurement, objective)
+
+
+def _confirmed(other: Trial | None, trial: Trial, confirmed: Mapping[int, ConfirmedRatio]) -> ConfirmedRatio | None:
+    """The ratio of the two as the rounds of confirmation have it; None unless one of them is the baseline."""
+    if other is None:
+        return None
+    if trial.number == 0:
+        return confirmed.get(other.number)
+    found = confirmed.get(trial.number) if other.number == 0 else None
+    return found.inverse if found else None
 
 
 def _near(
@@ -167,11 +447,7 @@ def _closure(knobs: Sequence[str]) -> frozenset[str]:
 def find_remedies(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], view: ModelView | None) -> Remedies:
     """The best changes against bottlenecks of this kind, as the sweep measured them or as ``view`` predicts them."""
     allowed, direct = _closure(HELPFUL_KNOBS[kind]), frozenset(HELPFUL_KNOBS[kind])
-    own = [
-        change
-        for change in all_changes
-        if change.changed.keys() <= allowed | change.forced and not direct.isdisjoint(change.changed.keys())
-    ]
+    own = [change for change in all_changes if _is_within(change, allowed) and not direct.isdisjoint(change.meant)]
     rated = [(change, rated) for change in own if (rated := _rate(trial, change, view)) is not None]
     fitting = [(change, found) for change, found in rated if _fits(change, found)]
     best = max((f for change, f in fitting if _is_faster(change, f)), key=_score, default=None)
@@ -211,7 +487,7 @@ def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | 
         trial=change.trial.number if change.trial else None,
     )
     if change.ratio is not None:
-        return replace(made, gain=change.ratio.value)
+        return replace(made, gain=change.ratio.value, ci95=change.ratio.ci95, num_rounds=change.num_rounds)
     if view is None or not view.tells_apart(trial.candidate, change.candidate):
         return None
     gain, log_spread = view.gain(trial.candidate, change.candidate)
@@ -238,7 +514,7 @@ def _has_ended(change: KnobChange) -> bool:
 
 def _score(found: Remedy) -> float:
     num_changed = len(found.changed.keys() - FOLLOWING)
-    return math.log(found.gain) - PENALTY * (num_changed - 1)
+    return math.log(found.sure_gain) - PENALTY * (num_changed - 1)
 
 
 def _no_answer(own: Sequence[KnobChange], best: Remedy | None, *, is_known: bool) -> str:
@@ -254,8 +530,16 @@ def _no_answer(own: Sequence[KnobChange], best: Remedy | None, *, is_known: bool
         which = f"{len(own)} legal changes" if len(own) > 1 else "one legal change"
         return f"what the {which} would bring, the cost model does not know, and it was not tried"
     if best.source == "measured" and best.trial is not None:
-        return f"{_none_of(own)}; the best: {change_words(best)}, {trial_id(best.trial)} measured {best.gain:.2f}x"
-    return f"{_none_of(own)}; the best: {change_words(best)}, {best.gain:.2f}x ± {best.log_spread or 0.0:.2f} expected"
+        return f"{_none_of(own)}; {change_words(best)} was measured in {trial_id(best.trial)}: {_between(best)}"
+    return f"{_none_of(own)}; {change_words(best)} is expected to give {_between(best)}"
+
+
+def _between(found: Remedy) -> str:
+    """The interval of a gain that is not shown: of a predicted one, two standard deviations either way."""
+    if found.ci95 is not None or found.log_spread is None:
+        return ratio_interval(found.ci95)
+    factor = math.exp(2 * found.log_spread)
+    return ratio_interval(Interval(found.gain / factor, found.gain * factor))
 
 
 def change_words(found: Remedy) -> str:

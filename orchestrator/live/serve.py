@@ -6,16 +6,15 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from orchestrator.commands.ui import serve_ui
+from orchestrator.commands.inspection import serve_ui
 from orchestrator.errors import ConfigError
 from orchestrator.invocation import Invocation
-from orchestrator.live.server import PageServer
+from orchestrator.live.page_server import PageServer
 from orchestrator.mlflow_urls import public_uri, sqlite_path, sweep_links
-from orchestrator.processes import interruptible
-from orchestrator.sweep.home import Home
-from orchestrator.sweep.snapshot import Snapshot
+from orchestrator.process_support import interruptible
+from orchestrator.sweep.snapshot import Home, Snapshot
 from orchestrator.text import first_line
-from orchestrator.tracking import ui
+from orchestrator.tracking import mlflow_server
 
 MAX_PORTS = 20
 """Ports that are tried for MLflow where none was asked for."""
@@ -120,13 +119,13 @@ def _serve_mlflow(
 
 def _free_port(host: str) -> int:
     """The usual port of MLflow, or the first free one after it."""
-    for port in range(ui.DEFAULT_PORT, ui.DEFAULT_PORT + MAX_PORTS):
+    for port in range(mlflow_server.DEFAULT_PORT, mlflow_server.DEFAULT_PORT + MAX_PORTS):
         try:
-            ui.check_port(host, port)
+            mlflow_server.check_port(host, port)
         except ConfigError:
             continue
         return port
-    return ui.DEFAULT_PORT
+    return mlflow_server.DEFAULT_PORT
 
 
 def _store(home: Home, sweep: str | None) -> str:

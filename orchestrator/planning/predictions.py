@@ -1,25 +1,57 @@
-"""Predictions for a whole plan: its best candidates with the terms of their figures, and what the sweep would cost."""
+"""Predictions for a plan and for one candidate, by the cost model or by what knobs usually do.
+
+What they rest on is gathered once, when the sweep is created: dry runs, probes and other sweeps that come later change
+nothing about what a resumed sweep proposes.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import numpy as np
+import yaml
+from numpy.typing import NDArray
+from pydantic import ValidationError
 
+from cluster.candidate_table import CandidateTable
 from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
 from cluster.cost.generic import GenericInputs
+from cluster.cost.stage_balance import Balance
+from cluster.cost.usual import kind_of_device
+from cluster.hardware.accelerators import CatalogueError, describe_topology
 from cluster.hardware.topology import Topology
-from cluster.probe.profile import Profile
+from cluster.probing import Profile
 from orchestrator.config.sweep import SweepSpec
+from orchestrator.config.validation import to_config_error
+from orchestrator.config.yaml_source import YamlSource
+from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
-from orchestrator.planning.plan import Plan
-from orchestrator.planning.sampling import POOL_SIZE, pool_rows
-from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
-from orchestrator.search.prediction.predictor import TRIAL_OVERHEAD_S, Predictor
-from orchestrator.search.prediction.transfer import EarlierTrial
-from trials.spec import Workload
+from orchestrator.planning.dry_runs import DryRunEstimates
+from orchestrator.planning.planner import POOL_SIZE, Plan, pool_rows
+from orchestrator.search.knob_effects import RelativePredictor
+from orchestrator.search.predictor import (
+    MAX_CANDIDATES,
+    TRIAL_OVERHEAD_S,
+    Prediction,
+    Predictor,
+    UnpredictableError,
+    make_predictor,
+    predict,
+)
+from orchestrator.search.transfer import EarlierTrial
+from orchestrator.space.knobs import KNOB_NAMES
+from orchestrator.space.notation import describe, diff, flat_params, short_name
+from orchestrator.space.rules import Violation, check
+from orchestrator.sweep.ledger import Document, Ledger
+from trials.codec import from_json, to_json
+from trials.dryrun.estimate import DryRunEstimate
+from trials.spec import Candidate, Workload
+
+# Predictions for a whole plan: its best candidates with the terms of their figures, and what the sweep would cost
 
 NUM_SHOWN = 10
 USUAL = "reading of data, memory format and kernels: what they usually do, not a model of this program"
@@ -140,3 +172,369 @@ def _second_starts_s(predictor: Predictor, rows: Sequence[int]) -> float:
     of its code there in the first place. What compiling itself takes is in neither start."""
     compiled = [row for row in rows if predictor.candidates[row].kernels.compile != "off"]
     return float(TRIAL_OVERHEAD_S[predictor.device_kind] * predictor.inputs.world_size[compiled].sum())
+
+
+# Candidates ranked by what knobs usually do, where no cost model tells how fast they are: relative to the baseline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsualGain:
+    """How much better than the baseline a candidate would be, if its knobs did what they usually do."""
+
+    candidate: Candidate
+    number: int | None
+    """Its number in the plan's list, from 1; None when it is not there."""
+    gain: float
+    """Score relative to the baseline's: the median over programs."""
+    log_spread: float
+    """Standard deviation of its logarithm."""
+    probability_fits: float
+
+    @property
+    def low(self) -> float:
+        """One standard deviation below."""
+        return self.gain * math.exp(-self.log_spread)
+
+    @property
+    def high(self) -> float:
+        """One standard deviation above."""
+        return self.gain * math.exp(self.log_spread)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **describe(self.candidate),
+            "number": self.number,
+            "gain": self.gain,
+            "gain_low": self.low,
+            "gain_high": self.high,
+            "log_spread": self.log_spread,
+            "probability_fits": self.probability_fits,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsualRanking:
+    """A plan's candidates by what knobs usually do."""
+
+    top: tuple[UsualGain, ...]
+    """The best by gain x probability of fitting, the best first."""
+    num_fitting: int
+    num_candidates: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_fitting": self.num_fitting,
+            "num_candidates": self.num_candidates,
+            "top": [one.to_json() for one in self.top],
+        }
+
+
+def relative_predictor(
+    plan: Plan,
+    workload: Workload,
+    topology: Topology | None,
+    *,
+    earlier: Sequence[EarlierTrial] = (),
+    objective: Objective | None = None,
+    candidates: Sequence[Candidate] = (),
+) -> RelativePredictor:
+    """What usual effects say of the plan's candidates, and after them of the baseline where it is none of them.
+
+    Args:
+        candidates: those to ask about in the place of the plan's.
+
+    Raises:
+        UnpredictableError: there are too many candidates.
+    """
+    asked = CandidateTable.of(candidates) if candidates else plan.candidates
+    if len(asked) > MAX_CANDIDATES:
+        raise UnpredictableError(f"{len(asked):,} candidates are too many to rank one by one")
+    kind, limit_bytes = kind_of_device(None), math.inf
+    if topology is not None:
+        limit_bytes = float(min(node.device_memory_bytes for node in topology.nodes)) or math.inf
+        try:
+            accelerator = describe_topology(topology).accelerator
+            kind, limit_bytes = kind_of_device(accelerator), accelerator.usable_memory_bytes or math.inf
+        except CatalogueError:
+            pass  # an accelerator like others
+    return RelativePredictor(
+        workload,
+        asked.followed_by((plan.baseline,)),
+        baseline=plan.baseline,
+        features=flat_params,
+        kind=kind,
+        limit_bytes=limit_bytes,
+        earlier=earlier,
+        objective=objective,
+    )
+
+
+def relative_search_predictor(
+    plan: Plan,
+    workload: Workload,
+    topology: Topology | None,
+    *,
+    earlier: Sequence[EarlierTrial] = (),
+    objective: Objective | None = None,
+    seed: int = 0,
+) -> RelativePredictor:
+    """As :func:`relative_predictor`; of very many candidates the most promising half, and others at random.
+
+    Raises:
+        UnpredictableError: there are too many candidates.
+    """
+    whole = relative_predictor(plan, workload, topology, earlier=earlier, objective=objective)
+    num = len(whole.candidates)
+    if num <= POOL_SIZE:
+        return whole
+    best = np.argsort(_promise(whole, num), kind="stable")[: POOL_SIZE // 2]
+    drawn = np.random.default_rng(seed).choice(num, POOL_SIZE // 2, replace=False)
+    pool = whole.candidates.take(np.union1d(best, drawn))
+    return relative_predictor(plan, workload, topology, earlier=earlier, objective=objective, candidates=pool)
+
+
+def _promise(predictor: RelativePredictor, num: int) -> NDArray[np.float64]:
+    """Expected time by the objective over the probability to fit, of the first so many rows: lower is better."""
+    weighted = predictor.estimates.step_s * predictor.weights
+    return np.asarray((weighted / np.maximum(predictor.probability_fits, 1e-9))[:num])
+
+
+def rank_usual(plan: Plan, workload: Workload, topology: Topology | None, objective: Objective) -> UsualRanking:
+    """The plan's candidates by what knobs usually do.
+
+    Raises:
+        UnpredictableError: there are too many candidates.
+    """
+    predictor = relative_predictor(plan, workload, topology, objective=objective)
+    num = len(plan.candidates)
+    fits = predictor.probability_fits[:num]
+    ranked = np.argsort(_promise(predictor, num), kind="stable").tolist()
+    return UsualRanking(
+        top=tuple(usual_gain(predictor, row, number=row + 1) for row in ranked[:NUM_SHOWN]),
+        num_fitting=int((fits >= 1 - OUT_OF_MEMORY_THRESHOLD).sum()),
+        num_candidates=num,
+    )
+
+
+def usual_gain(predictor: RelativePredictor, row: int, *, number: int | None = None) -> UsualGain:
+    """What is usual of the candidate in ``row`` of the predictor."""
+    return UsualGain(
+        candidate=predictor.candidates[row],
+        number=number,
+        gain=predictor.gain_of(row),
+        log_spread=predictor.log_spread_of(row),
+        probability_fits=float(predictor.probability_fits[row]),
+    )
+
+
+# One candidate explained before anything runs (``plan --why``): legality, place in the plan, prediction
+
+OPTION = "--why"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Why:
+    """Explanation of one candidate of a plan."""
+
+    candidate: Candidate
+    violations: tuple[Violation, ...]
+    """Every rule it breaks; empty when it is legal."""
+    number: int | None
+    """Its number in the plan's list, from 1; None when it is not there."""
+    changed: dict[str, tuple[Any, Any]]
+    """Knobs in which it differs from the baseline: (baseline's value, its value)."""
+    prediction: Prediction | None
+    unpredicted: str
+    """Why there is no prediction; empty where there is one."""
+    usual: UsualGain | None = None
+    """What its knobs usually do, where there is no prediction."""
+    balance: Balance | None = None
+    """How the stage balancer came to its layers and recompute; None where it did not."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **describe(self.candidate),
+            "legal": not self.violations,
+            "violations": [{"rule": v.rule_id, "reason": v.reason} for v in self.violations],
+            "number": self.number,
+            "changed": {name: {"baseline": old, "candidate": new} for name, (old, new) in self.changed.items()},
+            "prediction": self.prediction.to_json() if self.prediction else None,
+            "unpredicted": self.unpredicted,
+            "usual": self.usual.to_json() if self.usual else None,
+            "balance": self.balance.to_json() if self.balance else None,
+        }
+
+
+def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None) -> Why:
+    """Explain the candidate that ``text`` names; see :func:`find`.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    candidate = find(text, plan, spec)
+    workload, objective = spec.to_workload(), spec.to_objective(topology)
+    violations = check(candidate, workload, topology, spec.filters)
+    predicted, reason, usual = None, "", None
+    if violations:
+        reason = "it is not legal"
+    else:
+        try:
+            estimates = plan.estimates.by_candidate
+            predictor = make_predictor(
+                workload, (candidate,), topology, profile, estimates=estimates, objective=objective
+            )
+            predicted = predict(predictor, 0, workload)
+        except UnpredictableError as error:
+            reason = str(error)
+            relative = relative_predictor(plan, workload, topology, objective=objective, candidates=(candidate,))
+            usual = usual_gain(relative, 0)
+    return Why(
+        candidate=candidate,
+        violations=violations,
+        number=plan.candidates.index(candidate) + 1 if candidate in plan.candidates else None,
+        changed=diff(candidate, plan.baseline),
+        prediction=predicted,
+        unpredicted=reason,
+        usual=usual,
+        balance=plan.balances.get(candidate),
+    )
+
+
+def find(text: str, plan: Plan, spec: SweepSpec) -> Candidate:
+    """``baseline``, a number or short name of the plan, or knobs to change in the baseline, like ``{tp: 8, pp: 4}``.
+
+    Unlike a trial to run, it may be illegal.
+
+    Raises:
+        ConfigError: no such number or name, or a knob or value that does not exist.
+    """
+    if text == "baseline":
+        return plan.baseline
+    if text.lstrip().startswith("{"):
+        return _changed(text, spec)
+    if text.isdecimal() and 1 <= int(text) <= len(plan.candidates):
+        return plan.candidates[int(text) - 1]
+    found = next((candidate for candidate in plan.candidates if short_name(candidate) == text), None)
+    if found is None:
+        raise ConfigError(
+            f"no candidate {text!r} in the plan of {len(plan.candidates)}",
+            key=OPTION,
+            remedy="Give baseline, a number or name as the plan shows it, or knobs like '{tp: 2}'.",
+        )
+    return found
+
+
+def _changed(text: str, spec: SweepSpec) -> Candidate:
+    remedy = "Write it like '{tp: 2}'."
+    try:
+        knobs = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not a YAML mapping: {text!r}", key=OPTION, remedy=remedy) from error
+    baseline = spec.to_json()["baseline"]
+    try:
+        section = type(spec.baseline).model_validate({**baseline, **knobs}, context={"check_files": False})
+    except ValidationError as error:
+        source = YamlSource(file=Path(OPTION), data=knobs, lines={})
+        found = to_config_error(error, source, type(spec.baseline))
+        raise ConfigError(f"{text}: {found.message}", file=OPTION, key=found.key, remedy=found.remedy) from None
+    given = {name: getattr(section, name) for name in KNOB_NAMES if name in section.model_fields_set}
+    return spec.candidate_of(given, section.own or {})
+
+
+# Prior knowledge: what was known before a sweep's first trial and its proposals depend on, kept in its ledger
+
+PROFILE = "profile"
+"""Name of the document that holds the probe's :class:`cluster.probing.Profile`, or null."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedCandidate:
+    """What a dry run counted for one candidate."""
+
+    candidate: Candidate
+    estimate: DryRunEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedCandidates(Document):
+    """The ledger's document with what dry runs counted."""
+
+    name: ClassVar[str] = "dry_runs"
+    limit_bytes: int | None = None
+    """Device memory; None where nobody knows."""
+    context_bytes: int = 0
+    """Device memory that the idle process holds."""
+    communicator_bytes: int = 0
+    """Device memory that each of its communicators holds besides."""
+    host_limit_bytes: int | None = None
+    """Host memory of the smallest node."""
+    ranks_per_node: int = 1
+    devices_are_host: bool = False
+    counted: tuple[CountedCandidate, ...] = ()
+
+    @classmethod
+    def of(cls, estimates: DryRunEstimates) -> Self:
+        """The document of these estimates."""
+        counted = estimates.by_candidate.items()
+        return cls(
+            limit_bytes=estimates.limit_bytes,
+            context_bytes=estimates.context_bytes,
+            communicator_bytes=estimates.communicator_bytes,
+            host_limit_bytes=estimates.host_limit_bytes,
+            ranks_per_node=estimates.ranks_per_node,
+            devices_are_host=estimates.devices_are_host,
+            counted=tuple(CountedCandidate(candidate=one, estimate=estimate) for one, estimate in counted),
+        )
+
+    @property
+    def estimates(self) -> DryRunEstimates:
+        """Back from :meth:`of`."""
+        counted = {one.candidate: one.estimate for one in self.counted}
+        return DryRunEstimates(
+            by_candidate=counted,
+            limit_bytes=self.limit_bytes,
+            context_bytes=self.context_bytes,
+            communicator_bytes=self.communicator_bytes,
+            host_limit_bytes=self.host_limit_bytes,
+            ranks_per_node=self.ranks_per_node,
+            devices_are_host=self.devices_are_host,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierTrials(Document):
+    """The ledger's document with what other sweeps measured."""
+
+    name: ClassVar[str] = "transfer"
+    trials: tuple[EarlierTrial, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriorKnowledge:
+    """What was known about the candidates and the hardware."""
+
+    estimates: DryRunEstimates = field(default_factory=DryRunEstimates)
+    """What dry runs counted."""
+    profile: Profile | None = None
+    """What a probe measured of the nodes in use."""
+    earlier: tuple[EarlierTrial, ...] = ()
+    """What other sweeps measured, for the guided sampler."""
+
+    def keep(self, ledger: Ledger) -> None:
+        """Write it into the ledger."""
+        CountedCandidates.of(self.estimates).put(ledger)
+        ledger.put_document(PROFILE, to_json(self.profile))
+        EarlierTrials(trials=self.earlier).put(ledger)
+
+    @classmethod
+    def kept(cls, ledger: Ledger) -> PriorKnowledge:
+        """Read back what :meth:`keep` wrote; nothing where nothing was kept.
+
+        Raises:
+            LedgerError: another version of this program wrote it, and it is not understood.
+        """
+        return cls(
+            estimates=(CountedCandidates.read(ledger) or CountedCandidates()).estimates,
+            profile=from_json(Profile | None, ledger.document(PROFILE)),
+            earlier=(EarlierTrials.read(ledger) or EarlierTrials()).trials,
+        )

@@ -9,21 +9,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.promotion.diff import Difference, compare
-from orchestrator.promotion.evidence import choose
-from orchestrator.promotion.history import CANDIDATE, PRODUCTION
-from orchestrator.promotion.manifest import build_manifest, script_of, source_changes
+from orchestrator.promotion.manifest import build_manifest, choose, script_of, source_changes
 from orchestrator.promotion.records import Record, Records, chain, gaps
-from orchestrator.promotion.references import describe, read, store
+from orchestrator.promotion.references import CANDIDATE, PRODUCTION, Difference, compare, describe, read, store
 from orchestrator.promotion.release import NONE, ReleaseChange, Releases
-from orchestrator.sweep.documents import tracking_uri as tracking_uri_of
 from orchestrator.sweep.events import Promoted, sweep_id
-from orchestrator.sweep.home import Home, check_name
 from orchestrator.sweep.ledger import Ledger, LedgerError, SweepBusyError
-from orchestrator.sweep.snapshot import read_snapshot
+from orchestrator.sweep.ledger import tracking_uri as tracking_uri_of
+from orchestrator.sweep.snapshot import Home, check_name, read_snapshot
 from orchestrator.sweep.state import SweepState
-from orchestrator.tracking.registry import Registry
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.tracking.mlflow_store import Registry
+from orchestrator.tracking.mlflow_tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +39,14 @@ def promote(
     force: bool = False,
     is_candidate: bool = False,
     on_step: Callable[[str], None] = lambda _: None,
+    on_phase: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Put the confirmed winner of ``sweep``, or a trial of it, into production under ``name``.
 
     Args:
         is_candidate: only register it, with the alias ``candidate``, proven or not.
+        on_step: called before every write to the registry; tests end the process there.
+        on_phase: called with what is done next, in words.
 
     Raises:
         ConfigError: it is not proven and not forced, or another version is in production than expected.
@@ -55,6 +54,7 @@ def promote(
     """
     check_name(name, "registered name")
     _check_expectation(expect_current)
+    on_phase(f"checking the evidence of {sweep}")
     with home.open(sweep, read_only=False) as ledger:
         tracker = Tracker(tracking_uri_of(ledger, home))
         changes = source_changes(ledger, script_of(ledger))
@@ -63,15 +63,19 @@ def promote(
         with _held(ledger):
             state = read_snapshot(ledger).state
             chosen = choose(state, trial, **options)
+            on_phase("writing its configuration for every framework")
             manifest = build_manifest(ledger, state, chosen)
+            on_phase("bringing MLflow up to date")
             with tracker.reached():
                 _bring_up_to_date(tracker, ledger, state, chosen.trial.number)
+        on_phase(f"registering it as {name}")
         with tracker.reached():
             releases = Releases(tracker, on_step)
             if is_candidate:
                 change = releases.propose(name, manifest, reason=reason)
             else:
                 change = releases.promote(name, manifest, reason=reason, expect_current=expect_current)
+            on_phase("adding it to the sweep's report")
             _note_in_ledgers(home, tracker, releases, name)
     return {
         **_change_json(change),
@@ -155,6 +159,7 @@ def _change_json(change: ReleaseChange) -> dict[str, Any]:
         "version": record.to_version,
         "previous_version": record.from_version or None,
         "is_new": change.is_new,
+        "skipped": list(change.skipped),
         "record": record.to_json(),
     }
 

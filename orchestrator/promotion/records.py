@@ -8,20 +8,32 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import os
+import random
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
+from uuid import uuid4
 
+from cluster.processes import process_info
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder
-from orchestrator.tracking.registry import Registry
-from trials.codec import from_json
+from orchestrator.process_support import pause_s
+from orchestrator.tracking.mlflow_store import Registry
+from trials.codec import digest, from_json
 from trials.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
+
+
+logger = logging.getLogger(__name__)
 
 EXPERIMENT = "promotions"
 RECIPE_FOLDER = "recipe"
@@ -29,6 +41,9 @@ RECORD_FILE = "record.json"
 _PREFIX = "tc."
 _SOURCE = {"mlflow.source.name": "tune-cluster", "mlflow.source.type": "LOCAL"}
 _MAX_TAG_CHARS = 5000
+_DIGEST = "tc.digest"
+_CHANGING = ("to_version", "record_id", "state", "note", "taken_over", "altered")
+"""Fields of a record that change after it has begun, or are not among its tags."""
 _ALL_RUNS = 3
 """MLflow's ``ViewType.ALL``: records that somebody deleted on a page are still part of the history."""
 
@@ -72,6 +87,10 @@ class Record:
     state: State = "begun"
     note: str = ""
     """Why it is void, or who settled it."""
+    taken_over: bool = False
+    """Whether another process ended it while its own may only have slept, and may still write once."""
+    altered: bool = False
+    """Whether its tags in MLflow were edited since; what it holds then comes from its file."""
 
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"missing": list(self.missing)}
@@ -85,9 +104,19 @@ class Record:
     def to_tags(self) -> dict[str, str]:
         """Tags of the run that holds the record, without what the run itself holds."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for held in ("record_id", "state"):
+        for held in ("record_id", "state", "altered"):
             del values[held]
-        return {f"{_PREFIX}{key}": _text(value) for key, value in values.items()}
+        return fit({f"{_PREFIX}{key}": _text(value) for key, value in values.items()})
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Back from :meth:`to_json`.
+
+        Raises:
+            ValueError: it is of another form.
+        """
+        found: Self = from_json(cls, {**content, "missing": tuple(content.get("missing", ()))})
+        return found
 
     @classmethod
     def from_run(cls, run: Run) -> Self:
@@ -108,17 +137,14 @@ class Record:
                 number=int(tags["number"]),
                 at_s=float(tags["at_s"]),
                 forced=tags.get("forced") == "true",
+                taken_over=tags.get("taken_over") == "true",
                 missing=from_json(tuple[str, ...], json.loads(tags.get("missing") or "[]")),
                 state=_STATES.get(run.info.status, "void"),
             )
             time.localtime(found.at_s)
         except (KeyError, ValueError, OverflowError, RecursionError) as error:
             why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(
-                f"a record of {tags.get('name', 'a promotion')} was altered (run {run.info.run_id} of the experiment"
-                f" {EXPERIMENT}): {why}",
-                remedy="Put its tags right in MLflow; record.json among its artifacts tells what they were.",
-            ) from None
+            raise _altered(run, why) from None
         return found
 
 
@@ -144,14 +170,45 @@ class Records:
         wanted = f"tags.`tc.kind` = 'promotion' AND tags.`tc.name` = '{name}'"
         while True:
             page = self._client.search_runs([found.experiment_id], wanted, _ALL_RUNS, 1000, page_token=token)
-            records += [Record.from_run(run) for run in page]
+            records += [self._read(run) for run in page]
             token = page.token
             if not token:
                 return sorted(records, key=lambda record: (record.number, record.at_s))
 
+    def _read(self, run: Run) -> Record:
+        """The record that a run holds; where its tags were edited, what its file says.
+
+        Raises:
+            ConfigError: its tags were edited, and its file does not tell what they were.
+        """
+        try:
+            record, altered = Record.from_run(run), None
+            if run.data.tags.get(_DIGEST) == _digest(run.data.tags):
+                return record
+        except ConfigError as error:
+            altered = error
+        kept = self._kept(run)
+        if kept is None:
+            raise altered or _altered(run, "its tags are not those that were written")
+        return replace(kept, record_id=run.info.run_id, state=_STATES.get(run.info.status, "void"), altered=True)
+
+    def _kept(self, run: Run) -> Record | None:
+        """The record as its file has it; None where there is none, or it is not that of these tags either."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(self._client.download_artifacts(run.info.run_id, RECORD_FILE, folder))
+                kept = Record.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (MlflowException, OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return None
+        written = run.data.tags.get(_DIGEST)
+        return kept if written in (None, _digest(kept.to_tags())) else None
+
     def begin(self, record: Record) -> Record:
         """Write a record down as begun; returns it with its id."""
         tags = record.to_tags() | _SOURCE | {"tc.kind": "promotion"}
+        tags[_DIGEST] = _digest(tags)
         run = self._client.create_run(
             self._experiment_id, round(1000 * record.at_s), fit(tags), run_name=_run_name(record)
         )
@@ -170,23 +227,44 @@ class Records:
         return found
 
     def finish(self, record: Record, *, note: str = "") -> Record:
-        """End the record: the last act of a change."""
+        """End the record: the last act of a change. Nothing happens where another process has ended it."""
+        if not self._is_open(record):
+            return replace(record, state="done")
         done = replace(record, state="done", note=note or record.note)
         self._describe(done)
         self._client.set_terminated(record.record_id, "FINISHED", round(1000 * time.time()))
         return done
 
     def void(self, record: Record, why: str) -> Record:
-        """End the record as void: it has changed nothing."""
+        """End the record as void: it has changed nothing. Nothing happens where another process has ended it."""
+        if not self._is_open(record):
+            return record
         done = replace(record, state="void", note=why)
         self._describe(done)
         self._client.set_terminated(record.record_id, "FAILED", round(1000 * time.time()))
         return done
 
+    def take_over(self, record: Record) -> Record:
+        """Note that the record is ended by another process while its own may still write once."""
+        self._client.set_tag(record.record_id, f"{_PREFIX}taken_over", "true")
+        return replace(record, taken_over=True)
+
+    def no_longer_late(self, record: Record, note: str = "") -> None:
+        """Note that the process that the record was taken from writes no more, or that its late write was undone."""
+        self._client.set_tag(record.record_id, f"{_PREFIX}taken_over", "false")
+        if note:
+            self._describe(replace(record, note="; ".join(filter(None, (record.note, note))), taken_over=False))
+
+    def _is_open(self, record: Record) -> bool:
+        return _STATES.get(self._client.get_run(record.record_id).info.status) == "begun"
+
     def _describe(self, record: Record) -> None:
         self._client.set_tag(record.record_id, f"{_PREFIX}note", record.note)
         self._client.set_tag(record.record_id, "mlflow.note.content", redact(_markdown(record)))
-        self._client.log_text(record.record_id, json.dumps(record.to_json(), indent=1) + "\n", RECORD_FILE)
+        try:
+            self._client.log_text(record.record_id, json.dumps(record.to_json(), indent=1) + "\n", RECORD_FILE)
+        except OSError as error:  # a folder of another user, who began this: its tags say the same
+            logger.warning("%s of record %d of %s was not written: %s", RECORD_FILE, record.number, record.name, error)
 
     def put_verification(self, name: str, tags: Mapping[str, str], metrics: Mapping[str, float], report: str) -> str:
         """Write down what a verification found, as a run of its own; returns its id."""
@@ -198,6 +276,20 @@ class Records:
         self._client.log_text(run_id, redact(report), "verification.json")
         self._client.set_terminated(run_id)
         return run_id
+
+
+def _altered(run: Run, why: str) -> ConfigError:
+    name = run.data.tags.get(f"{_PREFIX}name", "a promotion")
+    return ConfigError(
+        f"a record of {name} was altered (run {run.info.run_id} of the experiment {EXPERIMENT}): {why}",
+        remedy=f"Put its tags right in MLflow; {RECORD_FILE} among its artifacts, if it is there, has what they were.",
+    )
+
+
+def _digest(tags: Mapping[str, str]) -> str:
+    """Digest of the tags of a record that never change once it has begun."""
+    names = (f"{_PREFIX}{f.name}" for f in fields(Record) if f.name not in _CHANGING)
+    return digest({name: tags.get(name, "") for name in names})
 
 
 def gaps(records: list[Record]) -> list[Record]:
@@ -251,3 +343,152 @@ def _markdown(record: Record) -> str:
         "did not come about" if record.state == "void" else "note": record.note,
     }
     return "\n".join([head, "", *(f"- {what}: {text}" for what, text in facts.items() if text)])
+
+
+# A lock that works through the registry itself, for processes of any host that share nothing else.
+#
+# Whoever wants it creates an entry of its own, a registered model with a unique name, and then looks: alone, it has
+# the lock; otherwise it takes its entry away and tries again. Of two that want it at once at least one sees the other,
+# since each has created its entry before it looks; so never do two have it. Entries are deleted by their unique names:
+# nobody can take away another one than was looked at.
+#
+# An entry is stale when its process is known to be gone, or when it has not changed for ``STALE_S`` while another
+# process watched: clocks of hosts are not compared. Its owner, if it only slept, finds it gone before its next write;
+# the one write that it may still make is undone, see :mod:`orchestrator.promotion.release`.
+
+
+STALE_S = 60.0
+
+
+WAIT_S = 150.0
+"""Seconds to wait for the lock: longer than until an entry of a host that is gone is stale."""
+
+
+_POLL_S = 0.05
+
+
+_MAX_PAUSE_S = 0.4
+
+
+class LockLostError(ConfigError):
+    """The lock was taken away because somebody took this process for gone; the next command ends what it began."""
+
+
+class RegistryLock:
+    """The right to change what is in production under ``name``; see :meth:`hold`."""
+
+    def __init__(self, registry: Registry, name: str, owner: str, *, stale_s: float = STALE_S) -> None:
+        self._registry = registry
+        self._name = name
+        self._prefix = f"{name} (being changed) "  # no name that users may give holds a space
+        self._entry = f"{self._prefix}{uuid4().hex}"
+        self._tags = {"owner": owner, "place": own_place(), "process": own_identity()}
+        self._stale_s = stale_s
+        self._num_renewals = 0
+        self._watched: dict[str, tuple[Mapping[str, str], float]] = {}
+        self.overtook = False
+        """Whether it was taken from a process that is not known to be gone: it may only sleep, and still write once."""
+
+    @contextmanager
+    def hold(self, wait_s: float = WAIT_S) -> Iterator[Callable[[], None]]:
+        """Hold the lock; yields a function to call before every write, which raises LockLostError where it was lost.
+
+        Raises:
+            ConfigError: others have held it for ``wait_s``.
+        """
+        self._acquire(time.monotonic() + wait_s)
+        try:
+            yield self.renew
+        finally:
+            self._registry.delete_entry(self._entry)
+
+    def renew(self) -> None:
+        """Show that this process is still at work, if it still has the lock."""
+        self._num_renewals += 1
+        if not self._registry.tag_entry(self._entry, "renewals", str(self._num_renewals)):
+            raise LockLostError(
+                f"another process took over changing {self._name}, as this one had not moved for {self._stale_s:.0f} s",
+                remedy=f"See what it has become: tune-cluster history {self._name}",
+            )
+
+    def _acquire(self, deadline_s: float) -> None:
+        num_tries = 0
+        while others := self._others() or self._collision():
+            if time.monotonic() > deadline_s:
+                raise self._busy(others)
+            self._remove_stale(others)
+            time.sleep(random.uniform(0.2, 1.0) * pause_s(num_tries, first_s=_POLL_S, last_s=_MAX_PAUSE_S))
+            num_tries += 1
+
+    def _collision(self) -> dict[str, dict[str, str]]:
+        """Other processes that want the lock at the same time; empty: it is ours."""
+        about = f"{self._tags['owner']} changes what {self._name}@production is. Gone in a moment."
+        try:
+            self._registry.create_entry(self._entry, self._tags, about)
+            others = self._others()
+        except BaseException:
+            self._registry.delete_entry(self._entry)
+            raise
+        if others:
+            self._registry.delete_entry(self._entry)
+        return others
+
+    def _others(self) -> dict[str, dict[str, str]]:
+        return {name: tags for name, tags in self._registry.entries(self._prefix).items() if name != self._entry}
+
+    def _remove_stale(self, others: Mapping[str, Mapping[str, str]]) -> None:
+        now_s = time.monotonic()
+        for entry, tags in others.items():
+            seen, since_s = self._watched.get(entry, (None, now_s))
+            if seen != tags:
+                self._watched[entry] = (tags, now_s)
+                since_s = now_s
+            gone = is_gone(tags.get("place", ""), tags.get("process", ""))
+            if gone or now_s - since_s > self._stale_s:
+                self.overtook = self.overtook or not gone
+                logger.warning(
+                    "%s was left locked by %s, which is gone or asleep",
+                    self._name,
+                    tags.get("owner", "an unknown user"),
+                )
+                self._registry.delete_entry(entry)
+
+    def _busy(self, others: Mapping[str, Mapping[str, str]]) -> ConfigError:
+        owners = " and ".join(sorted({tags.get("owner", "an unknown user") for tags in others.values()}))
+        return ConfigError(f"{owners} is changing what {self._name} is", remedy="Try again in a minute.")
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+_NAMESPACE = Path("/proc/self/ns/pid")
+
+
+def own_place() -> str:
+    """This boot of this host and the namespace of its process numbers, equal where those can be compared.
+
+    Empty where that cannot be told.
+    """
+    try:
+        return f"{_BOOT_ID.read_text(encoding='ascii').strip()} {_NAMESPACE.readlink()}"
+    except OSError:
+        return ""
+
+
+def own_identity() -> str:
+    """Process number and when it began: the number alone may be used again."""
+    return f"{os.getpid()} {_start_time(os.getpid())}"
+
+
+def is_gone(place: str, identity: str) -> bool:
+    """Whether the process is known to have ended. False where it runs elsewhere, or nobody can say."""
+    if not place or place != own_place():
+        return False
+    pid, _, started_at = identity.partition(" ")
+    return pid.isdigit() and str(_start_time(int(pid))) != started_at
+
+
+def _start_time(pid: int) -> int:
+    """In clock ticks since the host booted; -1 when there is no such process, or it only waits to be reaped."""
+    info = process_info(pid)
+    return info.started_at if info is not None and info.is_running else -1

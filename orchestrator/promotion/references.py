@@ -3,34 +3,144 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import check_tracking_uri
-from orchestrator.promotion.history import PRODUCTION
+from orchestrator.program.user_program import Script
 from orchestrator.promotion.manifest import (
     AGAIN,
     SWEEP_WRITTEN_OUT,
+    Manifest,
     check_content,
     check_files,
     check_origin,
     check_record,
     label_of,
     parsed,
+    ratio_of,
     script_said,
+    unproven,
     verdict_of,
 )
+from orchestrator.promotion.records import Record
 from orchestrator.report.summary import result
-from orchestrator.scripts.script import Script
-from orchestrator.sweep.home import Home, check_name
+from orchestrator.space.notation import flat_params, short_name
+from orchestrator.statistics import Interval
+from orchestrator.sweep.checkpoint import asker
+from orchestrator.sweep.snapshot import Home, check_name
 from orchestrator.sweep.state import find_trial
-from orchestrator.tracking.registry import Registered, Registry
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.tracking.mlflow_store import Registered, Registry
+from orchestrator.tracking.mlflow_tracker import Tracker
 from orchestrator.units import trial_id
-from trials.codec import from_json
+from trials.codec import from_json, to_json
 from trials.spec import Candidate, Workload
+
+# The history of a name so far, and the records that can follow on it.
+
+
+PRODUCTION, PREVIOUS, CANDIDATE = "production", "previous", "candidate"
+"""Aliases: what is in use, what was before, and what was registered to be looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """The settled history of a name."""
+
+    last: Record | None
+    """The last record that came about."""
+    last_number: int
+    """Number of the last record, void ones counted; 0 where there is none."""
+    carried: Record | None = None
+    """A change that was found interrupted, and has just been carried to its end."""
+
+    @property
+    def current(self) -> str:
+        """The version in production; empty for none."""
+        return self.last.to_version if self.last else ""
+
+
+def promotion_of(name: str, manifest: Manifest, reason: str, past: Past) -> Record:
+    """The record of promoting ``manifest``; the number of its version is not known yet."""
+    facts, ratio = manifest.content["evidence"], ratio_of(manifest.content["evidence"])
+    return replace(
+        _blank(name, past),
+        reason=reason,
+        forced=facts["forced"],
+        missing=tuple(facts["missing"]),
+        sweep=facts["sweep"],
+        sweep_id=facts["sweep_id"],
+        trial=str(facts["trial"]),
+        short_name=manifest.content["short_name"],
+        speedup=units.short_ratio(ratio.value, ratio.ci95) if ratio else "",
+        recipe_sha256=manifest.sha256,
+        files_sha256=manifest.files_sha256,
+    )
+
+
+def candidate_of(name: str, manifest: Manifest, reason: str, past: Past) -> Record:
+    """The record of registering ``manifest`` without putting it into production."""
+    return replace(promotion_of(name, manifest, reason, past), action="candidate", from_version="")
+
+
+def rollback_to(target: Version, reason: str, past: Past) -> Record:
+    """The record of putting a version that is there already into production."""
+    facts = target.manifest["evidence"]  # which its digests vouch for; its tags may have been edited
+    forced, missing = facts["forced"], tuple(facts["missing"])
+    return replace(_to(target.registered, past), action="rollback", reason=reason, forced=forced, missing=missing)
+
+
+def found_moved(name: str, found: Registered | None, past: Past) -> Record:
+    """The record of finding the alias at another version than expected, or at none."""
+    record = _to(found, past) if found else _blank(name, past)
+    reason = f"the alias {PRODUCTION} was moved past tune-cluster"
+    return replace(record, action="external", by="unknown", reason=reason)
+
+
+def _to(target: Registered, past: Past) -> Record:
+    tags = target.tags
+    trial = tags.get("trial", "")
+    return replace(
+        _blank(target.name, past),
+        to_version=target.version,
+        speedup=_speedup_words(tags),
+        forced=tags.get("forced") == "true",
+        sweep=tags.get("sweep", ""),
+        sweep_id=tags.get("sweep_id", ""),
+        trial=trial if trial.isdigit() else "",
+        short_name=tags.get("short_name", ""),
+        recipe_sha256=tags.get("recipe_sha256", ""),
+        files_sha256=tags.get("files_sha256", ""),
+    )
+
+
+def _speedup_words(tags: Mapping[str, str]) -> str:
+    """The speed-up that a version's tags tell, like ``1.42x``; empty where they tell none, or somebody altered them."""
+    parts = (tags.get("speedup", ""), *re.findall(r"[\d.]+", tags.get("speedup_ci95", "")))
+    try:
+        value, *ends = map(float, parts)
+    except ValueError:
+        return ""
+    return units.short_ratio(value, Interval(ends[0], ends[1]) if len(ends) == 2 else None)
+
+
+def _blank(name: str, past: Past) -> Record:
+    return Record(
+        name=name,
+        number=past.last_number + 1,
+        action="promote",
+        from_version=past.current,
+        to_version="",
+        by=asker(),
+        at_s=time.time(),
+        from_sweep=past.last.sweep if past.last else "",
+        from_sweep_id=past.last.sweep_id if past.last else "",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +185,9 @@ class VersionDescription:
     unit: str
     verdict: str
     script: Script | None = None
-    """The user's own training program; None where ours trains."""
+    """The custom training program; None where ours trains."""
+    doubt: str = ""
+    """How far its proof has come where there is no verdict yet."""
 
 
 def store(home: Home, tracking_uri: str | None) -> Tracker:
@@ -169,4 +281,60 @@ def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
         unit=state.sweep.workload.speed_unit,
         script=script_said(snapshot.spec),
         verdict=state.virtual or ("confirmed" if verdict and verdict.winner == found.number else "not confirmed"),
+        doubt="" if verdict or state.virtual or not found.number else unproven(state, found.number),
     )
+
+
+# What differs between two configurations: knobs, workload, environment, evidence.
+
+
+ABSENT = "–"  # noqa: RUF001
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What differs, by part: name to the texts of both. Evidence is shown whether it differs or not."""
+
+    a: str
+    b: str
+    parts: Mapping[str, Mapping[str, Pair]]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both train the same thing in the same way."""
+        return not self.parts["knobs"] and not self.parts["workload"]
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {part: {name: list(pair) for name, pair in found.items()} for part, found in self.parts.items()}
+        return {"a": self.a, "b": self.b, "same": self.is_same, **parts}
+
+
+def compare(a: VersionDescription, b: VersionDescription) -> Difference:
+    """What differs between two configurations."""
+    parts = {
+        "knobs": differing(flat_params(a.candidate), flat_params(b.candidate)),
+        "workload": differing(dict(_flat(to_json(a.workload))), dict(_flat(to_json(b.workload)))),
+        "environment": differing({"hardware": a.hardware, **a.fingerprint}, {"hardware": b.hardware, **b.fingerprint}),
+        "evidence": {name: (_evidence(a)[name], text) for name, text in _evidence(b).items()},
+    }
+    return Difference(a=a.label, b=b.label, parts=parts)
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
+    """Keys whose values differ, or that only one of both has."""
+    pairs = {name: (str(a.get(name, ABSENT)), str(b.get(name, ABSENT))) for name in {**a, **b}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _evidence(of: VersionDescription) -> dict[str, str]:
+    speed = f"{units.rate(of.speed)} {of.unit}" if of.speed is not None else "not measured"
+    return {"configuration": short_name(of.candidate), "speed": speed, "verdict": of.verdict}
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, value

@@ -3,6 +3,11 @@
 The order of writes: the record begins, the files, the version, its number into the record, alias ``previous``, alias
 ``production``, the record ends. Whoever takes the lock next and finds a record begun but not ended carries it to its
 end where the version is complete, or declares it void; production never changes without a record.
+
+MLflow has no conditional write, so a process that slept right before it moved an alias, while another took over its
+lock and its record, still moves it. Whoever takes over from a process that is not known to be gone notes
+that in the record. An alias found at the version of such a record is put back to what the last record says: by the
+process that wakes, since it then finds that it has lost the lock, or by the next command.
 """
 
 from __future__ import annotations
@@ -12,24 +17,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from orchestrator.errors import ConfigError
-from orchestrator.promotion.history import (
+from orchestrator.promotion.manifest import WATERMARK_TAG, Manifest, describe, label_of, version_tags
+from orchestrator.promotion.records import RECIPE_FOLDER, STALE_S, LockLostError, Record, Records, RegistryLock, chain
+from orchestrator.promotion.references import (
     CANDIDATE,
     PREVIOUS,
     PRODUCTION,
     Past,
+    Version,
     candidate_of,
+    checked,
     found_moved,
     promotion_of,
     rollback_to,
 )
-from orchestrator.promotion.lock import RegistryLock
-from orchestrator.promotion.manifest import WATERMARK_TAG, Manifest, describe, label_of, version_tags
-from orchestrator.promotion.records import RECIPE_FOLDER, Record, Records, chain
-from orchestrator.promotion.references import checked
-from orchestrator.sweep.home import check_name
-from orchestrator.sweep.requests import asker
-from orchestrator.tracking.registry import Registered, Registry
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.sweep.checkpoint import asker
+from orchestrator.sweep.snapshot import check_name
+from orchestrator.tracking.mlflow_store import Registered, Registry
+from orchestrator.tracking.mlflow_tracker import Tracker
 
 NEVER = "It never goes to production."
 NONE = "none"
@@ -46,6 +51,8 @@ class ReleaseChange:
 
     record: Record
     is_new: bool = True
+    skipped: tuple[str, ...] = ()
+    """Versions that a rollback passed over since they were deleted in MLflow."""
 
 
 class Releases:
@@ -55,10 +62,14 @@ class Releases:
         on_step: told of every step before it is taken; tests end the process there.
     """
 
-    def __init__(self, tracker: Tracker, on_step: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, tracker: Tracker, on_step: Callable[[str], None] = lambda _: None, *, stale_s: float = STALE_S
+    ) -> None:
         self.registry = Registry(tracker.client())
         self.records = Records(self.registry, tracker.uri)
         self._on_step = on_step
+        self._stale_s = stale_s
+        self._begun: set[str] = set()
 
     def promote(
         self, name: str, manifest: Manifest, *, reason: str = "", expect_current: str | None = None
@@ -97,7 +108,7 @@ class Releases:
 
     def _registered(self, wanted: Record, manifest: Manifest, step: Callable[[str], None]) -> Record:
         """Write the record down, and make the version that it leads to."""
-        record = self.records.begin(wanted)
+        record = self._begin(wanted)
         step("files")
         self.records.put_files(record, manifest.files)
         step("version")
@@ -118,22 +129,62 @@ class Releases:
         with self._changing(name, expect_current) as (step, past):
             if past.carried is not None and past.carried.action == "rollback" and to in (None, past.current):
                 return ReleaseChange(record=past.carried)  # the way back was interrupted: another would undo it
-            target = to or (past.last.from_version if past.last else "")
-            found = self.registry.find(name, version=target) if target else None
-            if found is None:
-                what = f"has no version {target}" if target else "has no version before the one in production"
-                raise ConfigError(f"{name} {what}", remedy=f"See which there are: tune-cluster history {name}")
+            found, skipped = self._target(name, to, past)
             if past.current == found.version:
-                raise ConfigError(f"{name}@production is version {target} already", remedy="There is nothing to do.")
-            self._check_may_be_used(found)
+                raise ConfigError(f"{name}@production is version {to} already", remedy="There is nothing to do.")
+            version = self._usable(found)
             step("begin")
-            record = self.records.begin(rollback_to(found, reason, past))
-            return ReleaseChange(record=self._complete(record, step))
+            record = self._begin(rollback_to(version, reason, past))
+            return ReleaseChange(record=self._complete(record, step), skipped=skipped)
 
-    def _check_may_be_used(self, registered: Registered) -> None:
-        self.check(registered)
+    def _target(self, name: str, to: str | None, past: Past) -> tuple[Registered, tuple[str, ...]]:
+        """The version to go back to, and those that were deleted on the way to it.
+
+        Where production was deleted it is the newest that is left of those that were in production. Where production is
+        there, a deleted version before it is not skipped: an older one was not requested.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        listed = f"See which there are: tune-cluster history {name}"
+        if to is not None:
+            if found := self.registry.find(name, version=to):
+                return found, ()
+            raise ConfigError(f"{name} has no version {to}", remedy=listed)
+        before = [past.last.from_version] if past.last else []
+        done = chain(self.records.of(name))
+        earlier = dict.fromkeys(v for v in (*before, *(one.to_version for one in reversed(done))) if v != past.current)
+        deleted: list[str] = []
+        for version in filter(None, earlier):
+            found = self.registry.find(name, version=version)
+            if found is None:
+                deleted.append(version)
+            elif deleted and past.current:
+                raise ConfigError(
+                    f"version {deleted[0]}, which was in production before, was deleted in MLflow",
+                    remedy=f"Version {version} is there: tune-cluster rollback {name} --to {version}",
+                )
+            else:
+                return found, tuple(deleted)
+        if deleted:
+            raise ConfigError(f"no version of {name} that was in production before is left", remedy=listed)
+        raise ConfigError(f"{name} has no version before the one in production", remedy=listed)
+
+    def _usable(self, registered: Registered) -> Version:
+        """The version, if it may go to production.
+
+        Raises:
+            ConfigError: its files were altered, or it is of a cluster that does not exist.
+        """
+        version = checked(self.registry, registered)
         if mark := registered.tags.get(WATERMARK_TAG):
             raise ConfigError(f"{label_of(registered)} is {mark}: nothing was measured", remedy=NEVER)
+        return version
+
+    def _begin(self, wanted: Record) -> Record:
+        record = self.records.begin(wanted)
+        self._begun.add(record.record_id)
+        return record
 
     def check(self, registered: Registered) -> None:
         """Check that the files of the version are those it was registered with.
@@ -161,7 +212,22 @@ class Releases:
 
         Yields a function to call before every write, and what was before.
         """
-        lock = RegistryLock(self.registry, name, asker())
+        try:
+            with self._locked(name) as (step, past):
+                current = past.current
+                if expect_current is not None and expect_current != (current or NONE):
+                    raise ConfigError(
+                        f"{name}@production is {f'version {current}' if current else NONE}, not {expect_current}",
+                        remedy=f"It was changed meanwhile: tune-cluster history {name}",
+                    )
+                yield step, past
+        except LockLostError as lost:
+            raise self._give_way(name, lost) from None
+        self._on_step("end")
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[tuple[Callable[[str], None], Past]]:
+        lock = RegistryLock(self.registry, name, asker(), stale_s=self._stale_s)
         with lock.hold() as renew:
 
             def step(what: str) -> None:
@@ -169,15 +235,17 @@ class Releases:
                     renew()
                 self._on_step(what)
 
-            past = self._settle(name, step)
-            current = past.current
-            if expect_current is not None and expect_current != (current or NONE):
-                raise ConfigError(
-                    f"{name}@production is {f'version {current}' if current else NONE}, not {expect_current}",
-                    remedy=f"Somebody changed it meanwhile: tune-cluster history {name}",
-                )
-            yield step, past
-        self._on_step("end")
+            yield step, self._settle(name, step, overtook=lock.overtook)
+
+    def _give_way(self, name: str, lost: LockLostError) -> LockLostError:
+        """Undo what this process has written after it lost the lock; returns the error with what production is now."""
+        with self._locked(name) as (step, past):
+            for record in self.records.of(name):
+                if record.record_id in self._begun and record.taken_over:
+                    step("settle")
+                    self.records.no_longer_late(record)
+        now = f"version {past.current}" if past.current else NONE
+        return LockLostError(f"{lost.message}; {name}@production is {now}", remedy=lost.remedy)
 
     def _complete(self, record: Record, step: Callable[[str], None], note: str = "") -> Record:
         """Point the aliases as the record says, and end it."""
@@ -200,21 +268,46 @@ class Releases:
         elif self.registry.find(name, alias=alias):
             self.registry.delete_alias(name, alias)
 
-    def _settle(self, name: str, step: Callable[[str], None]) -> Past:
-        """End what others have begun and left, and write down what was changed past this program."""
+    def _settle(self, name: str, step: Callable[[str], None], *, overtook: bool) -> Past:
+        """End what others have begun and left, and write down what was changed past this program.
+
+        Args:
+            overtook: whether they may only sleep.
+        """
         past, left = self._past(name)
         carried = None
         for begun in left:
             step("settle")
-            self._carry_on(begun, past, step)
+            self._carry_on(self.records.take_over(begun) if overtook else begun, past, step)
             past, _ = self._past(name)
             carried = past.last if past.last and past.last.record_id == begun.record_id else carried
+        self._undo_late_writes(name, past, step)
         found = self.registry.find(name, alias=PRODUCTION)
         if (found.version if found else "") == past.current:
             return replace(past, carried=carried)
         step("external")
         self._complete(self.records.begin(found_moved(name, found, past)), step)
         return self._past(name)[0]
+
+    def _undo_late_writes(self, name: str, past: Past, step: Callable[[str], None]) -> None:
+        """Put aliases back that a process has moved after another had taken over from it."""
+        late = [record for record in self.records.of(name) if record.taken_over]
+        last = past.last
+        if last is None or all(record.record_id == last.record_id for record in late):
+            return
+        for alias, wanted in ((PRODUCTION, last.to_version), (PREVIOUS, last.from_version)):
+            found = self.registry.find(name, alias=alias)
+            at = found.version if found else ""
+            writers = [one for one in late if at == (one.to_version if alias == PRODUCTION else one.from_version)]
+            if at == wanted or not writers:
+                continue
+            step("late")
+            self._point(name, alias, wanted)
+            if alias == PRODUCTION:
+                step("settle")
+                self.records.no_longer_late(
+                    writers[-1], f"its process moved {PRODUCTION} to version {at} after it had been taken over: undone"
+                )
 
     def _past(self, name: str) -> tuple[Past, list[Record]]:
         """The history of a name, and its records that were begun and left."""

@@ -1,42 +1,504 @@
 """Measuring a promoted configuration again on today's cluster, and saying what has drifted, if that can be said.
 
 There are three answers: ``no drift``, ``drift`` and ``could not verify``. The first claims that a loss of speed beyond
-the tolerance is excluded, the second that there is one; what is too noisy, disturbed or on another machine for either
-is the third. :mod:`orchestrator.promotion.remeasure` measures, :mod:`orchestrator.promotion.drift` judges.
+the tolerance is ruled out, the second that there is one; what is too noisy, disturbed or on another machine for either
+is the third. :mod:`orchestrator.promotion.verify` measures, :mod:`orchestrator.proof.drift` judges the speed,
+:mod:`orchestrator.promotion.verify` everything else.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
+import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from cluster.base import ClusterError
 from orchestrator import units
-from orchestrator.promotion import drift
-from orchestrator.promotion.drift import DriftFinding, Kind, Speeds
-from orchestrator.promotion.evidence import trajectory_json
+from orchestrator.config.knobs import BaselineSection
+from orchestrator.config.sweep import SweepSpec, load_sweep
+from orchestrator.controller import controller
+from orchestrator.errors import ConfigError
+from orchestrator.program.user_program import PROGRAM
+from orchestrator.promotion.manifest import is_of_script, trajectory_json
 from orchestrator.promotion.records import Records
-from orchestrator.promotion.references import Version, read, store
-from orchestrator.promotion.remeasure import Remeasured, remeasure
-from orchestrator.proof.progress import BASELINE
-from orchestrator.report import words
+from orchestrator.promotion.references import Version, differing, read, store
+from orchestrator.proof import drift
+from orchestrator.proof.drift import FIRST_LOOK, Rounds, SpeedChange, is_too_busy
+from orchestrator.proof.loss_gate import GateTrajectories, Trajectory, judge_gate
+from orchestrator.proof.progress import (
+    BASELINE,
+    change_since_promotion,
+    confirmation,
+    is_same_hardware,
+    verification_rounds,
+    verified_change,
+)
+from orchestrator.proof.script_gate import ScriptRuns, judge_script
+from orchestrator.report import curves, words
 from orchestrator.report.summary import interval_json
+from orchestrator.space.file_types import RecomputeChoice, StageSplit
+from orchestrator.space.knobs import KNOBS, knob_values
 from orchestrator.statistics import Estimate
-from orchestrator.sweep.home import Home
-from orchestrator.sweep.snapshot import Observer
-from orchestrator.sweep.values import GateSettings
-from orchestrator.tracking.registry import Registry
-from orchestrator.tracking.tracker import Tracker
-from orchestrator.virtual import Virtual
+from orchestrator.sweep.events import GateSettings, PromotedRounds
+from orchestrator.sweep.snapshot import Home, Observer
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.tracking.mlflow_store import Registry
+from orchestrator.tracking.mlflow_tracker import Tracker
+from orchestrator.units import trial_id
+from orchestrator.watermark import Virtual
 from trials.codec import from_json, to_json
-from trials.outcome import Measurement
-from trials.spec import ScriptModel, Workload
+from trials.files import write_atomically
+from trials.outcome import GangLost, Measurement, NotBelieved, TimedOut
+from trials.spec import Candidate, Precision, ScriptModel, Workload
+
+# Measuring a promoted configuration again: sweeps made from its manifest, and what came of them.
+#
+# Beside the baseline of the sweep that it was promoted from, it is a finalist that is confirmed once more: rounds of
+# both, interleaved on the same nodes, by the mechanism of :mod:`orchestrator.proof`, until
+# :mod:`orchestrator.proof.drift` settles whether speed was lost. A slow hour of the machine then slows both. A
+# configuration that *is* the baseline has nothing to be interleaved with: every round is a sweep of one trial.
+
+
+FOLDER = EXPERIMENT = "verifications"
+_KEPT = ("workload", "cluster", "measure", "runner", "objective", "deadlines")
+"""Sections of the promoted sweep's file that say how is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemeasurePlan:
+    """How a version is measured again."""
+
+    promoted: PromotedRounds | None
+    """What its speed is compared with; None where speeds do not count, so that no rounds are needed."""
+    max_rounds: int
+
+    @property
+    def first_look(self) -> int:
+        return min(FIRST_LOOK, self.max_rounds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remeasured:
+    """What measuring again gave."""
+
+    states: tuple[SweepState, ...]
+    trial: Trial
+    """The configuration's own trial, or the first of them that was not measured."""
+    change: SpeedChange | None
+    """What the rounds show of its speed; None where no speeds were compared."""
+    lost: str
+    """Why there are too few rounds, for reasons that are not the configuration's; empty where there are enough."""
+    busy: str
+    """How many rounds were measured on a busy machine, and what it was busy with; empty where none was."""
+    is_too_busy: bool
+    """Whether too few rounds were quiet: ``change`` is then of all of them, and not judged."""
+
+
+def remeasure(
+    promoted: Version,
+    tracker: Tracker,
+    home: Home,
+    observer: Observer,
+    plan: RemeasurePlan,
+    *,
+    address: str | None,
+    at_s: float,
+) -> Remeasured:
+    """Run the sweeps.
+
+    Raises:
+        ConfigError: the version cannot be measured.
+        ClusterError: there is no cluster to measure it on.
+    """
+    content = verification_spec(promoted, tracker, plan, at_s)
+    own = Home(home.path / FOLDER)
+    with tempfile.TemporaryDirectory() as folder:
+        place, spec = Path(folder), _loaded(Path(folder), content)
+        if spec.baseline_candidate != promoted.candidate:
+            state = controller.submit(spec, own, observer, address=address).state
+            return _interleaved(state, promoted.candidate, plan)
+        rounds = _Alone(plan)
+        for number in range(1, (plan.max_rounds if plan.promoted else 1) + 1):
+            one = _loaded(place, _alone(content, promoted.candidate, number))
+            rounds.add(controller.submit(one, own, observer, address=address).state)
+            if rounds.is_settled:
+                break
+    return rounds.result()
+
+
+def verification_spec(promoted: Version, tracker: Tracker, plan: RemeasurePlan, at_s: float) -> dict[str, Any]:
+    """The content of the sweep file that measures the version beside its baseline.
+
+    Raises:
+        ConfigError: the version cannot be measured.
+    """
+    if promoted.spec is None:
+        raise ConfigError(
+            f"{promoted.label} keeps no sweep file", remedy="Promote a sweep that was submitted from one."
+        )
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(at_s))
+    name = re.sub(r"[^a-z0-9._-]", "-", promoted.registered.name[:28])
+    return {
+        **{key: value for key, value in promoted.spec.items() if key in _KEPT},
+        "name": f"verify-{name}-v{promoted.registered.version}-{stamp}",
+        "baseline": promoted.spec.get("baseline", {}),
+        "space": _space(promoted.candidate, promoted.spec),
+        "search": {"sampler": "grid", "early_stop": "off"},
+        "budget": {"max_trials": 2},
+        "confirm": _confirm_section(plan),
+        "gate": "off",
+        "tracking": {"uri": tracker.uri, "experiment": EXPERIMENT},
+    }
+
+
+def _confirm_section(plan: RemeasurePlan) -> Any:
+    if plan.promoted is None:
+        return "off"
+    section = {
+        "finalists": 1,
+        "min_rounds": plan.first_look,
+        "max_rounds": plan.max_rounds,
+        "always": True,
+        "soak": "off",
+    }
+    return {**section, "promoted": to_json(plan.promoted)}
+
+
+def _alone(spec: Mapping[str, Any], candidate: Candidate, number: int) -> dict[str, Any]:
+    """The content of the sweep file of one round of a configuration that is the baseline itself."""
+    return {
+        **spec,
+        "baseline": spec["baseline"] if candidate.own or is_of_script(spec) else baseline_section(candidate),
+        "space": {"world_size": [candidate.layout.world_size]},
+        "confirm": "off",
+        "budget": {"max_trials": 1},
+        "name": f"{spec['name']}-r{number}",
+    }
+
+
+def _loaded(folder: Path, content: Mapping[str, Any]) -> SweepSpec:
+    """The sweep of this content. A program of the user's own has its configuration files as they were promoted."""
+    if is_of_script(content):
+        return SweepSpec.from_json(content)
+    file = folder / f"{content['name']}.yaml"
+    write_atomically(file, [yaml.safe_dump(dict(content), sort_keys=False).encode()])
+    return load_sweep(file)
+
+
+def baseline_section(candidate: Candidate) -> dict[str, Any]:
+    """The candidate as section ``baseline`` of a sweep file: layers per stage written out, nothing left to ``auto``."""
+    values = knob_values(candidate)
+    layers, policy = candidate.layout.stage_layers, candidate.recompute
+    values["stage_layers"] = StageSplit(kind="counts", rows=layers) if layers else StageSplit()
+    select = tuple((part.pattern, part.num_layers) for part in policy.selective)
+    values["recompute"] = RecomputeChoice(full=policy.full, select=select, communication=policy.communication)
+    body: dict[str, Any] = BaselineSection.model_construct(**values).model_dump(
+        mode="json", by_alias=True, exclude_none=True
+    )
+    return body
+
+
+def space_section(candidate: Candidate) -> dict[str, Any]:
+    """The candidate as section ``space`` of a sweep file, which then has it alone, whatever the baseline is."""
+    body = baseline_section(candidate)
+    only = {knob.name: [body.get(knob.name, knob.default)] for knob in KNOBS}
+    return {**only, "world_size": [candidate.layout.world_size]}
+
+
+def _space(candidate: Candidate, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The candidate alone as section ``space``; of a program of the user's own only what the sweep changed in it: what
+    its file does not name stays as the command says."""
+    if not is_of_script(spec):
+        return space_section(candidate)
+    named, own = spec.get("space") or {}, {choice.name: choice.value for choice in candidate.own}
+    body = {name: values for name, values in space_section(candidate).items() if named.get(name) is not None}
+    return {**body, "world_size": [candidate.layout.world_size], "own": _own_section(named.get("own") or {}, own)}
+
+
+def _own_section(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Own knobs as the file describes them, each with the one value that the candidate has; all of those without one,
+    which mean nothing beside the others."""
+    section = {}
+    for name, knob in named.items():
+        described = knob if isinstance(knob, Mapping) else {"values": knob}
+        section[name] = {**described, "values": [own[name]]} if name in own else knob
+    return section
+
+
+def _interleaved(state: SweepState, candidate: Candidate, plan: RemeasurePlan) -> Remeasured:
+    found = next((trial for trial in state.searched() if trial.candidate == candidate), None)
+    if found is None:
+        raise ConfigError(
+            f"the configuration cannot run on this cluster: {state.finish_reason}",
+            remedy="tune-cluster plan shows which rule refuses it.",
+        )
+    confirmed = confirmation(state)
+    rounds = [one for one in confirmed.complete if found.number in one.runs] if confirmed else []
+    quiet = verification_rounds(state, rounds, found.number)
+    change, counts_busy = verified_change(state, rounds, found.number)
+    if len(quiet) < plan.first_look and not counts_busy:
+        change = change_since_promotion(state, rounds, found.number)
+    lost = _lost([state.trials[BASELINE], found], state)
+    is_compared = plan.promoted is not None and is_same_hardware(state, plan.promoted)
+    if not lost and is_compared and found.measurement is not None and len(rounds) < plan.first_look:
+        why = state.verdict.reason if state.verdict else state.finish_reason
+        lost = f"{units.count(len(rounds), 'round')} could be measured, {plan.first_look} are needed: {why}"
+    return Remeasured(
+        states=(state,),
+        trial=found,
+        change=change,
+        lost=lost,
+        busy=_busy_words(len(rounds) - len(quiet), len(rounds), curves.caution(state), left_out=not counts_busy),
+        is_too_busy=not counts_busy and len(quiet) < min(plan.first_look, len(rounds)),
+    )
+
+
+def _busy_words(num_busy: int, num_rounds: int, why: str, *, left_out: bool = True) -> str:
+    if not num_busy:
+        return ""
+    verb = "was" if num_busy == 1 else "were"
+    most = why.partition("; ")[2]
+    text = f"{num_busy} of {units.count(num_rounds, 'round')} {verb} measured on a busy machine"
+    text = f"{text} ({most})" if most else text
+    return f"{text} and left out" if left_out else text
+
+
+class _Alone:
+    """Rounds of a configuration that has no baseline to be compared with: a sweep of one trial each."""
+
+    def __init__(self, plan: RemeasurePlan) -> None:
+        self._plan = plan
+        self._states: list[SweepState] = []
+
+    def add(self, state: SweepState) -> None:
+        """Take in the sweep of one more round.
+
+        Raises:
+            ConfigError: it has no trial.
+        """
+        self._states.append(state)
+        if not state.trials:
+            raise ConfigError(f"the configuration could not be launched: {state.finish_reason}")
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no further round is needed, or would help."""
+        if self._lost or any(trial.measurement is None for trial in self._trials):
+            return True
+        runs, quiet = self._runs(), self._runs(quiet=True)
+        found = self._change(quiet)
+        is_shown = found is not None and (found.loss != "open" or found.is_hopeless)
+        return is_shown or is_too_busy(len(quiet), len(runs))
+
+    def result(self) -> Remeasured:
+        trials, runs, quiet = self._trials, self._runs(), self._runs(quiet=True)
+        is_enough = len(quiet) >= self._plan.first_look
+        return Remeasured(
+            states=tuple(self._states),
+            trial=next((trial for trial in trials if trial.measurement is None), trials[0]),
+            change=self._change(quiet if is_enough else runs),
+            lost=self._lost,
+            busy=_busy_words(len(runs) - len(quiet), len(runs), words.busy_note(dict(enumerate(runs)))),
+            is_too_busy=len(quiet) < min(self._plan.first_look, len(runs)),
+        )
+
+    @property
+    def _trials(self) -> list[Trial]:
+        return [state.trials[BASELINE] for state in self._states]
+
+    def _runs(self, *, quiet: bool = False) -> list[Measurement]:
+        runs = [trial.measurement for trial in self._trials if trial.measurement is not None]
+        return [run for run in runs if run.disturbed_by is None] if quiet else runs
+
+    @property
+    def _lost(self) -> str:
+        return next((why for state in self._states if (why := _lost(state.trials, state))), "")
+
+    def _change(self, runs: list[Measurement]) -> SpeedChange | None:
+        promoted = self._plan.promoted
+        if promoted is None or not runs or not is_same_hardware(self._states[0], promoted):
+            return None
+        return drift.change(
+            Rounds(own=promoted.own),
+            Rounds(own=[run.tokens_per_s_per_device for run in runs]),
+            tolerance=promoted.tolerance,
+            first_look=self._plan.first_look,
+            max_rounds=self._plan.max_rounds,
+            rounded_away=(max(run.step_time_resolution_s / 2 / run.step_time_s for run in runs), 0.0),
+        )
+
+
+def _lost(trials: Any, state: SweepState) -> str:
+    """Why one of the trials says nothing about its configuration: its gang was lost, or hung, or never launched, or
+    reported times that contradict the clock."""
+    for trial in trials:
+        if trial.outcome is None:
+            return f"the sweep {state.sweep.sweep} ended before {trial_id(trial.number)} ran: {state.finish_reason}"
+        if isinstance(trial.outcome, GangLost | TimedOut):
+            return f"{trial_id(trial.number)} of {state.sweep.sweep} was lost: {words.failure(trial)}"
+        if isinstance(trial.outcome, NotBelieved):
+            return f"{trial_id(trial.number)} of {state.sweep.sweep}: {words.failure(trial)}"
+    return ""
+
+
+# Drift: environment, speed and losses of today compared with those of the promotion.
+
+
+Kind = Literal["driver", "library", "program", "hardware", "training", "speed", "loss"]
+KINDS: tuple[Kind, ...] = ("driver", "library", "program", "hardware", "training", "speed", "loss")
+"""What is compared; ``program``: the source of a custom training program, ``training``: whether it still runs,
+``speed``: its speed-up over the baseline together with its own speed."""
+
+HARDWARE = ("hardware", "device_memory_bytes", "threads_per_device", "virtual")
+MIN_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftFinding:
+    """One thing that was looked at."""
+
+    kind: Kind
+    is_drift: bool
+    text: str
+    """One sentence for people, without full stop."""
+    is_open: bool = False
+    """Whether it could not be told: then nothing is verified unless something else has drifted."""
+
+
+def environment(then: Mapping[str, str], now: Mapping[str, str]) -> list[DriftFinding]:
+    """Findings for every name whose value is different; one finding without drift where none is.
+
+    Other hardware is no drift: it is another machine, on which nothing of the first can be verified.
+    """
+    found = []
+    for name, (before, after) in sorted(differing(then, now).items()):
+        kind, text = _kind(name), f"{name} was {before}, is {after}"
+        is_other = kind == "hardware"
+        found.append(DriftFinding(kind=kind, is_drift=not is_other, is_open=is_other, text=text))
+    return found or [DriftFinding(kind="library", is_drift=False, text="the environment is the same")]
+
+
+def _kind(name: str) -> Kind:
+    if name in ("driver", PROGRAM):
+        return "driver" if name == "driver" else "program"
+    return "hardware" if name in HARDWARE else "library"
+
+
+def speed(found: SpeedChange, busy: str, *, is_too_busy: bool = False) -> DriftFinding:
+    """Drift of the speed, with what the rounds show in words.
+
+    Args:
+        busy: how many rounds were measured on a busy machine; empty where none was.
+        is_too_busy: too few were not, so that nothing is claimed.
+    """
+    figures, aside = _compared(found), f"; {busy}" if busy else ""
+    if is_too_busy:
+        text = f"{busy}; too few are left to judge it. Verify it again when the machine is quiet ({figures})"
+        return DriftFinding(kind="speed", is_drift=False, is_open=True, text=text)
+    return DriftFinding(
+        kind="speed",
+        is_drift=found.loss == "shown",
+        is_open=found.loss == "open",
+        text=f"{_conclusion(found)}: {figures}{aside}",
+    )
+
+
+def _conclusion(found: SpeedChange) -> str:
+    rounds = units.count(found.num_rounds, "round")
+    match found.loss:
+        case "shown":
+            assert found.shown_loss is not None, "a loss is shown"
+            caught_up = "" if found.is_own_speed_lower or found.lead is None else ", since the baseline has caught up"
+            return f"at least {found.shown_loss:.1%} is lost{caught_up} ({found.tolerance:.0%} allowed), in {rounds}"
+        case "excluded":
+            slower = "; the machine is slower, the configuration keeps its lead" if found.is_own_speed_lower else ""
+            return f"a loss of more than {found.tolerance:.0%} is ruled out in {rounds}{slower}"
+        case "open":
+            return _doubt(found, rounds)
+
+
+def _doubt(found: SpeedChange, rounds: str) -> str:
+    """What can be ruled out all the same, and what would settle the rest."""
+    excluded = found.excluded_loss
+    ruled_out = "no loss" if excluded is None else f"a loss of more than {excluded:.0%}"
+    text = f"{ruled_out} is ruled out in {rounds}"
+    if found.more_rounds is not None:
+        more = units.count(found.more_rounds, "more round")
+        return f"{text}; about {more} would settle {found.tolerance:.0%} (--max-rounds)"
+    return f"{text}; further rounds would not settle {found.tolerance:.0%}, try a larger --tolerance"
+
+
+def _compared(found: SpeedChange) -> str:
+    own = f"{_ratio(found.own)} of the promoted speed"
+    if found.lead is None or found.speedups is None:
+        return own
+    then, now = found.speedups
+    return f"{now:.2f}x the baseline, {then:.2f}x then, {_ratio(found.lead)}; {own}, the baseline {found.baseline:.3f}x"
+
+
+def _ratio(estimate: Estimate) -> str:
+    ci95 = estimate.ci95
+    return f"{estimate.value:.3f}x" + (f" (95 %: {units.ratio_interval(ci95)})" if ci95 else "")
+
+
+def loss_drift(
+    then: Mapping[str, Any], now: Mapping[str, Any], settings: GateSettings, workload: Workload
+) -> DriftFinding:
+    """Drift of the training: losses or gradient norms beyond the limits of the loss gate.
+
+    Both are :func:`orchestrator.promotion.manifest.trajectory_json` of runs with one seed and one configuration.
+    """
+    num_steps = min(len(then.get("losses", ())), len(now.get("losses", ())))
+    if num_steps < MIN_STEPS:
+        return DriftFinding(kind="loss", is_drift=False, text="no losses were kept to compare with")
+    gate = GateSettings(
+        num_steps=num_steps,
+        loss_tolerance=settings.loss_tolerance,
+        grad_norm_tolerance=settings.grad_norm_tolerance,
+    )
+    before, after = _trajectory(then), _trajectory(now)
+    if isinstance(workload.model, ScriptModel):
+        report = judge_script(0, ScriptRuns(baseline=before, again=None, finalist=after, splits_alike=True), gate)
+    else:
+        report = judge_gate(0, GateTrajectories(baseline=before, finalist=after), gate, workload)
+    if report.answer == "inconclusive":
+        doubts = "; ".join(report.doubts).replace("the baseline's", "the promoted one's")
+        return DriftFinding(kind="loss", is_drift=False, is_open=True, text=doubts)
+    if report.passed:
+        deviation = f"{report.loss_deviation:.2g}" if report.loss_deviation is not None else "unknown"
+        return DriftFinding(kind="loss", is_drift=False, text=f"the same in {num_steps} steps (within {deviation})")
+    reasons = "; ".join(report.reasons).replace("the baseline's", "the promoted one's")
+    return DriftFinding(kind="loss", is_drift=True, text=reasons)
+
+
+def _trajectory(stored: Mapping[str, Any]) -> Trajectory:
+    return Trajectory(
+        losses=_numbers(stored["losses"]),
+        grad_norms=_numbers(stored["grad_norms"]),
+        num_skipped_steps=stored["num_skipped_steps"],
+        precision=from_json(Precision, stored["precision"]),
+        matmul_precision=stored["matmul_precision"],
+        micro_batch_size=stored["micro_batch_size"],
+        loss_resolution=stored.get("loss_resolution", 0.0),
+    )
+
+
+def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(math.nan if value is None else value for value in values)
+
 
 Answer = Literal["no_drift", "drift", "could_not_verify"]
-DEFAULT_ROUNDS = 3
+SCHEMA_VERSION = 1
+"""Version of the JSON form."""
+DEFAULT_MAX_ROUNDS = 12
 DEFAULT_TOLERANCE = 0.05
 
 
@@ -49,8 +511,8 @@ class Verification:
     findings: tuple[DriftFinding, ...]
     ignored: tuple[Kind, ...]
     """Kinds of drift that do not count."""
-    ratio: Estimate | None
-    """Today's speed over the promoted one; None where it did not run, or on other hardware."""
+    change: SpeedChange | None
+    """What became of its speed; None where it did not run, or speeds could not be compared."""
     sweeps: tuple[str, ...]
     at_s: float
     problem: str = ""
@@ -64,7 +526,7 @@ class Verification:
     def drifted(self) -> tuple[Kind, ...]:
         """Kinds that have drifted and count."""
         kinds = {one.kind for one in self.findings if one.is_drift and one.kind not in self.ignored}
-        return tuple(kind for kind in drift.KINDS if kind in kinds)
+        return tuple(kind for kind in KINDS if kind in kinds)
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -81,7 +543,7 @@ class Verification:
 
     @property
     def result(self) -> str:
-        """``no drift``, ``drift: driver, speed_up`` or ``could not verify: ...``, with the first reason."""
+        """``no drift``, ``drift: driver, speed`` or ``could not verify: ...``, with the first reason."""
         match self.answer:
             case "drift":
                 return f"drift: {', '.join(self.drifted)}"
@@ -93,6 +555,7 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``verify --json``."""
         return {
+            "schema_version": SCHEMA_VERSION,
             "name": self.name,
             "version": self.version,
             "answer": self.answer,
@@ -102,12 +565,29 @@ class Verification:
             "reasons": list(self.doubts),
             "ignored": list(self.ignored),
             "findings": to_json(self.findings),
-            "speed_ratio": self.ratio.value if self.ratio else None,
-            "speed_ratio_ci95": interval_json(self.ratio.ci95) if self.ratio else None,
+            "speed": None if self.change is None else _speed_json(self.change),
             "sweeps": list(self.sweeps),
             "run_id": self.run_id,
             "at_s": self.at_s,
         }
+
+
+def _speed_json(found: SpeedChange) -> dict[str, Any]:
+    return {
+        "loss": found.loss,
+        "tolerance": found.tolerance,
+        "rounds": found.num_rounds,
+        "more_rounds": found.more_rounds,
+        "excluded_loss": found.excluded_loss,
+        "shown_loss": found.shown_loss,
+        "own_ratio": found.own.value,
+        "own_ratio_ci95": interval_json(found.own.ci95),
+        "speedup_ratio": found.lead.value if found.lead else None,
+        "speedup_ratio_ci95": interval_json(found.lead.ci95) if found.lead else None,
+        "speedup_then": found.speedups[0] if found.speedups else None,
+        "speedup_now": found.speedups[1] if found.speedups else None,
+        "baseline_ratio": found.baseline,
+    }
 
 
 def verify(
@@ -115,7 +595,7 @@ def verify(
     home: Home,
     observer: Observer,
     *,
-    num_rounds: int = DEFAULT_ROUNDS,
+    max_rounds: int = DEFAULT_MAX_ROUNDS,
     tolerance: float = DEFAULT_TOLERANCE,
     ignored: Collection[Kind] = (),
     address: str | None = None,
@@ -133,10 +613,11 @@ def verify(
     at_s = time.time()
     found: Remeasured | None = None
     findings: tuple[DriftFinding, ...] = ()
-    ratio, problem = None, ""
+    problem = ""
+    plan = RemeasurePlan(promoted=_promoted_rounds(promoted, tolerance, ignored), max_rounds=max_rounds)
     try:
-        found = remeasure(promoted, tracker, home, observer, address=address, num_rounds=num_rounds, at_s=at_s)
-        findings, ratio = compare(promoted, found, tolerance, ignored)
+        found = remeasure(promoted, tracker, home, observer, plan, address=address, at_s=at_s)
+        findings = compare(promoted, found)
     except ClusterError as error:
         problem = str(error)
     verification = Verification(
@@ -144,7 +625,7 @@ def verify(
         version=promoted.registered.version,
         findings=findings,
         ignored=tuple(ignored),
-        ratio=ratio,
+        change=found.change if found else None,
         sweeps=tuple(state.sweep.sweep for state in found.states) if found else (),
         at_s=at_s,
         problem=problem,
@@ -153,42 +634,42 @@ def verify(
     return _record(verification, tracker)
 
 
-def compare(
-    promoted: Version, found: Remeasured, tolerance: float, ignored: Collection[Kind] = ()
-) -> tuple[tuple[DriftFinding, ...], Estimate | None]:
-    """Findings on everything that was compared, and today's speed over that of the promotion."""
+def compare(promoted: Version, found: Remeasured) -> tuple[DriftFinding, ...]:
+    """Findings on everything that was compared."""
     facts = promoted.manifest["evidence"]
-    findings = drift.environment(facts["fingerprint"], found.states[0].sweep.fingerprint)
+    findings = environment(facts["fingerprint"], found.states[0].sweep.fingerprint)
     if found.lost:
-        return (*findings, DriftFinding(kind="training", is_drift=False, is_open=True, text=found.lost)), None
+        return (*findings, DriftFinding(kind="training", is_drift=False, is_open=True, text=found.lost))
     if found.trial.measurement is None:
         problem = f"it does not run any more: {units.status_words(found.trial.status)}: {words.failure(found.trial)}"
-        return (*findings, DriftFinding(kind="training", is_drift=True, text=problem)), None
+        return (*findings, DriftFinding(kind="training", is_drift=True, text=problem))
     today = trajectory_json(found.trial.measurement, promoted.candidate)
     workload: Workload = from_json(Workload, promoted.manifest["workload"])
-    loss = drift.loss(_training(facts, workload), today, _gate_settings(promoted), workload)
-    if any(one.kind == "hardware" and one.is_open for one in findings) and "hardware" not in ignored:
-        return (*findings, loss), None
-    then, now = _speeds_then(facts), Speeds(configuration=_rates(found.runs), baseline=_rates(found.baseline_runs))
-    judged = drift.speeds(then, now, tolerance, found.busy)
-    return (*findings, *judged, loss), drift.speed_ratio(then.configuration, now.configuration)
+    loss = loss_drift(_training(facts, workload), today, _gate_settings(promoted), workload)
+    if found.change is None:
+        return (*findings, loss)
+    return (*findings, speed(found.change, found.busy, is_too_busy=found.is_too_busy), loss)
 
 
-def _rates(runs: Sequence[Measurement]) -> list[float]:
-    return [run.tokens_per_s_per_device for run in runs]
-
-
-def _speeds_then(facts: Mapping[str, Any]) -> Speeds:
-    """Speeds in the rounds of the confirmation; without one, those of the search, of a single run each."""
+def _promoted_rounds(promoted: Version, tolerance: float, ignored: Collection[Kind]) -> PromotedRounds | None:
+    """Speeds in the rounds of the confirmation; without one, those of the search, of a single run each. None where
+    speeds do not count."""
+    if "speed" in ignored:
+        return None
+    facts = promoted.manifest["evidence"]
+    fingerprint = facts["fingerprint"]
+    hardware = {} if "hardware" in ignored else {name: fingerprint.get(name, "") for name in HARDWARE}
     rounds: dict[int, dict[int, float]] = {}
     for run in facts["confirmation"]:
         rounds.setdefault(run["round"], {})[run["of"]] = run["tokens_per_s_per_device"]
     own = facts["trial"]
     pairs = [speeds for speeds in rounds.values() if own in speeds and BASELINE in speeds]
     if pairs:
-        return Speeds(configuration=[one[own] for one in pairs], baseline=[one[BASELINE] for one in pairs])
-    speed, searched = facts["tokens_per_s_per_device"], facts["speedup"]
-    return Speeds(configuration=[speed], baseline=[speed / searched["ratio"]] if searched else [])
+        speeds, baseline = tuple(one[own] for one in pairs), tuple(one[BASELINE] for one in pairs)
+    else:
+        speed, searched = facts["tokens_per_s_per_device"], facts["speedup"]
+        speeds, baseline = (speed,), (speed / searched["value"],) if searched else ()
+    return PromotedRounds(own=speeds, baseline=baseline, tolerance=tolerance, hardware=hardware)
 
 
 def _gate_settings(promoted: Version) -> GateSettings:
@@ -220,7 +701,7 @@ def _record(found: Verification, tracker: Tracker) -> Verification:
         tags = {"tc.name": found.name, "tc.version": found.version, "tc.result": found.result}
         lines = [f"- {_mark(one)}{one.kind}: {one.text}" for one in found.findings]
         note = "\n".join([f"**{found.name} version {found.version}: {found.result}**", "", *lines])
-        metrics = {"speed_over_promoted": found.ratio.value} if found.ratio else {}
+        metrics = {"speed_over_promoted": found.change.own.value} if found.change else {}
         name = f"verify {found.name} v{found.version}: {found.result}"
         run_id = records.put_verification(
             name[:200], tags | {"mlflow.note.content": note}, metrics, json.dumps(found.to_json(), indent=1)

@@ -8,7 +8,7 @@ two trials say little about it; where a pair is noisier than that, by itself.
 
 Judged after every round, several finalists at a time, an ordinary 95 % interval would be wrong in far more than 5 % of
 confirmations. The intervals here hold at all looks and for all finalists together in 95 %: repeated confidence
-intervals (Jennison and Turnbull 1989) with the levels of :mod:`orchestrator.proof.boundaries`. That holds whenever the
+intervals (Jennison and Turnbull 1989) with the levels below. That holds whenever the
 rounds end, so stopping at a favourable moment gains nothing.
 """
 
@@ -16,20 +16,155 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import fmean, median
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from orchestrator.proof.boundaries import Design, Family, critical_value, nominal_levels
-from orchestrator.statistics import MIN_DIFFERENCE, Estimate, Interval, SpeedVerdict, verdict
+from orchestrator import units
+from orchestrator.objective import Objective
+from orchestrator.statistics import (
+    MIN_DIFFERENCE,
+    Estimate,
+    Interval,
+    SpeedVerdict,
+    ratio_of_logs,
+    speed_ratio,
+    verdict,
+)
+from orchestrator.sweep.events import RatioInterval, SoakReport, SoakRun
+from orchestrator.sweep.state import SweepState, Trial, describe_failure
+from trials.outcome import Failure, GangLost, Measurement, TimedOut
+
+# How strict every single look of a confirmation has to be, so that all of them together err in 5 %.
+#
+# A group-sequential boundary: the nominal level of look ``n`` of ``N`` is that of the normal deviate ``c * (n / N) **
+# (shape - 1/2)``. Shape 0 is O'Brien and Fleming's boundary (1979), 1/2 Pocock's (1977), between them are Wang and
+# Tsiatis' (1987). The levels are then used with quantiles of Student's t, since the noise is estimated as well
+# (Jennison and Turnbull 1991). ``c`` is found by simulating confirmations in which nothing differs. What is simulated
+# does not depend on how large the noise is, so it holds on every cluster; it takes into account how the looks depend
+# on each other and that finalists share one baseline (Dunnett 1955), for which Bonferroni's correction would pay
+# again.
+
+
+Family = Literal["baseline", "finalists", "earlier"]
+"""Comparisons that hold together: every finalist with the baseline, every finalist with every other, or the rounds of
+one trial with earlier ones, which are the same at all looks."""
+
+ERROR_RATE = 0.05
+"""Error of a family: how often any interval at any look may leave out the truth."""
+
+SHAPE = 0.25
+"""Shape of the boundary. In benchmarks/confirmation nearly as soon as Pocock's where differences are large, and finds
+more small ones."""
+
+_NUM_SIMULATED = (4_000, 40_000)
+"""Simulated confirmations, at least and at most: 5 % are then known to 0.3 or 0.1 points."""
+_NUM_NUMBERS = 8_000_000
+"""Random numbers that a simulation draws, within these bounds: about a second at most, once per design."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """What the levels depend on: how many finalists are compared, and how often."""
+
+    num_finalists: int
+    first_look: int
+    """Rounds before the first look, at least 2."""
+    last_look: int
+    family: Family
+    num_then: int = 0
+    """Earlier rounds that are compared with, in the family ``earlier``."""
+
+
+def critical_value(degrees: int, level: float) -> float:
+    """Critical value of Student's t, two-sided."""
+    from scipy.special import stdtrit  # a third of a second, which commands without a proof need not wait for
+
+    return -float(stdtrit(degrees, level / 2))
+
+
+@lru_cache(maxsize=128)
+def nominal_levels(design: Design, shape: float = SHAPE) -> tuple[float, ...]:
+    """The level of every single comparison at each look, from the first to the last."""
+    from scipy.special import ndtr, stdtrit
+
+    looks = np.arange(design.first_look, design.last_look + 1)
+    if design.num_finalists < (2 if design.family == "finalists" else 1):
+        return (ERROR_RATE,) * len(looks)
+    if design.family == "earlier":
+        largest, degrees = _simulated_beside_earlier(design), looks + design.num_then - 2
+    else:
+        largest, degrees = _simulated(design), design.num_finalists * (looks - 1)
+    scale = (looks / design.last_look) ** (shape - 0.5)
+    low, high = 1.0, 10.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        wrong = (largest > -stdtrit(degrees, ndtr(-middle * scale))).any(axis=1).mean()
+        low, high = (middle, high) if wrong > ERROR_RATE else (low, middle)
+    return tuple(min(ERROR_RATE, float(level)) for level in 2 * ndtr(-high * scale))
+
+
+def _simulated(design: Design) -> NDArray[np.float64]:
+    """Largest statistic of the family, of shape (confirmations, looks), where nothing differs.
+
+    The statistic is that of :mod:`orchestrator.proof.confirmation`: the difference over the larger of the common and
+    the pair's own noise.
+    """
+    num_trials = design.num_finalists + 1
+    if design.family == "baseline":
+        one, other = np.arange(1, num_trials), np.zeros(design.num_finalists, dtype=int)
+    else:
+        one, other = np.triu_indices(design.num_finalists, k=1)
+    num = int(np.clip(_NUM_NUMBERS // (design.last_look * (len(one) + num_trials)), *_NUM_SIMULATED))
+    rng = np.random.default_rng(20260101)
+    logs = np.zeros((num, num_trials))
+    total, difference, difference_squared = np.zeros_like(logs), np.zeros((num, len(one))), np.zeros((num, len(one)))
+    squares = np.zeros(num)
+    looks = []
+    for num_rounds in range(1, design.last_look + 1):
+        logs = rng.standard_normal(logs.shape)
+        logs -= logs.mean(axis=1, keepdims=True)
+        total += logs
+        squares += (logs**2).sum(axis=1)
+        apart = logs[:, one] - logs[:, other]
+        difference += apart
+        difference_squared += apart**2
+        if num_rounds < design.first_look:
+            continue
+        left = num_rounds - 1
+        common = (squares - (total**2).sum(axis=1) / num_rounds) / (left * design.num_finalists)
+        own = (difference_squared - difference**2 / num_rounds) / left
+        noise = np.maximum(own, 2 * common[:, None])
+        looks.append((np.abs(difference / num_rounds) / np.sqrt(noise / num_rounds)).max(axis=1))
+    return np.stack(looks, axis=1)
+
+
+def _simulated_beside_earlier(design: Design) -> NDArray[np.float64]:
+    """As :func:`_simulated`, for the statistic of :mod:`orchestrator.proof.drift`: a difference of means, whose noise
+    is pooled unless one side is noisier by itself."""
+    num, before = _NUM_SIMULATED[1], design.num_then
+    rng = np.random.default_rng(20260102)
+    then, now = rng.standard_normal((num, before)), rng.standard_normal((num, design.last_look))
+    mean_then, squares_then = then.mean(axis=1), ((then - then.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
+    own_then = squares_then / (before - 1) if before > 1 else np.zeros(num)
+    looks = []
+    for num_rounds in range(design.first_look, design.last_look + 1):
+        seen = now[:, :num_rounds]
+        squares = ((seen - seen.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
+        pooled = (squares_then + squares) / (before + num_rounds - 2)
+        noise = np.maximum(own_then, pooled) / before + np.maximum(squares / (num_rounds - 1), pooled) / num_rounds
+        looks.append(np.abs(seen.mean(axis=1) - mean_then) / np.sqrt(noise))
+    return np.stack(looks, axis=1)
+
 
 Round = Mapping[int, float]
 """Speed of each trial, by its number, in a unit that they share."""
 
 _MIN_EFFECT = math.log1p(MIN_DIFFERENCE)
-_MAX_EFFECT = 50.0
-"""Largest half-width of a log ratio, so that ends of intervals stay finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +195,12 @@ class Judgement:
     to_measure: tuple[int, ...]
     """Trials to measure in the next round, the baseline first; empty when decided."""
     is_decided: bool
+
+
+def pair_noise(rounds: Sequence[Round]) -> tuple[float, int]:
+    """Standard deviation of the logarithm of the ratio of two runs of a round, and its degrees of freedom."""
+    deviation, degrees = _noise(tuple(tuple(sorted(speeds.items())) for speeds in rounds))
+    return math.sqrt(2) * deviation, degrees
 
 
 def order(trials: Sequence[int], round_number: int) -> tuple[int, ...]:
@@ -131,12 +272,7 @@ class _Effect:
 
     @property
     def ratio(self) -> Estimate:
-        if self.half_width == math.inf:
-            return Estimate(math.exp(self.mean), None)
-        half_width = min(self.half_width, _MAX_EFFECT)
-        return Estimate(
-            math.exp(self.mean), Interval(math.exp(self.mean - half_width), math.exp(self.mean + half_width))
-        )
+        return ratio_of_logs(self.mean, self.half_width)
 
     @property
     def comparison(self) -> SpeedComparison:
@@ -233,3 +369,164 @@ def _noise(rounds: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[float, in
     residuals = logs - design @ solution
     degrees = len(runs) - int(rank)
     return math.sqrt(float(residuals @ residuals) / degrees), degrees
+
+
+# The soak: one longer run each of the winner and of the baseline, whose last thirds are compared.
+#
+# A round of the confirmation lasts about a second: what gets slower later (a cache that fills, a device that gets hot,
+# a program that only begins fast) does not show in it. So a finalist that is shown faster runs once for as long as its
+# rounds together, and the baseline beside it. Both measure the last third of their steps as the confirmation measures
+# a run, and the finalist must be faster there, too, by the same threshold.
+#
+# The rounds have shown the gain against the noise between runs already; one pair of runs cannot show it again. A pair
+# whose last third is not faster is therefore repeated, up to :data:`MAX_PAIRS` pairs that count together, unless it
+# fades within the run or is slower than the noise between the runs of the rounds explains.
+
+
+MIN_SOAK_S = 30.0
+"""Shortest soak by default, in seconds."""
+MIN_STEPS, MAX_STEPS = 15, 10_000
+"""Fewest steps, so that each third has five; most, so that a result stays within about a megabyte."""
+MAX_PAIRS = 3
+STRETCH, SLACK_S = 3.0, 30.0
+"""A run may take so many times what its steps took in the rounds, and so many seconds on top."""
+MEMORY_GROWTH = 0.01
+"""Relative growth of the peak memory per step that is worth a note."""
+
+Pair = tuple[Measurement, Measurement]
+"""Measurements of the finalist and of the baseline."""
+
+
+def num_steps(seconds: float, step_time_s: float) -> int:
+    """Steps of a soak of so many seconds."""
+    return min(MAX_STEPS, max(MIN_STEPS, math.ceil(seconds / step_time_s)))
+
+
+def deadline_s(run: SoakRun) -> float:
+    """Seconds that the measured steps of the run may take."""
+    return STRETCH * run.expected_s + SLACK_S
+
+
+def judge_soak(
+    finalist: int, pairs: Sequence[Pair], noise: tuple[float, int], objective: Objective
+) -> SoakReport | None:
+    """What these pairs show; None while another pair is needed.
+
+    Args:
+        noise: standard deviation of the logarithm of the ratio of two runs, and its degrees of freedom, by the rounds.
+    """
+    first, last = (_pooled(pairs, objective, third) for third in (0, 2))
+    steps = sum(len(own.step_times_s) for own, _ in pairs)
+    seconds = math.fsum(math.fsum(own.step_times_s) for own, _ in pairs)
+    report = SoakReport(
+        trial=finalist,
+        answer="passed",
+        num_steps=steps,
+        seconds=seconds,
+        first=_interval(first),
+        last=_interval(last),
+        notes=tuple(_memory_notes(finalist, [own for own, _ in pairs])),
+    )
+    if _is_faster(last):
+        return report
+    if not (_fades(first, last) or _is_slower(last, len(pairs), noise) or len(pairs) >= MAX_PAIRS):
+        return None
+    where = f"of a longer run of {steps} steps ({units.duration(seconds)})"
+    if last.value >= 1 + MIN_DIFFERENCE:
+        ratio = units.ratio(last.value, report.last)
+        return replace(
+            report, answer="inconclusive", reason=f"its speed may not last: {ratio} in the last third {where}"
+        )
+    if first.value >= last.value * (1 + MIN_DIFFERENCE):
+        reason = f"its speed fades: {first.value:.2f}x in the first third {where}, {last.value:.2f}x in the last"
+    else:
+        reason = f"its speed does not last: {last.value:.2f}x in the last third {where}"
+    return replace(report, answer="failed", reason=reason)
+
+
+def failed_soak(run: Trial, pairs: Sequence[Pair]) -> SoakReport:
+    """The report where the finalist's longer run was not measured."""
+    check, why = run.check, describe_failure(run.outcome) or run.status
+    assert isinstance(check, SoakRun)
+    if isinstance(run.outcome, GangLost):
+        return SoakReport(trial=check.finalist, answer="inconclusive", reason=f"its longer run was lost: {why}")
+    reason = f"failed in its longer run: {why}"
+    if isinstance(run.outcome, TimedOut) and run.outcome.phase == "measuring":
+        expected = f"{check.num_steps} steps that take {units.duration(check.expected_s)} at the speed of its rounds"
+        reason = f"its speed does not last: {expected} were not done after {units.duration(deadline_s(check))}"
+    done = [own for own, _ in pairs]
+    return SoakReport(
+        trial=check.finalist,
+        answer="failed",
+        num_steps=sum(len(own.step_times_s) for own in done),
+        seconds=math.fsum(math.fsum(own.step_times_s) for own in done),
+        reason=reason,
+    )
+
+
+def is_failed(state: SweepState, run: Trial) -> bool:
+    """Whether the run has ended unmeasured and is not launched again."""
+    is_open = run.number in state.waiting or run.number in state.running
+    return isinstance(run.outcome, Failure) and not is_open
+
+
+def _third(measurement: Measurement, third: int) -> Measurement:
+    """The measurement as if only the first (0) or the last (2) third of its steps had been measured.
+
+    Digits in which times were reported do not matter here: they are the same in both thirds, and the interval of the
+    confirmation covers them.
+    """
+    times, size = measurement.step_times_s, max(1, len(measurement.step_times_s) // 3)
+    return replace(measurement, step_times_s=times[:size] if third == 0 else times[-size:], step_time_resolution_s=0.0)
+
+
+def _pooled(pairs: Sequence[Pair], objective: Objective, third: int) -> Estimate:
+    """Mean ratio of speeds over all pairs in one third, with the noise between steps."""
+    ratios = [speed_ratio(_third(own, third), _third(base, third), objective) for own, base in pairs]
+    value = math.exp(fmean(math.log(one.value) for one in ratios))
+    ends = [one.ci95 for one in ratios if one.ci95 is not None and one.ci95.low > 0]
+    if len(ends) < len(ratios):
+        return Estimate(value, None)
+    below = math.sqrt(math.fsum(math.log(r.value / e.low) ** 2 for r, e in zip(ratios, ends, strict=True)))
+    above = math.sqrt(math.fsum(math.log(e.high / r.value) ** 2 for r, e in zip(ratios, ends, strict=True)))
+    return Estimate(value, Interval(value * math.exp(-below / len(ends)), value * math.exp(above / len(ends))))
+
+
+def _is_faster(found: Estimate) -> bool:
+    """Whether it is faster as the confirmation has it; thirds of single steps have a value only."""
+    low = found.value if found.ci95 is None else found.ci95.low
+    return low > 1 and found.value >= 1 + MIN_DIFFERENCE
+
+
+def _fades(first: Estimate, last: Estimate) -> bool:
+    """Whether the gain of the first third is shown to be gone in the last, whatever the noise between runs: both are
+    of the same runs."""
+    if first.ci95 is None or last.ci95 is None:
+        return False
+    return _is_faster(first) and last.ci95.high < 1 + MIN_DIFFERENCE
+
+
+def _is_slower(last: Estimate, num_pairs: int, noise: tuple[float, int]) -> bool:
+    """Whether the noise between runs does not explain that the last third is not faster."""
+    deviation, degrees = noise
+    half_width = critical_value(max(1, degrees), 0.05) * deviation / math.sqrt(num_pairs)
+    return math.log(last.value) + half_width < math.log1p(MIN_DIFFERENCE)
+
+
+def _interval(found: Estimate) -> RatioInterval:
+    return RatioInterval(
+        value=found.value, low=found.ci95.low if found.ci95 else None, high=found.ci95.high if found.ci95 else None
+    )
+
+
+def _memory_notes(finalist: int, runs: Sequence[Measurement]) -> list[str]:
+    """A note where the peak memory of a step grew over the last run, and went on growing to its end."""
+    sizes = runs[-1].step_memory_bytes[runs[-1].num_warmup_steps :]
+    if len(sizes) < MIN_STEPS:
+        return []
+    size = len(sizes) // 3
+    begin, middle, end = (median(sizes[i * size : (i + 1) * size]) for i in range(3))
+    if begin <= 0 or end < begin * (1 + MEMORY_GROWTH) or end <= middle:
+        return []
+    grown = f"from {units.num_bytes(begin)} to {units.num_bytes(end)} per step"
+    return [f"{units.trial_id(finalist)}: memory grows during the longer run, {grown} between its first and last third"]

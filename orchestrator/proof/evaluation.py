@@ -17,9 +17,9 @@ from cluster.processes import python_module
 from orchestrator.proof.evaluation_process import KILL_S, Ending, EvaluationOrder
 from orchestrator.proof.loss_gate import trajectory
 from orchestrator.proof.progress import BASELINE, gate_report, gate_runs
-from orchestrator.sweep.home import attempt_folder
+from orchestrator.sweep.events import Evaluation, GateReport
+from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import Evaluation, GateReport
 from trials.codec import to_json
 from trials.files import make_private_folder, write_atomically
 

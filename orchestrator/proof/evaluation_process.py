@@ -23,7 +23,7 @@ from typing import Self
 from filelock import FileLock
 
 from cluster.processes import adopt_orphans, die_with_parent, kill_descendants
-from orchestrator.processes import environment
+from orchestrator.process_support import environment
 from orchestrator.text import tail
 from trials.secrets import redact, redact_file, redact_uncaught
 

@@ -2,22 +2,31 @@
 
 ::
 
-    search ended --> finalists chosen --> rounds of confirmation --> gate --> user's evaluation --> verdict --> profiles
-                                          ^        | undecided       | failed, or cannot be told and nobody evaluates:
-                                          |        |                 | the next finalist that is shown faster
-                                          +--------+                 +--> gate
+    search ended --> finalists chosen --> rounds of confirmation --> gate, soak, evaluation --> verdict --> profiles
+                         ^                ^        | undecided       | one of them refuses the finalist:
+                         |                |        |                 | the next one that is shown faster
+                         |                +--------+                 +--> gate
+                         |                                           | no finalist is left, and some were disqualified:
+                         +---- trials that they stopped run again <--+ the next best trials
 
 Nothing is confirmed that was not measured again, interleaved with the baseline on the same nodes, after it had been
 chosen: the best of many measurements is partly the luckiest one.
+
+Among finalists whose speeds are equal as far as the rounds show, the smaller change goes first: the baseline's number
+format, then fewer knobs that differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
+from orchestrator.proof.confirmation import is_failed
 from orchestrator.proof.loss_gate import reference_candidate
 from orchestrator.proof.progress import (
     BASELINE,
+    MAX_VOID_ROUNDS,
     Confirmation,
     checks,
     confirm_settings,
@@ -28,32 +37,49 @@ from orchestrator.proof.progress import (
     gate_run,
     gate_runs,
     gate_settings,
-    is_open,
+    next_soak_run,
     ratio_interval,
+    soak_reports,
 )
+from orchestrator.space.notation import Scalar, change, flat_params, shared_change
 from orchestrator.statistics import speed
-from orchestrator.sweep.events import ChooseFinalists, Command, Conclude, Evaluate, Finish, ProposeCheck
-from orchestrator.sweep.limits import spent_budget
-from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
-from orchestrator.sweep.values import (
+from orchestrator.sweep.events import (
     Check,
+    ChooseFinalists,
+    Command,
+    Conclude,
     Conclusion,
     ConfirmationRun,
+    Disqualified,
     End,
+    Evaluate,
     Evaluation,
+    Finish,
+    FinishCause,
     GateReport,
     GateRole,
     GateRun,
     GateSettings,
     ProfileRun,
+    ProposeCheck,
+    SetAside,
+    SoakReport,
+    SoakRun,
     Verdict,
 )
-from orchestrator.units import trial_id
-from trials.outcome import Failure, GangLost
+from orchestrator.sweep.state import (
+    CONVERGED,
+    ProofState,
+    SweepState,
+    Trial,
+    describe_failure,
+    spent_budget,
+    spent_by_search,
+)
+from orchestrator.units import count, duration, is_wide, short_ratio, trial_id
+from orchestrator.units import ratio_interval as ratio_interval_words
+from trials.outcome import GangLost, StoppedEarly
 from trials.spec import Layout
-
-MAX_VOID_ROUNDS = 4
-"""Rounds whose runs had to be spread over different nodes and do not count, before the proof gives up."""
 
 
 def next_command(state: SweepState, end: End) -> Command:
@@ -92,21 +118,74 @@ def _finalists(state: SweepState, end: End) -> ChooseFinalists | None:
 def choose_finalists(state: SweepState) -> tuple[int, ...]:
     """Measured trials that may be faster than the baseline: those with the highest upper bounds of their intervals.
 
-    With ``confirm.always`` those with the highest upper bounds, whether they may be faster or not.
+    With ``confirm.always`` those with the highest upper bounds, whether they may be faster or not. Where finalists
+    were disqualified, the next best that differ from them: see :func:`hopeful`; and of several with one of the values
+    that all disqualified trials share, the first, while there are others.
     """
-    baseline = state.trials[BASELINE].measurement
+    most, suspect = confirm_settings(state).num_finalists, shared_values(state).items()
+    chosen: list[int] = []
+    later: list[int] = []
+    seen: set[object] = set()
+    for number in hopeful(state):
+        values = suspect & flat_params(state.trials[number].candidate).items()
+        (later if values & seen else chosen).append(number)
+        seen |= values
+    finalists = [*chosen, *later][:most]
+    return tuple(sorted(finalists, key=lambda n: (-state.score(state.trials[n]), n)))
+
+
+def hopeful(state: SweepState) -> tuple[int, ...]:
+    """Measured trials that may be faster than the baseline and were not confirmed yet, the highest upper bound first.
+
+    Left out are those with all the values that the disqualified ones share.
+    """
+    baseline = state.trials[BASELINE].measurement if state.trials else None
     if baseline is None:
         return ()
     bar = state.objective.score(baseline)
-    bounds: dict[int, tuple[float, float]] = {}
-    for trial in state.searched():
-        if trial.number != BASELINE and trial.measurement is not None:
-            found = speed(trial.measurement, state.objective)
-            bounds[trial.number] = (found.ci95.high if found.ci95 else found.value, found.value)
     always = confirm_settings(state).always
-    hopeful = [number for number, (upper, _) in bounds.items() if upper > bar or always]
-    chosen = sorted(hopeful, key=lambda n: (-bounds[n][0], n))[: confirm_settings(state).num_finalists]
-    return tuple(sorted(chosen, key=lambda n: (-bounds[n][1], n)))
+    tried = {one.trial for one in state.disqualified}
+    for proof in state.set_aside:
+        shown = confirmation(state, proof)
+        tried |= set(proof.finalists) - set(shown_faster(state, shown) if shown is not None else ())
+    bounds: dict[int, float] = {}
+    for trial in state.searched():
+        if trial.number in tried or trial.number == BASELINE or trial.measurement is None:
+            continue
+        found = speed(trial.measurement, state.objective)
+        upper = found.ci95.high if found.ci95 else found.value
+        if (upper > bar or always) and not _has_shared(state, trial.number):
+            bounds[trial.number] = upper
+    return tuple(sorted(bounds, key=lambda n: (-bounds[n], n)))
+
+
+def shared_values(state: SweepState) -> dict[str, Scalar]:
+    """Knobs with a value that all disqualified trials have and the baseline does not; empty for fewer than two: one
+    alone does not show which of its values is to blame, if any is."""
+    out = [state.trials[one.trial].candidate for one in state.disqualified]
+    return shared_change(out, state.trials[BASELINE].candidate) if len(out) > 1 else {}
+
+
+def _left_out(state: SweepState) -> tuple[int, ...]:
+    """Measured trials with all the values that the disqualified ones share."""
+    out = {one.trial for one in state.disqualified}
+    others = (
+        one.number for one in state.searched() if one.measurement is not None and one.number not in (BASELINE, *out)
+    )
+    return tuple(number for number in others if _has_shared(state, number))
+
+
+def _with_left_out(state: SweepState, verdict: Verdict) -> Verdict:
+    """The verdict with the trials that are left out after it; its winner is proven and never among them."""
+    out = {one.trial: one for one in (*state.disqualified, *verdict.disqualified) if one.trial != verdict.winner}
+    left_out = _left_out(replace(state, disqualified=tuple(out.values())))
+    return replace(verdict, left_out=tuple(number for number in left_out if number != verdict.winner))
+
+
+def _has_shared(state: SweepState, number: int) -> bool:
+    """Whether the trial has all the values that the disqualified ones share."""
+    shared = shared_values(state)
+    return bool(shared) and shared.items() <= flat_params(state.trials[number].candidate).items()
 
 
 def _prove(state: SweepState, proof: ProofState) -> Command:
@@ -115,61 +194,148 @@ def _prove(state: SweepState, proof: ProofState) -> Command:
         return _nothing_to_confirm(state)
     if BASELINE in found.failed:
         why = f"the baseline could not be measured again: {found.failed[BASELINE]}"
-        return _conclude(found, "unconfirmed", None, why)
-    trained = [trial for trial in checks(state, proof) if trial.check == GateRun(of=BASELINE, role="baseline")]
-    if any(isinstance(run.outcome, Failure) and not is_open(state, run) for run in trained):
-        why = f"the baseline could not be trained for the loss gate: {describe_failure(trained[-1].outcome)}"
-        return _conclude(found, "unconfirmed", None, why)
+        return _conclude(state, found, "unconfirmed", None, why)
+    if (failed := _failed_baseline(state, proof)) is not None:
+        what = "trained for the loss gate" if isinstance(failed.check, GateRun) else "measured in a longer run"
+        why = f"the baseline could not be {what}: {describe_failure(failed.outcome)}"
+        return _conclude(state, found, "unconfirmed", None, why)
     spent = "" if proof.is_asked else spent_budget(state)
     if found.missing and not spent:
         return _measure_again(state, found)
     if spent and found.judgement.leader is None:
-        return _conclude(found, "unconfirmed", None, f"{spent} before anything was shown faster than the baseline")
+        why = "; ".join([*_refusals(state, proof), f"{spent} before anything was shown faster than the baseline"])
+        return _conclude(state, found, "unconfirmed", None, why)
     return _gate(state, proof, found, spent)
 
 
+def _failed_baseline(state: SweepState, proof: ProofState) -> Trial | None:
+    """The baseline's run for gate or soak that failed for good; None without one."""
+    for trial in checks(state, proof):
+        is_gate = trial.check == GateRun(of=BASELINE, role="baseline")
+        is_soak = isinstance(trial.check, SoakRun) and trial.check.of == BASELINE
+        if (is_gate or is_soak) and is_failed(state, trial):
+            return trial
+    return None
+
+
 def _nothing_to_confirm(state: SweepState) -> Conclude:
-    is_measured = state.trials[BASELINE].measurement is not None
-    return Conclude(
-        verdict=Verdict(
-            conclusion="keep" if is_measured else "unconfirmed",
-            winner=None,
-            reason="no trial was faster than the baseline"
-            if is_measured
-            else "the baseline was not measured, so that nothing can be compared with it",
-        )
-    )
+    conclusion: Conclusion = "keep"
+    compared = [one for one in state.searched() if one.measurement is not None or isinstance(one.outcome, StoppedEarly)]
+    refusals = [one.reason for proof in state.set_aside if proof.verdict for one in proof.verdict.disqualified]
+    reason = "; ".join([*refusals, "no other trial was faster than the baseline" if refusals else ""])
+    if state.trials[BASELINE].measurement is None:
+        conclusion, reason = "unconfirmed", "the baseline was not measured, so that nothing can be compared with it"
+    elif not any(one.number != BASELINE for one in compared):
+        conclusion, reason = "unconfirmed", "nothing was compared: no trial but the baseline was measured"
+    elif not refusals:
+        reason = "no trial was faster than the baseline"
+    return Conclude(verdict=_with_set_aside(state, Verdict(conclusion=conclusion, winner=None, reason=reason)))
 
 
 def _measure_again(state: SweepState, found: Confirmation) -> Command:
     number = found.current.number if found.current else found.num_begun
     if number - len(found.complete) > MAX_VOID_ROUNDS:
         why = f"{MAX_VOID_ROUNDS} rounds could not be measured on the same nodes"
-        return _conclude(found, "unconfirmed", None, why)
+        return _conclude(state, found, "unconfirmed", None, why)
     of = found.missing[0]
     name = "the baseline" if of == BASELINE else trial_id(of)
     return _propose(state, ConfirmationRun(of=of, round=number), f"round {number + 1} of confirming {name}")
 
 
 def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str) -> Command:
-    """The fastest finalist that is shown faster and was not refused yet trains beside the baseline."""
+    """The first finalist shown faster and not refused yet goes through gate, soak and evaluation."""
+    if (aside := _set_aside(state, proof, found, spent)) is not None:
+        return aside
     settings, reports = gate_settings(state), gate_reports(state)
-    undecided = _undecided(reports, settings)
-    finalist = next((number for number in shown_faster(found) if number not in undecided), None)
+    undecided = _undecided(reports, settings) | {
+        one.trial for one in soak_reports(state) if one.answer == "inconclusive"
+    }
+    finalist = next((number for number in shown_faster(state, found) if number not in undecided), None)
     if finalist is None:
-        reason = _keep_reason(found, reports, proof.evaluations)
-        conclusion: Conclusion = "unconfirmed" if undecided or _is_one_lost(state, proof) else "keep"
-        return _conclude(found, conclusion, None, reason, reports, proof.evaluations)
-    if settings is not None:
-        if all(report.trial != finalist for report in reports):
-            if spent:
-                return _conclude(found, "unconfirmed", None, f"{spent} before the loss gate was through", reports)
-            return _train_for_gate(state, finalist)
-        if settings.command and evaluation_of(proof, finalist) is None:
-            return Evaluate(trial=finalist)
+        return _none_left(state, proof, found, is_settled=not undecided and not _is_one_lost(state, proof), spent=spent)
+    if settings is not None and all(report.trial != finalist for report in reports):
+        if spent:
+            return _conclude(state, found, "unconfirmed", None, f"{spent} before the loss gate was through")
+        return _train_for_gate(state, finalist)
+    if (soak := next_soak_run(state, found, finalist)) is not None:
+        if spent:
+            why = f"{spent} before a longer run showed whether the speed of {trial_id(finalist)} lasts"
+            return _conclude(state, found, "unconfirmed", None, why)
+        who = "the baseline" if soak.of == BASELINE else trial_id(finalist)
+        return _propose(state, soak, f"longer run of {who}: {soak.num_steps} steps, to see whether its speed lasts")
+    if settings is not None and settings.command and evaluation_of(proof, finalist) is None:
+        return Evaluate(trial=finalist)
     if state.virtual is not None:
-        return _conclude(found, "rehearsed", finalist, _rehearsed_reason(found, finalist))
-    return _conclude(found, "confirmed", finalist, _winner_reason(found, finalist), reports, proof.evaluations)
+        return _conclude(state, found, "rehearsed", finalist, _rehearsed_reason(found, finalist))
+    return _conclude(state, found, "confirmed", finalist, "")
+
+
+def _none_left(state: SweepState, proof: ProofState, found: Confirmation, *, is_settled: bool, spent: str) -> Command:
+    """No finalist can win: the next best follow where some were disqualified, else this is the verdict."""
+    reason = _keep_reason(state, proof, found)
+    end = _conclude(state, found, "keep" if is_settled else "unconfirmed", None, reason)
+    aside = _set_aside(state, proof, found, spent, is_over=True) if is_settled else None
+    return aside or end
+
+
+def _set_aside(
+    state: SweepState, proof: ProofState, found: Confirmation, spent: str, *, is_over: bool = False
+) -> SetAside | None:
+    """Replace the finalists, where some were disqualified: at once if a disqualified one had stopped other trials or
+    ended the search; when the proof ``is_over``, if there is any trial left to confirm. None: neither is so."""
+    out = _disqualified(state, proof)
+    if not out or proof.is_asked or spent:
+        return None
+    after = replace(state, disqualified=(*state.disqualified, *out), set_aside=(*state.set_aside, proof))
+    after = replace(after, left_out=_left_out(after))
+    reopened = () if spent_by_search(state) else _stopped_for(after)
+    if not (reopened or _goes_on(after, proof) or (is_over and hopeful(after))):
+        return None
+    stage = _conclude(state, found, "keep", None, _keep_reason(state, proof, found), is_stage=True).verdict
+    return SetAside(verdict=stage, reopened=reopened)
+
+
+def _stopped_for(state: SweepState) -> tuple[int, ...]:
+    """Trials that were stopped because they were slower than one since disqualified."""
+    return tuple(
+        trial.number
+        for trial in state.searched()
+        if isinstance(trial.outcome, StoppedEarly)
+        and state.is_disqualified(trial.outcome.incumbent)
+        and not _has_shared(state, trial.number)
+    )
+
+
+def _goes_on(state: SweepState, proof: ProofState) -> bool:
+    """Whether the search ended only because it expected nothing faster than a trial that is now disqualified."""
+    is_judged = proof.cause is FinishCause.PATIENCE or state.exhausted == CONVERGED
+    is_best_out = state.best_trial is not None and state.is_disqualified(state.best_trial)
+    return is_judged and is_best_out and not spent_by_search(state)
+
+
+def _disqualified(state: SweepState, proof: ProofState) -> tuple[Disqualified, ...]:
+    """The finalists of the proof that cannot win whatever their speed, each with the reason."""
+    found = confirmation(state)
+    failed = found.failed if found is not None else {}
+    lost = {one.check.of for one in checks(state, proof) if one.check and isinstance(one.outcome, GangLost)}
+    out: dict[int, Disqualified] = {}
+    for number, why in failed.items():
+        if number not in lost and number != BASELINE:
+            reason = f"{trial_id(number)} failed when it was measured again: {why}"
+            out[number] = Disqualified(trial=number, by="failure", reason=reason)
+    for report in gate_reports(state):
+        if report.answer == "failed":
+            reason = f"{trial_id(report.trial)} {_gate_reason(report)}: {report.objections[0]}"
+            out.setdefault(report.trial, Disqualified(trial=report.trial, by="gate", reason=reason))
+    for soak in soak_reports(state):
+        if soak.answer == "failed":
+            reason = f"{trial_id(soak.trial)}: {soak.reason}"
+            out.setdefault(soak.trial, Disqualified(trial=soak.trial, by="soak", reason=reason))
+    for one in proof.evaluations:
+        if not one.passed:
+            reason = f"{trial_id(one.trial)} failed your evaluation"
+            out.setdefault(one.trial, Disqualified(trial=one.trial, by="evaluation", reason=reason))
+    return tuple(out[number] for number in proof.finalists if number in out)
 
 
 def _undecided(reports: Sequence[GateReport], settings: GateSettings | None) -> set[int]:
@@ -195,11 +361,30 @@ def _gate_reason(report: GateReport) -> str:
     return "does not train the same model" if report.precision_class else "failed in the loss gate"
 
 
-def shown_faster(found: Confirmation) -> tuple[int, ...]:
-    """Finalists shown faster than the baseline, the leader first, then by their ratios."""
-    compared = found.judgement.against_baseline
+def shown_faster(state: SweepState, found: Confirmation) -> tuple[int, ...]:
+    """Finalists shown faster than the baseline: those equal to the leader first, the smaller change before; then the
+    others by their ratios."""
+    compared, equal = found.judgement.against_baseline, _equal(found)
+
+    def place(number: int) -> tuple[bool, tuple[bool, int], float, int]:
+        change = _size_of_change(state, number) if number in equal else (False, 0)
+        return number not in equal, change, -compared[number].ratio.value, number
+
     faster = [n for n in found.finalists if n in compared and compared[n].verdict == "faster"]
-    return tuple(sorted(faster, key=lambda n: (n != found.judgement.leader, -compared[n].ratio.value, n)))
+    return tuple(sorted(faster, key=place))
+
+
+def _equal(found: Confirmation) -> tuple[int, ...]:
+    """The leader and the finalists whose speeds are equal to its as far as the rounds show; empty without a leader."""
+    judgement = found.judgement
+    return () if judgement.leader is None else (judgement.leader, *judgement.tied_with_leader)
+
+
+def _size_of_change(state: SweepState, number: int) -> tuple[bool, int]:
+    """Whether the number format is another than the baseline's, and how many knobs are."""
+    baseline, candidate = state.trials[BASELINE].candidate, state.trials[number].candidate
+    formats = {(one.precision.level, one.precision.dtype) for one in (baseline, candidate)}
+    return len(formats) > 1, len(change(candidate, baseline))
 
 
 def evaluation_of(proof: ProofState, finalist: int) -> Evaluation | None:
@@ -255,36 +440,83 @@ def named(state: SweepState, name: str) -> Trial | None:
 
 
 def _conclude(
+    state: SweepState,
     found: Confirmation,
     conclusion: Conclusion,
     winner: int | None,
     reason: str,
-    gates: Sequence[GateReport] = (),
-    evaluations: Sequence[Evaluation] = (),
+    *,
+    is_stage: bool = False,
 ) -> Conclude:
-    judgement = found.judgement
+    """The verdict; with what earlier proofs of this sweep showed, unless it is that of a proof to be set aside."""
+    proof, equal = state.proof, _equal(found)
+    assert proof is not None, "a verdict belongs to a proof"
     shown = winner if winner is not None else fastest_finalist(found)
-    compared = judgement.against_baseline.get(shown) if shown is not None else None
-    return Conclude(
-        verdict=Verdict(
-            conclusion=conclusion,
-            winner=winner,
-            reason=reason,
-            speedup=None if compared is None else ratio_interval(compared.ratio),
-            tied_with=judgement.tied_with_leader if winner is not None and winner == judgement.leader else (),
-            num_rounds=len(found.complete),
-            gates=tuple(gates),
-            evaluations=tuple(evaluations),
-        )
+    compared = found.judgement.against_baseline.get(shown) if shown is not None else None
+    speedup = None if compared is None else ratio_interval(compared.ratio)
+    verdict = Verdict(
+        conclusion=conclusion,
+        winner=winner,
+        reason=reason,
+        speedup=speedup,
+        tied_with=tuple(number for number in equal if number != winner) if winner in equal else (),
+        num_rounds=len(found.complete),
+        gates=gate_reports(state),
+        evaluations=proof.evaluations,
+        soaks=soak_reports(state),
+        disqualified=_disqualified(state, proof),
+    )
+    if conclusion == "confirmed" and winner is not None:
+        verdict = replace(verdict, reason=_winner_reason(verdict, winner))
+    return Conclude(verdict=_with_left_out(state, verdict) if is_stage else _with_set_aside(state, verdict))
+
+
+def _with_set_aside(state: SweepState, verdict: Verdict) -> Verdict:
+    """The verdict with the reports of the proofs that were set aside before it, and what all disqualified share."""
+    verdict = _with_left_out(state, verdict)
+    earlier = [proof.verdict for proof in state.set_aside if proof.verdict is not None]
+    if not (earlier or verdict.disqualified) or (state.proof is not None and state.proof.is_asked):
+        return verdict
+    ruled_out = tuple(one for before in (*earlier, verdict) for one in before.disqualified)
+    after = replace(state, disqualified=ruled_out)
+    values = tuple(f"{name}={value}" for name, value in shared_values(after).items())
+    reason = verdict.reason
+    if values:
+        common = f"{', '.join(trial_id(one.trial) for one in ruled_out)} all have {', '.join(values)}"
+        reason = "; ".join(part for part in (reason, common) if part)
+    return replace(
+        verdict,
+        reason=reason,
+        gates=_last_of_each(one for before in (*earlier, verdict) for one in before.gates),
+        evaluations=_last_of_each(one for before in (*earlier, verdict) for one in before.evaluations),
+        soaks=_last_of_each(one for before in (*earlier, verdict) for one in before.soaks),
+        disqualified=ruled_out,
+        shared=values,
     )
 
 
-def _winner_reason(found: Confirmation, winner: int) -> str:
-    tied = found.judgement.tied_with_leader if winner == found.judgement.leader else ()
-    reason = f"{trial_id(winner)} is faster than the baseline in {len(found.complete)} rounds"
-    if not tied:
-        return reason
-    return f"{reason}; it cannot be told from {' '.join(trial_id(n) for n in tied)}"
+_OfTrial = TypeVar("_OfTrial", GateReport, Evaluation, SoakReport)
+
+
+def _last_of_each(reports: Iterable[_OfTrial]) -> tuple[_OfTrial, ...]:
+    """The last report on each trial: a finalist of two proofs is judged in both."""
+    return tuple({one.trial: one for one in reports}.values())
+
+
+def _winner_reason(verdict: Verdict, winner: int) -> str:
+    """``t004 is 1.52x as fast as the baseline (95 %: 1.40x - 1.66x) over 6 rounds and a longer run of 310 steps (41 s);
+    equal: t007``."""
+    speedup, soak = verdict.speedup, verdict.soak(winner)
+    speed_words = f"{trial_id(winner)} is faster than the baseline"
+    if speedup is not None:
+        sure = "at least " if is_wide(speedup) else ""
+        ratio = short_ratio(speedup.value, speedup).removeprefix("≥ ")
+        speed_words = (
+            f"{trial_id(winner)} is {sure}{ratio} as fast as the baseline (95 %: {ratio_interval_words(speedup)})"
+        )
+    longer = f" and a longer run of {soak.num_steps} steps ({duration(soak.seconds)})" if soak else ""
+    equal = f"; equal: {', '.join(map(trial_id, verdict.tied_with))}" if verdict.tied_with else ""
+    return f"{speed_words} over {count(verdict.num_rounds, 'round')}{longer}{equal}"
 
 
 def _rehearsed_reason(found: Confirmation, winner: int) -> str:
@@ -293,15 +525,27 @@ def _rehearsed_reason(found: Confirmation, winner: int) -> str:
     )
 
 
-def _keep_reason(found: Confirmation, reports: Sequence[GateReport], evaluations: Sequence[Evaluation]) -> str:
-    evaluated = {one.trial for one in evaluations}
-    not_passed = [r for r in reports if not r.passed and not (r.answer == "inconclusive" and r.trial in evaluated)]
-    refused = [f"{trial_id(r.trial)} {_gate_reason(r)}: {r.objections[0]}" for r in not_passed]
-    refused += [f"{trial_id(e.trial)} failed your evaluation" for e in evaluations if not e.passed]
-    refused += [f"{trial_id(n)} failed when it was measured again: {why}" for n, why in found.failed.items()]
+def _refusals(state: SweepState, proof: ProofState) -> list[str]:
+    """Why finalists are out, each a clause; those of proofs that were set aside first."""
+    earlier = [one.reason for before in state.set_aside if before.verdict for one in before.verdict.disqualified]
+    out = [one.reason for one in _disqualified(state, proof)]
+    evaluated = {one.trial for one in proof.evaluations}
+    for report in gate_reports(state):
+        if report.answer == "inconclusive" and report.trial not in evaluated:
+            out.append(f"{trial_id(report.trial)} {_gate_reason(report)}: {report.objections[0]}")
+    out += [f"{trial_id(one.trial)}: {one.reason}" for one in soak_reports(state) if one.answer == "inconclusive"]
+    return [*earlier, *out]
+
+
+def _keep_reason(state: SweepState, proof: ProofState, found: Confirmation) -> str:
+    refused = _refusals(state, proof)
+    named = {one.trial for one in _disqualified(state, proof)}
+    refused += [
+        f"{trial_id(n)} failed when it was measured again: {why}" for n, why in found.failed.items() if n not in named
+    ]
     if not found.finalists:
         return "; ".join(refused)
     others = "other " if refused else ""
     return "; ".join(
-        [*refused, f"no {others}finalist is shown faster than the baseline in {len(found.complete)} rounds"]
+        [*refused, f"no {others}finalist is shown faster than the baseline in {count(len(found.complete), 'round')}"]
     )

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import assert_never
 
 from orchestrator.objective import Objective
-from orchestrator.proof.confirmation import Judgement, judge, order
+from orchestrator.proof import drift
+from orchestrator.proof.confirmation import (
+    MAX_PAIRS,
+    MIN_SOAK_S,
+    Judgement,
+    Pair,
+    failed_soak,
+    is_failed,
+    judge,
+    judge_soak,
+    num_steps,
+    order,
+    pair_noise,
+)
 from orchestrator.proof.loss_gate import (
+    ROUNDING,
     UNFINISHED,
     GateTrajectories,
     deviations,
@@ -22,10 +36,8 @@ from orchestrator.proof.loss_gate import (
     undecided_gate,
 )
 from orchestrator.proof.script_gate import ScriptRuns, judge_script
-from orchestrator.proof.tolerances import ROUNDING
 from orchestrator.statistics import Estimate
-from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
-from orchestrator.sweep.values import (
+from orchestrator.sweep.events import (
     ConfirmationRun,
     ConfirmSettings,
     GateReport,
@@ -33,13 +45,20 @@ from orchestrator.sweep.values import (
     GateRun,
     GateSettings,
     ProfileRun,
+    PromotedRounds,
     RatioInterval,
+    SoakReport,
+    SoakRun,
 )
+from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
 from trials.outcome import Failure, GangLost, TimedOut
 from trials.spec import ScriptModel
 
 BASELINE = 0
 """Number of the trial everything is compared with."""
+MAX_VOID_ROUNDS = 4
+"""Rounds, or pairs of longer runs, that do not count because their runs were on different nodes, before the proof gives
+up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +96,7 @@ class Confirmation:
     """How far the confirmation of a proof has come, and what it shows."""
 
     finalists: tuple[int, ...]
-    """Finalists still in, the fastest of the search first: neither failed, nor refused by gate or evaluation.
+    """Finalists still in, the fastest of the search first: neither failed, nor refused by gate, soak or evaluation.
     Those that the gate could not judge are still in."""
     failed: dict[int, str]
     """Why a run was not measured, by its finalist or baseline."""
@@ -97,25 +116,33 @@ def checks(state: SweepState, proof: ProofState) -> Iterator[Trial]:
     return (trial for trial in state.trials[proof.first_check :] if trial.check is not None)
 
 
+def _checks_of(state: SweepState, proof: ProofState) -> Iterator[Trial]:
+    """The checks of a proof that may have been set aside."""
+    end = len(state.trials) if proof.end_check is None else proof.end_check
+    return (trial for trial in checks(state, proof) if trial.number < end)
+
+
 def confirm_settings(state: SweepState) -> ConfirmSettings:
     """The sweep's settings; the defaults where a person asks for a confirmation that its file turned off."""
     return state.sweep.proof.confirm or ConfirmSettings()
 
 
-def confirmation(state: SweepState) -> Confirmation | None:
-    """The confirmation of the last proof; None without one, or without anything to confirm."""
-    proof = state.proof
+def confirmation(state: SweepState, proof: ProofState | None = None) -> Confirmation | None:
+    """The confirmation of the last proof, or of ``proof``; None without one, or without anything to confirm."""
+    proof = proof or state.proof
     if proof is None or not proof.finalists:
         return None
     settings = confirm_settings(state)
     rounds, failed = _rounds(state, proof)
     reports = proof.verdict.gates if proof.verdict else gate_reports(state)
+    soaks = proof.verdict.soaks if proof.verdict else soak_reports(state)
     refused = {report.trial for report in reports if report.answer == "failed"}
+    refused |= {soak.trial for soak in soaks if soak.answer == "failed"}
     refused |= {evaluation.trial for evaluation in proof.evaluations if not evaluation.passed}
     finalists = tuple(number for number in proof.finalists if number not in failed and number not in refused)
 
     def judged(of: list[Round]) -> Judgement:
-        return judge(
+        found = judge(
             [one.scores(state.objective) for one in of],
             baseline=BASELINE,
             finalists=finalists,
@@ -123,6 +150,11 @@ def confirmation(state: SweepState) -> Confirmation | None:
             max_rounds=settings.max_rounds,
             rounded_away={number: away for one in of for number, away in one.rounded_away().items()},
         )
+        if settings.promoted is None or not finalists:
+            return found
+        is_settled = _is_verified(state, of, finalists[0])
+        to_measure = () if is_settled else (BASELINE, finalists[0])
+        return replace(found, is_decided=is_settled, to_measure=to_measure)
 
     last = rounds[-1] if rounds else None
     before = [one for one in rounds[:-1] if one.has_baseline and one.is_comparable]
@@ -152,17 +184,78 @@ def confirmation(state: SweepState) -> Confirmation | None:
     )
 
 
+def verification_rounds(
+    state: SweepState, rounds: Sequence[Round], finalist: int, *, quiet: bool = True
+) -> list[Round]:
+    """The rounds that a verification compares: those with the finalist, by default only those on a quiet machine."""
+    busy = set(state.disturbed) if quiet else set()
+    return [
+        one
+        for one in rounds
+        if finalist in one.runs and one.has_baseline and not any(run.number in busy for run in one.runs.values())
+    ]
+
+
+def verified_change(state: SweepState, rounds: Sequence[Round], finalist: int) -> tuple[drift.SpeedChange | None, bool]:
+    """What the rounds of a verification show, and whether those on a busy machine count in it.
+
+    Quiet rounds decide. All rounds together can rule a loss out as well, since a busy machine makes nothing faster and
+    slows both trials of a round alike; they never show one.
+    """
+    found = change_since_promotion(state, verification_rounds(state, rounds, finalist), finalist)
+    if found is not None and found.loss != "open":
+        return found, False
+    together = change_since_promotion(state, verification_rounds(state, rounds, finalist, quiet=False), finalist)
+    return (together, True) if together is not None and together.loss == "excluded" else (found, False)
+
+
+def change_since_promotion(state: SweepState, rounds: Sequence[Round], finalist: int) -> drift.SpeedChange | None:
+    """What these rounds of a verification show beside those of the promotion; None where there is nothing to compare:
+    no rounds, or other hardware."""
+    settings = confirm_settings(state)
+    promoted = settings.promoted
+    if promoted is None or not rounds or not is_same_hardware(state, promoted):
+        return None
+    pairs = [(one.runs[finalist].measurement, one.runs[BASELINE].measurement) for one in rounds]
+    own, baseline = ([run.tokens_per_s_per_device for run in runs if run] for runs in zip(*pairs, strict=True))
+    away = [one.rounded_away() for one in rounds]
+    return drift.change(
+        drift.Rounds(own=promoted.own, baseline=promoted.baseline),
+        drift.Rounds(own=own, baseline=baseline),
+        tolerance=promoted.tolerance,
+        first_look=settings.min_rounds,
+        max_rounds=settings.max_rounds,
+        rounded_away=(max(one[finalist] for one in away), max(one[BASELINE] for one in away)),
+    )
+
+
+def _is_verified(state: SweepState, rounds: Sequence[Round], finalist: int) -> bool:
+    """Whether a verification needs no further round."""
+    settings = confirm_settings(state)
+    assert settings.promoted is not None, "asked of verifications only"
+    if not is_same_hardware(state, settings.promoted) or len(rounds) >= settings.max_rounds:
+        return True
+    found, _ = verified_change(state, rounds, finalist)
+    return found is not None and (found.loss != "open" or found.is_hopeless)
+
+
+def is_same_hardware(state: SweepState, promoted: PromotedRounds) -> bool:
+    """Whether this cluster is such that speeds can be compared with those of the promotion."""
+    fingerprint = state.sweep.fingerprint
+    return all(fingerprint.get(name, "") == value for name, value in promoted.hardware.items())
+
+
 def _is_gate_begun(state: SweepState, proof: ProofState) -> bool:
-    """Whether something has trained for the gate since the last round: whoever is measured now was not beside it."""
+    """Whether something ran for gate or soak since the last round: whoever is measured now was not beside it."""
     proving = [trial.check for trial in checks(state, proof) if not isinstance(trial.check, ProfileRun)]
-    return bool(proving) and isinstance(proving[-1], GateRun)
+    return bool(proving) and isinstance(proving[-1], GateRun | SoakRun)
 
 
 def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int, str]]:
     """All rounds with their measured runs, also those begun without any, and why other runs were not measured."""
     rounds: dict[int, Round] = {}
     failed: dict[int, str] = {}
-    for trial in checks(state, proof):
+    for trial in _checks_of(state, proof):
         check = trial.check
         if isinstance(check, ConfirmationRun):
             runs = rounds.setdefault(check.round, Round(number=check.round)).runs
@@ -197,6 +290,71 @@ def ratio_interval(ratio: Estimate) -> RatioInterval:
     return RatioInterval(value=ratio.value, low=ci95.low if ci95 else None, high=ci95.high if ci95 else None)
 
 
+def soak_pairs(state: SweepState, finalist: int) -> list[Round]:
+    """The pairs of longer runs begun for ``finalist`` in the last proof, each like a round of two."""
+    pairs: dict[int, Round] = {}
+    for trial in checks(state, state.proof) if state.proof else ():
+        check = trial.check
+        if isinstance(check, SoakRun) and check.finalist == finalist:
+            pairs.setdefault(check.number, Round(number=check.number)).runs[check.of] = trial
+    return [pairs[number] for number in sorted(pairs)]
+
+
+def next_soak_run(state: SweepState, found: Confirmation, finalist: int) -> SoakRun | None:
+    """The longer run of the finalist, or of the baseline beside it, that is due; None where none is left.
+
+    The second pair runs in the order opposite to the first.
+    """
+    settings, times = confirm_settings(state), confirmed_step_times(found, finalist)
+    if settings.soak_s == 0.0 or state.virtual is not None or times is None or soak_report(state, finalist) is not None:
+        return None
+    seconds = settings.soak_s or max(MIN_SOAK_S, *(_seconds_of(found, number) for number in (finalist, BASELINE)))
+    pairs = soak_pairs(state, finalist)
+    number = len(pairs) - 1 if pairs and len(pairs[-1].runs) < 2 else len(pairs)
+    done = pairs[number].runs if number < len(pairs) else {}
+    of = next(of for of in order((BASELINE, finalist), number) if of not in done)
+    step_time_s = times[0] if of == finalist else times[1]
+    steps = num_steps(seconds, step_time_s)
+    return SoakRun(of=of, finalist=finalist, number=number, num_steps=steps, expected_s=steps * step_time_s)
+
+
+def _seconds_of(found: Confirmation, number: int) -> float:
+    """Seconds of all steps measured of the trial in complete rounds."""
+    runs = (one.runs[number].measurement for one in found.complete if number in one.runs)
+    return sum(sum(run.step_times_s) for run in runs if run is not None)
+
+
+def soak_reports(state: SweepState) -> tuple[SoakReport, ...]:
+    """Reports on the finalists of the last proof whose longer runs are there, in their order."""
+    numbers = state.proof.finalists if state.proof else ()
+    return tuple(report for number in numbers if (report := soak_report(state, number)) is not None)
+
+
+def soak_report(state: SweepState, finalist: int) -> SoakReport | None:
+    """What the longer runs of ``finalist`` show; None while more of them are due.
+
+    Pairs whose runs were on different nodes do not count.
+    """
+    pairs = soak_pairs(state, finalist)
+    complete: list[Pair] = []
+    for pair in pairs:
+        own, base = pair.runs.get(finalist), pair.runs.get(BASELINE)
+        if own is not None and is_failed(state, own):
+            return failed_soak(own, complete)
+        if own is None or base is None or own.measurement is None or base.measurement is None:
+            return None
+        if pair.is_comparable:
+            complete.append((own.measurement, base.measurement))
+    if len(pairs) >= MAX_PAIRS + MAX_VOID_ROUNDS and len(complete) < MAX_PAIRS:
+        why = "its longer runs could not be placed on the nodes of the baseline's"
+        return SoakReport(trial=finalist, answer="inconclusive", reason=why)
+    if not complete or state.proof is None:
+        return None
+    rounds, _ = _rounds(state, state.proof)
+    scores = [one.scores(state.objective) for one in rounds if one.has_baseline and one.is_comparable]
+    return judge_soak(finalist, complete, pair_noise([one for one in scores if len(one) > 1]), state.objective)
+
+
 def gate_settings(state: SweepState) -> GateSettings | None:
     """How the gate of this sweep judges; None where it is off, and where the cluster does not exist: nothing trains."""
     return None if state.virtual is not None else state.sweep.proof.gate
@@ -207,7 +365,7 @@ def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
     found: dict[GateRole, Trial] = {}
     if state.proof is None:
         return found
-    for trial in checks(state, state.proof):
+    for trial in state.trials[state.proof.gate_from :]:
         check = trial.check
         if isinstance(check, GateRun) and check == gate_run(state, finalist, check.role):
             found[check.role] = trial
@@ -356,7 +514,7 @@ def _role_notes(runs: Mapping[GateRole, Trial], roles: Collection[GateRole]) -> 
         exact = runs["finalist_reference"]
         why = describe_failure(exact.outcome) or exact.status
         yield (
-            "its layout was judged in float32 besides"
+            "its layout was also judged in float32"
             if exact.measurement
             else f"its layout was not judged in float32: {why}"
         )

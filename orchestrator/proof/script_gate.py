@@ -19,10 +19,17 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.proof.loss_gate import UNFINISHED, LossComparison, undecided_gate
-from orchestrator.proof.tolerances import ERRORS, Limits
-from orchestrator.proof.trajectories import NOISE_FACTOR, Curve, Trajectory
-from orchestrator.sweep.values import GateReport, GateSettings
+from orchestrator.proof.loss_gate import (
+    ERRORS,
+    NOISE_FACTOR,
+    UNFINISHED,
+    Curve,
+    Limits,
+    LossComparison,
+    Trajectory,
+    undecided_gate,
+)
+from orchestrator.sweep.events import GateReport, GateSettings, StepsJudged
 
 BAND_SIGMAS = 3.0
 """Half the width of the own band, in standard errors of the difference of two means: chance alone goes beyond it in 0.3
@@ -124,10 +131,11 @@ def _step_by_step(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateR
             f"the loss is {found[step]:.2g} (relative) off the baseline's in step {step + 1}, where {limits[step]:.2g}"
             f" is allowed{twice}, and beyond its limit in {len(beyond)} of {len(found)} steps"
         )
-    norm_off, norm_limit, odd = _norms(runs, settings)
-    if odd > EXCUSED_NORMS * len(found):
+    norm_off, norm_limit, norms = _norms(runs, settings)
+    if norms is not None and norms.num_beyond > norms.num_allowed:
         reasons.append(
-            f"the gradient norm is beyond its limit in {odd} of {len(found)} steps, up to {norm_off:.2g} off"
+            f"the gradient norm is beyond its limit in {norms.num_beyond} of {len(found)} steps, up to"
+            f" {norm_off:.2g} off"
         )
     return GateReport(
         trial=trial,
@@ -142,6 +150,10 @@ def _step_by_step(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateR
         grad_norm_deviation=norm_off,
         notes=_notes(runs),
         twin_loss_deviation=noise[-1] if runs.again else None,
+        loss=StepsJudged(
+            median=statistics.median(found), num_compared=len(found), num_beyond=len(beyond), num_allowed=0
+        ),
+        grad_norm=norms,
     )
 
 
@@ -150,12 +162,12 @@ def _loss_limit(runs: ScriptRuns, settings: GateSettings, step: int, value: floa
     return limit + _resolution(runs, value)
 
 
-def _norms(runs: ScriptRuns, settings: GateSettings) -> tuple[float | None, float, int]:
-    """The largest deviation of a gradient norm, its limit, and in how many steps one is beyond it; where the program
-    tells norms."""
+def _norms(runs: ScriptRuns, settings: GateSettings) -> tuple[float | None, float, StepsJudged | None]:
+    """The largest deviation of a gradient norm, its limit, and all steps in sum; None where the program reports no
+    norms."""
     expected, own = runs.baseline.grad_norms, runs.finalist.grad_norms
     if len(expected) != len(own) or not expected:
-        return None, 0.0, 0
+        return None, 0.0, None
     limit = settings.grad_norm_tolerance
     allowed = [limit or runs.limits.grad_norm.at(step) for step in range(1, len(own) + 1)]
     if runs.again is not None and len(runs.again.grad_norms) == len(own):
@@ -164,7 +176,11 @@ def _norms(runs: ScriptRuns, settings: GateSettings) -> tuple[float | None, floa
     found = _deviations(expected, own)
     odd = sum(off > one for off, one in zip(found, allowed, strict=True))
     worst = max(range(len(found)), key=lambda i: found[i] / allowed[i])
-    return found[worst], allowed[worst], odd
+    num_allowed = int(EXCUSED_NORMS * len(found))
+    judged = StepsJudged(
+        median=statistics.median(found), num_compared=len(found), num_beyond=odd, num_allowed=num_allowed
+    )
+    return found[worst], allowed[worst], judged
 
 
 def _largest_yet(values: Sequence[float]) -> list[float]:
@@ -230,6 +246,8 @@ def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
         loss_deviation=off,
         grad_norm_tolerance=0.0,
         grad_norm_deviation=None,
+        loss=None,
+        grad_norm=None,
     )
     if off > band:
         reason = (

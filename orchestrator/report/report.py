@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+from orchestrator import units
 from orchestrator.diagnosis.values import Part, PartName, StepParts, SweepExplanation
 from orchestrator.errors import ConfigError
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.mlflow_urls import sweep_links
 from orchestrator.objective import Figures
-from orchestrator.report.artifacts import profile_files, sweep_params
-from orchestrator.report.findings import findings_lines
-from orchestrator.report.profile import ProfileTables
-from orchestrator.report.proof import GateCurves, ProofResult, gate_curves, proof_result
-from orchestrator.report.series import History, ParallelCoordinates, coordinates, history
-from orchestrator.report.sources import PlanFacts, Sources
-from orchestrator.report.summary import Summary, TrialResult
-from orchestrator.report.trials import Failures, TrialTable, by_speed, failures, make_trial_table
-from orchestrator.report.verdict import chosen_result, confidence, cost, details, headline, is_worth_it
-from orchestrator.report.words import CommandPurpose, figures, legend, promotion_words
-from orchestrator.space.naming import diff, short_name
+from orchestrator.proof.next_check import hopeful
+from orchestrator.report import words
+from orchestrator.report.curves import (
+    GateCurves,
+    History,
+    ParallelCoordinates,
+    ProofResult,
+    coordinates,
+    gate_curves,
+    history,
+    proof_result,
+)
+from orchestrator.report.profile_tables import ProfileTables
+from orchestrator.report.sources import PlanFacts, Sources, profile_files, sweep_params
+from orchestrator.report.summary import (
+    Summary,
+    TrialResult,
+    chosen_result,
+    confidence,
+    cost,
+    details,
+    headline,
+    is_worth_it,
+)
+from orchestrator.report.tables import Failures, TrialTable, by_speed, change_table, failures, judged, make_trial_table
+from orchestrator.report.view import ShownTable
+from orchestrator.report.words import (
+    CommandPurpose,
+    figures,
+    findings_lines,
+    legend,
+    promotion_words,
+    spelled_name,
+    trend,
+)
+from orchestrator.space.notation import diff, short_name
 from orchestrator.statistics import Estimate
+from orchestrator.sweep.events import Conclusion
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import Conclusion
-from orchestrator.units import is_wide, trial_id, value_words
+from orchestrator.units import is_wide, trial_id
+from orchestrator.watermark import watermark
 from trials.codec import to_json
-from trials.outcome import Measurement
+from trials.outcome import Measurement, NotBelieved
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +74,8 @@ class ShownTrial:
     number: int
     configuration: str
     """Short name of its candidate."""
+    spelled: str
+    """The same with what its signs mean."""
     speed: Estimate
     """Speed in the summary's unit, with its 95 % interval, as the search measured it."""
     figures: Figures
@@ -62,19 +91,10 @@ class ShownTrial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedKnob:
-    """A knob that the recommended trial sets otherwise than the baseline; values as text."""
-
-    knob: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """How the trial shown beside the baseline differs from it."""
 
-    knobs: tuple[ChangedKnob, ...]
+    knobs: ShownTable
     reason: str
     """Why the search tried it."""
 
@@ -226,7 +246,7 @@ def make_report(
         sweep_yaml=sources.sweep_yaml,
         is_recorded=recorded is not None,
         links=sweep_links(uri, recorded.experiment_id, recorded.run_id, summary.sweep) if recorded else {},
-        commands=tuple(_commands(state, invocation)),
+        commands=tuple(next_commands(state, invocation)),
     )
 
 
@@ -239,7 +259,7 @@ def read_report(ledger: Ledger, state: SweepState, summary: Summary, invocation:
 
 def _explain(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
     """The explanation of the sweep; None where that fails, for the report is worth having without it."""
-    from orchestrator.diagnosis.load import explain_ledger
+    from orchestrator.diagnosis.explain import explain_ledger
 
     try:
         return explain_ledger(ledger, state=state)
@@ -277,16 +297,17 @@ def _shown_trial(
         role=role,
         number=trial.number,
         configuration=short_name(trial.candidate),
+        spelled=spelled_name(trial.candidate),
         speed=result.speed,
         figures=confirmed or result.figures,
         is_confirmed=confirmed is not None,
         measurement=measurement,
-        step=explained if explained and explained.parts else _clock_parts(trial.number, measurement),
-        findings=tuple(findings_lines(measurement.findings)),
+        step=explained if explained and explained.parts else clock_parts(trial.number, measurement),
+        findings=tuple(filter(None, (trend(measurement), *findings_lines(measurement.findings)))),
     )
 
 
-def _clock_parts(number: int, measurement: Measurement) -> StepParts:
+def clock_parts(number: int, measurement: Measurement) -> StepParts:
     """The step as the trial's own clock divides it, scaled to the median step; those of no time are kept."""
     clock: dict[PartName, float] = {
         name.removesuffix("_s"): max(0.0, seconds) for name, seconds in to_json(measurement.breakdown).items()
@@ -308,10 +329,7 @@ def _change(state: SweepState, summary: Summary) -> Change | None:
     if chosen is None or summary.baseline is None:
         return None
     changed = diff(chosen.trial.candidate, summary.baseline.trial.candidate)
-    knobs = (
-        ChangedKnob(knob=knob, before=value_words(old), after=value_words(new)) for knob, (old, new) in changed.items()
-    )
-    return Change(knobs=tuple(knobs), reason=chosen.trial.reason)
+    return Change(knobs=change_table(changed), reason=chosen.trial.reason)
 
 
 def _profiles(state: SweepState, summary: Summary, folder: Path | None) -> tuple[Profiled, ...]:
@@ -323,7 +341,8 @@ def _profiles(state: SweepState, summary: Summary, folder: Path | None) -> tuple
     )
 
 
-def _commands(state: SweepState, invocation: Invocation) -> list[NextCommand]:
+def next_commands(state: SweepState, invocation: Invocation) -> list[NextCommand]:
+    """Commands to go on with, the most useful first."""
     words = _failed_commands(state) if state.status == "failed" else _result_commands(state)
     return [NextCommand(purpose=purpose, command=invocation.command(*argv)) for purpose, argv in words.items()]
 
@@ -335,10 +354,16 @@ def _failed_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]
     if state.last_failures:
         trial = trial_id(state.last_failures[0][0])
         words |= {"logs": ("logs", name, trial), "story": ("explain", name, trial)}
-    words["retry"] = ("retry", name, "--failed")
+    words["retry"] = ("retry", name, _failed_option(state))
     if state.best is None:
         words["delete"] = ("delete", name)
     return words
+
+
+def _failed_option(state: SweepState) -> str:
+    """Which trials to launch again: those that failed, or a baseline that was not believed, once its timer is right."""
+    is_believed = state.baseline is None or not isinstance(state.baseline.outcome, NotBelieved)
+    return "--failed" if is_believed else f"--failed={NotBelieved.kind}"
 
 
 def _is_undecided(state: SweepState) -> bool:
@@ -357,7 +382,10 @@ def _result_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]
     words["explain"] = ("explain", name)
     if state.trials[0].measurement is None:  # without it nothing can be confirmed
         words |= {"logs": ("logs", name, trial_id(0)), "story": ("explain", name, trial_id(0))}
-        words["retry"] = ("retry", name, "--failed")
+        words["retry"] = ("retry", name, _failed_option(state))
+    elif state.verdict is not None and state.verdict.disqualified and state.verdict.winner is None:
+        if left := hopeful(state):
+            words["confirm"] = ("confirm", name, trial_id(left[0]))
     elif conclusion not in ("keep", "rehearsed") or _is_undecided(state):
         words["confirm"] = ("confirm", name)
     if conclusion in (None, "confirmed"):
@@ -367,3 +395,70 @@ def _result_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]
     if state.promotions:
         words["rollback"] = ("rollback", state.promotions[-1].record["name"])
     return words
+
+
+# The report of a sweep as a short story in Markdown: the note of its run in MLflow.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """What lies beside the note."""
+
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Title to address of what to read besides."""
+    plots: Mapping[str, str] = field(default_factory=dict)
+    """Name of a plot to its address."""
+
+
+def report_markdown(report: ShortReport, attached: Attached | None = None) -> str:
+    """The result; the first line is the verdict, the second how sure that is, the third leads on."""
+    attached = attached or Attached()
+    virtual = report.summary.virtual
+    lines = [f"# {watermark(virtual)}", ""] if virtual else []
+    lines += [f"**{report.headline}**", ""]
+    if report.confidence:
+        lines += [report.confidence + ".", ""]
+    if report.proof.caution:
+        lines += [report.proof.caution + ".", ""]
+    if attached.links:
+        lines += [" · ".join(f"[{what}]({url})" for what, url in attached.links.items()), ""]
+    lines += [*(f"- {reason}" for reason in report.details), ""] if report.details else []
+    lines += _results(report)
+    lines += ["", *_facts(report)]
+    for name, url in attached.plots.items():
+        lines += ["", f"![{name}]({url})"]
+    summary = report.summary
+    reason = f": {summary.reason}" if summary.reason else ""
+    lines += ["", f"Live page: `tune-cluster ui {summary.sweep}`, where the sweep is kept"]
+    return "\n".join([*lines, "", f"{report.hardware} · {summary.state}{reason} · {report.cost}"])
+
+
+def _results(report: ShortReport) -> Iterator[str]:
+    if not report.shown:
+        return
+    yield "| | trial | configuration | speed |"
+    yield "|---|---|---|---|"
+    for one in report.shown:
+        yield f"| {one.role} | {units.trial_id(one.number)} | `{one.configuration}` | {report.figures[one.role]} |"
+    yield ""
+    yield report.legend
+
+
+def _facts(report: ShortReport) -> Iterator[str]:
+    if report.change is not None:
+        changes = (
+            f"`{c['knob'].text}` {c['before'].text} → {c['after'].text}"
+            for c in (row.cells for row in report.change.knobs.rows)
+        )
+        yield f"- {words.change_heading(is_faster=report.is_faster)}: {'; '.join(changes)}"
+    for finalist in report.proof.finalists:
+        ratio = units.ratio(finalist.overall.value, finalist.overall) if finalist.overall else "no round yet"
+        yield f"- Confirmation of {units.trial_id(finalist.trial)}: {ratio}, {words.finalist_words(finalist)}"
+    for one in judged(report.proof):
+        is_told = one.kind == "Loss gate" and one.answer != "passed" and report.details
+        text = one.answer if is_told else "; ".join((one.text, *(one.notes if one.kind == "Soak" else ())))
+        if one.kind != "Your evaluation":
+            yield f"- {one.kind} of {units.trial_id(one.trial)}: {text}"
+    for shown in report.shown:
+        yield from (f"- {shown.role}: {line}" for line in shown.findings)
+    yield from (f"- {promotion}" for promotion in report.promotions)

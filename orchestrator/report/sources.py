@@ -1,21 +1,35 @@
-"""What a report takes from beside the events of a sweep: the plan as kept at submit, limits, where files and MLflow's
-runs are. Read from the ledger."""
+"""What a report takes from beside the events of a sweep: documents of the ledger, files of trials, what ranks wrote."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ValidationError
 
+from cluster.base import GangProgress
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.documents import PLAN, SPEC, Recorded, SweepFile
-from orchestrator.sweep.ledger import Ledger
+from orchestrator.frameworks.shell import variables_of
+from orchestrator.sweep.events import ProfileRun, SweepCreated
+from orchestrator.sweep.ledger import PLAN, SPEC, Ledger, Recorded, SweepFile
+from orchestrator.sweep.snapshot import attempt_folder
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.text import tail
+from orchestrator.units import trial_id
+from trials.codec import to_json
+from trials.files import make_private_folder
+from trials.outcome import Evidence, Measured, StoppedEarly
+from trials.reports import FOLDER
+
+# What a report takes from beside the events of a sweep: the plan as kept at submit, limits, where files and MLflow's
+# runs are. Read from the ledger.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +59,7 @@ class PlanFacts:
 
     @classmethod
     def from_document(cls, plan: Mapping[str, Any]) -> Self:
-        """From the ledger's plan document, see :func:`orchestrator.planning.plan.plan_document`."""
+        """From the ledger's plan document, see :func:`orchestrator.planning.planner.plan_document`."""
         return cls(
             num_legal=plan["num_legal"],
             product_size=plan["product_size"],
@@ -67,7 +81,7 @@ class Sources:
     """What lies beside the events of one sweep; everything may be missing."""
 
     plan: Mapping[str, Any] | None = None
-    """The plan document, see :func:`orchestrator.planning.plan.plan_document`."""
+    """The plan document, see :func:`orchestrator.planning.planner.plan_document`."""
     memory_limit_bytes: int | None = None
     """Device memory per rank, where it is known."""
     sweep_yaml: str = ""
@@ -106,3 +120,138 @@ def rejected_csv(plan: PlanFacts) -> str:
     writer.writerow(("rule", "num_candidates", "example", "reason"))
     writer.writerows((one.rule, one.num_candidates, one.example, one.reason) for one in plan.rejected)
     return out.getvalue()
+
+
+# What a report takes from the files of trials and from what ranks wrote: profiles, logs, flat parameters.
+
+
+MAX_PARAM_CHARS = 6000
+"""Characters of a parameter's value that are kept; MLflow takes no more."""
+
+logger = logging.getLogger(__name__)
+
+
+def profile_files(sweep_folder: Path, trial: Trial) -> list[Path]:
+    """Traces, graphs and memory snapshots of the trial's last attempt that lie on this host."""
+    if not trial.attempts or trial.measurement is None:
+        return []
+    last = len(trial.attempts) - 1
+    folder = attempt_folder(sweep_folder, trial.number, last, trial.attempts[last].token) / FOLDER
+    if not folder.is_dir():
+        return []
+    names = {file.name for profile in trial.measurement.findings.profile for file in profile.files}
+    return [
+        path for path in sorted(folder.iterdir()) if path.name in names and not path.is_symlink() and path.is_file()
+    ]
+
+
+class ProfileCopies:
+    """Watches a running sweep, and copies the files of each profile to the user's folder as soon as they are there.
+
+    What cannot be copied is left where it is, with a warning: a sweep does not fail for it.
+    """
+
+    def __init__(self, output: Path, sweep_folder: Path) -> None:
+        self._output = output
+        self._sweep_folder = sweep_folder
+        self._done: set[int] = set()
+
+    def on_state(self, state: SweepState) -> None:
+        if not state.num_checks:
+            return
+        for trial in state.trials:
+            is_profile = isinstance(trial.check, ProfileRun) and trial.measurement is not None
+            if is_profile and trial.number not in self._done:
+                self._done.add(trial.number)
+                try:
+                    copy_profile(self._output, state.sweep.sweep, trial, profile_files(self._sweep_folder, trial))
+                except ConfigError as error:
+                    logger.warning("%s", error)
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None:
+        pass
+
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        pass
+
+
+def copy_profile(output: Path, sweep: str, trial: Trial, paths: Sequence[Path]) -> Path:
+    """Copy the files to a folder of their own below ``output``, named after sweep and trial; return that folder.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    folder = output / f"{sweep}-{trial_id(trial.number)}"
+    try:
+        make_private_folder(folder)
+        for path in paths:
+            shutil.copyfile(path, folder / path.name)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot copy the profile to {folder}: {error}", remedy="Name another folder as profile.output."
+        ) from None
+    return folder
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flatten(item, f"{prefix}.{key}" if prefix else key)
+    elif value is not None:
+        yield prefix, str(value)[:MAX_PARAM_CHARS]
+
+
+def log_tail(trial: Trial) -> str | None:
+    """Last lines of the failed rank's log with the collateral errors; None where there are none."""
+    evidence: Evidence | None = getattr(trial.outcome, "evidence", None)
+    if evidence is None or not (evidence.log_tail or evidence.collateral):
+        return None
+    collateral = ["", "--- errors of other ranks ---", *evidence.collateral] if evidence.collateral else []
+    return "\n".join([*evidence.log_tail, *collateral]) + "\n"
+
+
+def sweep_params(created: SweepCreated) -> dict[str, str]:
+    """The workload, the budget and the ranks' own environment, flat: ``model.hidden_size``, ``budget.max_trials``,
+    ``env.NCCL_ALGO``."""
+    values = {
+        "workload": created.workload,
+        "budget": created.budget,
+        "num_legal": created.num_legal,
+        "env": variables_of(created.fingerprint),
+    }
+    flat = dict(_flatten(to_json(values)))
+    return {key.removeprefix("workload."): text for key, text in flat.items()}
+
+
+MAX_LOG_LINES = 5000
+"""Last lines kept of a rank's log; in bytes it is bounded by :data:`orchestrator.text.MAX_TAIL_BYTES`."""
+
+
+MAX_RANKS = 8
+"""Number of logs kept of an attempt where it is not known which rank failed."""
+
+
+def failed_logs(sweep_folder: Path, trial: Trial) -> dict[str, str]:
+    """Name to text of the failed rank's log of the last attempt, where it lies here; empty for a measured trial."""
+    if not trial.attempts:
+        return {}
+    index, attempt = len(trial.attempts) - 1, trial.attempts[-1]
+    if attempt.outcome is None or isinstance(attempt.outcome, Measured | StoppedEarly):
+        return {}
+    folder = attempt_folder(sweep_folder, trial.number, index, attempt.token)
+    rank = attempt.outcome.evidence.rank
+    ranks = range(min(MAX_RANKS, len(attempt.ranks))) if rank is None else (rank,)
+    found = {}
+    for path in (folder / f"rank{rank}.log" for rank in ranks):
+        if path.is_file():
+            read = tail(path, MAX_LOG_LINES)
+            cut = "" if read.is_whole else f"... the last {len(read.lines)} lines\n"
+            found[f"attempt{index}-{path.name}"] = cut + "\n".join(read.lines) + "\n"
+    return found
+
+
+def profile_paths(sweep_folder: Path, trial: Trial) -> list[Path]:
+    """Traces and tables of a profiled trial."""
+    if not isinstance(trial.check, ProfileRun) or trial.measurement is None:
+        return []
+    return profile_files(sweep_folder, trial)

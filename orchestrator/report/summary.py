@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
-from orchestrator import statistics
+from typing_extensions import TypedDict
+
+from orchestrator import statistics, units
 from orchestrator.mlflow_urls import public_uri
-from orchestrator.objective import Figures, Objective, ObjectiveName
+from orchestrator.objective import GAINS, Figures, Objective, ObjectiveName, noun_of
 from orchestrator.proof.progress import BASELINE, confirmation, confirmed_step_times, fastest_finalist
 from orchestrator.report import words
-from orchestrator.report.profile import ProfileTables, profile_tables
-from orchestrator.space.naming import short_name
+from orchestrator.report.profile_tables import ProfileTables, profile_tables
+from orchestrator.report.result_schema import (
+    SCHEMA_VERSION,
+    BestDocument,
+    ConfirmedSpeedupDocument,
+    FiguresDocument,
+    RemeasuredDocument,
+    ResultDocument,
+    SearchSpeedupDocument,
+    TrialDocument,
+    WinnerDocument,
+)
+from orchestrator.space.notation import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
-from orchestrator.sweep.events import CandidatesPruned
-from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
-from orchestrator.sweep.values import ProfileRun, Verdict
-from orchestrator.virtual import Virtual
+from orchestrator.sweep.events import CandidatesPruned, ProfileRun, RatioInterval, Verdict
+from orchestrator.sweep.snapshot import Phase
+from orchestrator.sweep.state import SweepState, Trial, TrialStatus
+from orchestrator.watermark import Virtual, predicted_words, watermark_line
 from trials.codec import to_json
+from trials.outcome import NotBelieved
+from trials.step_times import duration
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
 """Statuses a trial can end in, in the order they are reported."""
@@ -34,16 +49,25 @@ class TrialResult:
     figures: Figures
     """The same in every unit."""
 
-    def to_json(self) -> dict[str, Any]:
-        candidate = self.trial.candidate
-        return {
-            "trial": self.trial.number,
-            "reason": self.trial.reason,
-            "config": {"short_name": short_name(candidate), **to_json(candidate)},
-            **self.figures.to_json(),
-            "score": self.speed.value,
-            "ci95": interval_json(self.speed.ci95),
-        }
+    def to_json(self, noun: str) -> TrialDocument:
+        low, high = ends(self.speed.ci95)
+        figures = _figures(self.figures, noun)
+        return {**figures, **_about(self.trial), "score": self.speed.value, "score_low": low, "score_high": high}
+
+
+class _About(TypedDict):
+    trial: int
+    reason: str
+    config: dict[str, Any]
+
+
+def _about(trial: Trial) -> _About:
+    config = {"short_name": short_name(trial.candidate), **to_json(trial.candidate)}
+    return {"trial": trial.number, "reason": trial.reason, "config": config}
+
+
+def _figures(found: Figures, noun: str) -> FiguresDocument:
+    return cast("FiguresDocument", found.to_json(noun))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +79,12 @@ class ConfirmedFigures:
     baseline: Figures
     num_rounds: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, noun: str) -> RemeasuredDocument:
         return {
             "trial": self.trial,
             "num_rounds": self.num_rounds,
-            "figures": self.figures.to_json(),
-            "baseline": self.baseline.to_json(),
+            "figures": _figures(self.figures, noun),
+            "baseline": _figures(self.baseline, noun),
         }
 
 
@@ -72,8 +96,9 @@ class Speedup:
     """Speed over the baseline's."""
     verdict: SpeedVerdict
 
-    def to_json(self) -> dict[str, Any]:
-        return {"ratio": self.ratio.value, "ci95": interval_json(self.ratio.ci95), "verdict": self.verdict}
+    def to_json(self) -> SearchSpeedupDocument:
+        low, high = ends(self.ratio.ci95)
+        return {"value": self.ratio.value, "low": low, "high": high, "verdict": self.verdict}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +106,7 @@ class Summary:
     """Where a sweep stands or how it ended, in figures."""
 
     sweep: str
-    state: SweepStatus
+    state: Phase
     reason: str
     best: TrialResult | None
     """The trial with the highest median; the baseline itself where nothing beat it."""
@@ -111,21 +136,27 @@ class Summary:
     virtual: Virtual | None = None
     """How the numbers came about where nothing was measured, since the cluster does not exist."""
     objective: ObjectiveName = "tokens_per_s_per_device"
+    num_leased: int
+    """Devices of the lease."""
     disturbed: tuple[int, ...] = ()
     """Numbers of the trials, checks among them, that were measured on a busy machine."""
     most_disturbed: Trial | None = None
     """The one of them whose machine was busiest."""
     unit: str = "tokens/s/p"
     """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are no sequences."""
-    num_leased: int | None = None
-    """Devices of the lease; None where an old ledger does not tell."""
     confirmed: ConfirmedFigures | None = None
     """The finalist whose ratio the verdict tells, as the rounds measured it; None without a verdict or such rounds."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ResultDocument:
         """The documented JSON form of ``submit --json`` and ``report --json``."""
-        compared = self.speedup
+        noun = noun_of(self.unit)
         return {
+            "schema_version": SCHEMA_VERSION,
+            "winner": self._winner(noun),
+            "best_of_search": self._best(noun),
+            "baseline": self.baseline.to_json(noun) if self.baseline else None,
+            "proof": to_json(self.proof),
+            "remeasured": self.confirmed.to_json(noun) if self.confirmed else None,
             "sweep": self.sweep,
             "state": self.state,
             "reason": self.reason,
@@ -134,12 +165,6 @@ class Summary:
             "measured": self.virtual is None,
             "virtual": self.virtual,
             "num_leased_devices": self.num_leased,
-            "winner": self.winner.to_json() if self.winner else None,
-            "best": self.best.to_json() if self.best else None,
-            "baseline": self.baseline.to_json() if self.baseline else None,
-            "speedup": compared.ratio.value if compared else None,
-            "speedup_ci95": interval_json(compared.ratio.ci95) if compared else None,
-            "verdict": compared.verdict if compared else None,
             "trials": self.trials,
             "ruled_out": [{"witness": event.witness, "rules": dict(event.rules)} for event in self.ruled_out],
             "device_hours": self.device_hours,
@@ -149,11 +174,35 @@ class Summary:
             "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
             "tracking_uri": self.tracking_uri,
             "disturbed": _disturbed_json(self),
-            "proof": to_json(self.proof),
-            "confirmed": self.confirmed.to_json() if self.confirmed else None,
             "profiles": [
                 {**tables.to_json(), "trial": of, "recorded_as": tables.trial} for of, tables in self.profiles
             ],
+        }
+
+    def _best(self, noun: str) -> BestDocument | None:
+        if self.best is None:
+            return None
+        return {**self.best.to_json(noun), "speedup": self.speedup.to_json() if self.speedup else None}
+
+    def _winner(self, noun: str) -> WinnerDocument | None:
+        """The winner with its own speed-up: never that of the fastest of the search."""
+        if self.winner is None or self.proof is None:
+            return None
+        found = self.proof.speedup
+        again = self.confirmed if self.confirmed and self.confirmed.trial == self.winner.trial.number else None
+        speedup: ConfirmedSpeedupDocument | None = None
+        if found is not None:
+            num_rounds = self.proof.num_rounds
+            speedup = {"value": found.value, "low": found.low, "high": found.high, "num_rounds": num_rounds}
+        about = _about(self.winner.trial)
+        return {
+            "trial": about["trial"],
+            "speedup": speedup,
+            "figures": _figures(again.figures if again else self.winner.figures, noun),
+            "baseline": _figures(again.baseline, noun) if again else None,
+            "reason": about["reason"],
+            "config": about["config"],
+            "search": self.winner.to_json(noun),
         }
 
 
@@ -255,3 +304,197 @@ def speedup(trial: Trial | None, baseline: Trial | None, objective: Objective) -
 def interval_json(ci95: Interval | None) -> list[float] | None:
     """``[low, high]``; null where the interval is unknown."""
     return [ci95.low, ci95.high] if ci95 and math.isfinite(ci95.high) else None
+
+
+def ends(ci95: Interval | None) -> tuple[float | None, float | None]:
+    """The ends of an interval; None where it is unknown."""
+    return (ci95.low, ci95.high) if ci95 and math.isfinite(ci95.high) else (None, None)
+
+
+# What a sweep came to, in sentences that every renderer repeats: the verdict of its proof, or of its search where
+# nothing was confirmed; how sure that is, and what it cost.
+
+
+_MAX_REASON_CHARS = 110
+MIN_PAUSE_S = 5.0
+"""Shortest time without a controller, or without nodes, that is called a pause."""
+
+
+def headline(state: SweepState, summary: Summary) -> str:
+    """The result in one sentence."""
+    verdict = state.verdict
+    if state.virtual is not None:
+        return _virtual_headline(state, summary, state.virtual)
+    if verdict is None:
+        return _search_headline(state, summary) + _proof_going_on(state, summary)
+    if verdict.conclusion == "confirmed" and verdict.winner is not None:
+        winner = state.trials[verdict.winner]
+        speed = f"{_gain(state, winner, verdict.speedup)} of" if verdict.speedup else "faster than"
+        here = f"your present configuration{_devices(state, winner)}"
+        return f"Confirmed: {speed} {here}{_same(verdict)}: {_named(winner)}."
+    if verdict.conclusion == "keep":
+        return f"Keep what you have: {_short(verdict.reason)}"
+    best = summary.best
+    fastest = f" Fastest by now: {units.trial_id(best.trial.number)}." if best and best.trial.number else ""
+    return f"Unconfirmed: {_short(verdict.reason)}{fastest}"
+
+
+def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> str:
+    """What came out on a cluster that does not exist: never that anything is confirmed or faster."""
+    verdict, compared = state.verdict, summary.speedup
+    if verdict is not None and verdict.winner is not None:
+        winner = state.trials[verdict.winner]
+        ratio = verdict.speedup.value if verdict.speedup else None
+        return f"{predicted_words(_point_gain(state, winner, ratio))}: {_named(winner)}."
+    if verdict is not None and verdict.conclusion == "unconfirmed":
+        return f"{virtual.capitalize()}, not settled: {_short(verdict.reason)}"
+    if summary.best is None:
+        return f"{virtual.capitalize()}: no trial came to an end."
+    if compared is None:
+        return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline came to no figure."
+    if verdict is not None or compared.verdict != "faster":
+        return f"{virtual.capitalize()}: nothing comes out faster than your present configuration."
+    best = summary.best.trial
+    return f"{predicted_words(_point_gain(state, best, compared.ratio.value))}: {_named(best)}."
+
+
+def _point_gain(state: SweepState, trial: Trial, ratio: float | None) -> str:
+    """``1.80x the speed of your present configuration``, without an interval: nothing was measured."""
+    gain = f"{ratio:.2f}x {_gained(state, trial)} of" if ratio is not None else "faster than"
+    return f"{gain} your present configuration{_devices(state, trial)}"
+
+
+def _short(reason: str) -> str:
+    """The first of the reasons, up to its details; all of it is told by :func:`details`."""
+    first = reason.split("; ")[0]
+    if len(reason) <= _MAX_REASON_CHARS:
+        return f"{reason}."
+    return f"{first.split(': ')[0]}."
+
+
+def details(state: SweepState) -> list[str]:
+    """The reasons of the verdict, where the headline does not tell all of them; with a winner, who was
+    disqualified."""
+    verdict = state.verdict
+    if verdict is None:
+        return []
+    if verdict.conclusion == "confirmed":
+        shared = [f"not confirmed for that reason: other trials with {', '.join(verdict.shared)}"]
+        return [*(one.reason for one in verdict.disqualified), *(shared if verdict.shared else [])]
+    return verdict.reason.split("; ") if len(verdict.reason) > _MAX_REASON_CHARS else []
+
+
+def _same(verdict: Verdict) -> str:
+    judged = [report for report in verdict.gates if report.trial == verdict.winner]
+    return ", and it trains the same" if judged and judged[-1].passed else ""
+
+
+def _gain(state: SweepState, trial: Trial, found: RatioInterval) -> str:
+    """``3.06x (2.98x – 3.14x) the speed``: of what it is a ratio depends on whether equally many devices are used."""  # noqa: RUF002
+    return f"{units.ratio(found.value, found)} {_gained(state, trial)}"
+
+
+def _gained(state: SweepState, trial: Trial) -> str:
+    is_same = state.baseline is not None and _num_devices(state.baseline) == _num_devices(trial)
+    return "the speed" if is_same else GAINS[state.objective.name]
+
+
+def _devices(state: SweepState, trial: Trial) -> str:
+    """`` on 1 device instead of 2``; empty where equally many are used."""
+    before, after = _num_devices(state.trials[0]), _num_devices(trial)
+    return "" if before == after else f" on {units.count(after, 'device')} instead of {before}"
+
+
+def _num_devices(trial: Trial) -> int:
+    return trial.candidate.layout.world_size
+
+
+def _named(trial: Trial) -> str:
+    return f"{units.trial_id(trial.number)}, {short_name(trial.candidate)}"
+
+
+def _search_headline(state: SweepState, summary: Summary) -> str:
+    best, compared = summary.best, summary.speedup
+    baseline = state.baseline.outcome if state.baseline is not None else None
+    if isinstance(baseline, NotBelieved):
+        reported, seen = (duration(total_s / baseline.num_steps) for total_s in (baseline.reported_s, baseline.seen_s))
+        return f"The baseline is not believed: it reports {reported} per step, but {seen} passed. Nothing was compared."
+    if best is None:
+        return "Nothing was measured."
+    winner = f"{units.trial_id(best.trial.number)} at {units.rate(best.speed.value)} {summary.unit}"
+    if compared is None:
+        return f"Fastest: {winner}; the baseline was not measured."
+    if compared.verdict == "faster":
+        gain = f"{units.ratio(compared.ratio.value, compared.ratio.ci95)} {_gained(state, best.trial)}"
+        return f"{gain[0].upper()}{gain[1:]} of your present configuration{_devices(state, best.trial)}: {winner}."
+    if best.trial.number == 0:
+        return f"Keep what you have: nothing measured is faster than your present configuration ({winner})."
+    return f"Keep what you have: {winner} does not differ from your present configuration by more than the noise."
+
+
+def _proof_going_on(state: SweepState, summary: Summary) -> str:
+    """What the headline adds where there is no verdict: that a gain is the search's alone, or its proof goes on."""
+    if state.proof is not None:
+        return " Not confirmed yet." if state.is_over else " Being confirmed."
+    is_gain = summary.speedup is not None and summary.speedup.verdict == "faster"
+    return " As the search measured it, not confirmed." if is_gain else ""
+
+
+def confidence(state: SweepState, summary: Summary) -> str:
+    """How sure the result is, in a line; empty where there is nothing to be sure of."""
+    verdict, confirmed = state.verdict, summary.confirmed
+    if state.virtual is not None:
+        return watermark_line(state.virtual).rstrip(".")
+    if verdict is not None and verdict.speedup is not None:
+        rounds = f"from {units.count(verdict.num_rounds, 'round')} of measuring it again beside the baseline"
+        if verdict.conclusion == "confirmed":
+            return f"95 % interval, {rounds}"
+        of = f" of {units.trial_id(confirmed.trial)}" if confirmed else ""
+        return f"speed-up{of}: {units.ratio(verdict.speedup.value, verdict.speedup)}, {rounds}"
+    if summary.speedup and summary.best and summary.best.trial.number != 0:
+        return "95 % interval, from the steps of one run each, as the search measured them"
+    return ""
+
+
+def is_worth_it(state: SweepState, summary: Summary) -> bool:
+    """Whether something is shown to be faster: by the proof where there is one, else by the search. A cluster that does
+    not exist shows nothing."""
+    if state.virtual is not None:
+        return False
+    if state.verdict is not None:
+        return state.verdict.conclusion == "confirmed"
+    return summary.speedup is not None and summary.speedup.verdict == "faster"
+
+
+def chosen_result(state: SweepState, summary: Summary) -> TrialResult | None:
+    """What is shown beside the baseline: the confirmed winner, else the fastest; None where that is the baseline."""
+    confirmed = state.winner if state.verdict is not None and state.verdict.winner is not None else None
+    best = result(confirmed, state.objective) if confirmed is not None else summary.best
+    return best if best and best.trial.number != 0 else None
+
+
+def cost(summary: Summary) -> str:
+    """Trials by outcome, the device time they took, how long the sweep took, and what was known before the first."""
+    counts = ", ".join(
+        f"{summary.trials[s]} {units.status_words(s, summary.virtual)}" for s in ENDED if summary.trials[s]
+    )
+    total = units.count(summary.trials["total"], "trial")
+    time = units.device_time(summary.device_hours * 3600)
+    if summary.saved_device_hours:
+        time = f"{time} and {units.device_time(summary.saved_device_hours * 3600)} saved by stopping early"
+    learned = _learned_from(summary.num_earlier_trials, summary.num_earlier_sweeps)
+    parts = (f"{total}: {counts}" if counts else total, time, _took(summary), learned)
+    return "; ".join(part for part in parts if part)
+
+
+def _took(summary: Summary) -> str:
+    """``in 2 h 05 min, 20 min 10 s of them paused``: from the sweep's creation to its end, whoever ran it."""
+    paused = f", {units.duration(summary.paused_s)} of them paused" if summary.paused_s >= MIN_PAUSE_S else ""
+    return f"in {units.duration(summary.duration_s)}{paused}"
+
+
+def _learned_from(num_trials: int, num_sweeps: int) -> str:
+    """``learned from 14 trials of 2 earlier sweeps``; empty where there were none."""
+    if not num_trials:
+        return ""
+    return f"learned from {units.count(num_trials, 'trial')} of {units.count(num_sweeps, 'earlier sweep')}"

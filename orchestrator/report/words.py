@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from orchestrator import units
 from orchestrator.objective import unit_legend
+from orchestrator.space.notation import short_name, spelled
 from orchestrator.statistics import relative_spread
+from orchestrator.sweep.events import (
+    Check,
+    ConfirmationRun,
+    Evaluation,
+    GateReport,
+    GateRole,
+    GateRun,
+    SoakReport,
+    SoakRun,
+    StepsJudged,
+)
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
-from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRole, GateRun
 from trials.outcome import Measurement
-from trials.reports.disturbance import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, Disturbance
-from trials.reports.findings import CompileCache, GraphReport
+from trials.reports import (
+    FOREIGN_CPU_LIMIT,
+    STOLEN_LIMIT,
+    CompileCache,
+    DeviceHealth,
+    Disturbance,
+    Findings,
+    GraphReport,
+    KernelTuningReport,
+    LoaderTuningReport,
+    LossScaleState,
+    MemoryFormatReport,
+    OperatorCast,
+    PatternEffect,
+)
 
 if TYPE_CHECKING:
+    from cluster.base import GangProgress
     from orchestrator.objective import Figures
-    from orchestrator.report.proof import Finalist
+    from orchestrator.report.curves import Finalist
     from orchestrator.report.summary import Speedup
-    from orchestrator.virtual import Virtual
+    from orchestrator.watermark import Virtual
+    from trials.spec import Candidate
+
 
 FinalistOutcome = Literal[
     "winner",
@@ -30,10 +57,11 @@ FinalistOutcome = Literal[
     "trains_differently",
     "not_judged",
     "failed_evaluation",
+    "not_lasting",
     "not_measured",
     "not_measured_yet",
 ]
-"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner; of one ``not_judged`` it
+"""The result of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner; of one ``not_judged`` it
 could not be told whether it trains the same."""
 
 FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
@@ -42,10 +70,11 @@ FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "slower": "slower",
     "not_shown": "not shown faster",
     "not_shown_yet": "not shown yet",
-    "tied": "cannot be told from {cause}",
+    "tied": "equal to {cause}",
     "trains_differently": "does not train the same",
     "not_judged": "could not be told to train the same",
     "failed_evaluation": "failed your evaluation",
+    "not_lasting": "its speed does not last",
     "not_measured": "not measured again: {cause}",
     "not_measured_yet": "not measured yet",
 }
@@ -66,7 +95,7 @@ CommandPurpose = Literal[
 PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
     "logs": "what the failing ranks wrote",
     "story": "what happened to it, and what follows",
-    "retry": "launch what failed again, once the cause is mended",
+    "retry": "launch what failed again, once the cause is fixed",
     "delete": "remove it: nothing was measured",
     "ui": "look at every trial in the browser",
     "page": "one page to keep or to send",
@@ -79,26 +108,42 @@ PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
 
 
 def finalist_words(one: Finalist) -> str:
-    """What came of a finalist: ``not shown faster``, ``cannot be told from t004``."""
+    """What came of a finalist: ``not shown faster``, ``equal to t004``."""
     return FINALIST_WORDS[one.outcome].format(cause=one.cause)
 
 
 def gate_words(report: GateReport) -> str:
-    """``passed: loss 0.04 % off (1 % allowed), gradient norm 0.3 % off (10 % allowed)``, or why not."""
+    """``passed: loss: median 0.04 % off, all 20 steps within their limits``, gradient norms alike; or why not."""
     if report.answer == "failed":
         return f"failed: {'; '.join(report.reasons)}"
     if report.answer == "inconclusive":
         return f"could not be told: {'; '.join((*report.doubts, report.remedy)).rstrip('; ')}"
-    pairs = (
-        ("loss", report.loss_deviation, report.loss_tolerance),
-        ("gradient norm", report.grad_norm_deviation, report.grad_norm_tolerance),
-    )
     parts = [
-        f"{name} {units.percent(deviation)} off ({units.percent(tolerance)} allowed)"
-        for name, deviation, tolerance in pairs
-        if deviation is not None
+        f"{name}: {_steps_judged(steps)}"
+        for name, steps in (("loss", report.loss), ("gradient norm", report.grad_norm))
+        if steps is not None
     ]
-    return f"passed: {', '.join(parts)}" if parts else "passed"
+    if report.loss is None and report.loss_deviation is not None:
+        off, band = units.percent(report.loss_deviation), units.percent(report.loss_tolerance)
+        parts.insert(0, f"mean loss {off} off, where up to {band} is chance")
+    return f"passed: {'; '.join(parts)}" if parts else "passed"
+
+
+def _steps_judged(found: StepsJudged) -> str:
+    median = f"median {units.percent(found.median)} off"
+    if not found.num_beyond:
+        return f"{median}, all {found.num_compared} steps within their limits"
+    beyond = f"{found.num_beyond} of {found.num_compared} steps beyond their limits"
+    return f"{median}, {beyond} (up to {found.num_allowed} may be)"
+
+
+def soak_words(report: SoakReport) -> str:
+    """``longer run of 310 steps (41 s): 1.52x in its first third, 1.50x in its last``, or why it did not pass."""
+    if report.answer != "passed" or report.first is None or report.last is None:
+        return report.reason
+    length = f"{units.count(report.num_steps, 'step')} ({units.duration(report.seconds)})"
+    thirds = f"{report.first.value:.2f}x in its first third, {report.last.value:.2f}x in its last"
+    return f"longer run of {length}: {thirds}"
 
 
 def evaluation_words(evaluation: Evaluation) -> str:
@@ -138,8 +183,21 @@ def check_words(check: Check | None) -> str:
             is_repeat = check.role == "twin" and not check.perturbation
             role = " once more" if is_repeat else GATE_ROLE_WORDS.get(check.role, "")
             return f"{of}{role} for the loss gate"
+        case SoakRun():
+            return f"longer run of {of}"
         case _:
             return f"{of} with the profiler"
+
+
+def spelled_name(candidate: Candidate) -> str:
+    """The whole name of a candidate, and what each sign of it means, a line each."""
+    return "\n".join([short_name(candidate), *(f"{sign}: {meaning}" for sign, meaning in spelled(candidate))])
+
+
+def phase_words(progress: GangProgress) -> str:
+    """``warm-up 2``, ``measuring 5``."""
+    phase = "warm-up" if progress.phase == "warmup" else progress.phase
+    return f"{phase} {progress.step}" if progress.step else phase
 
 
 def failure(trial: Trial) -> str:
@@ -177,16 +235,14 @@ _CACHES: Mapping[CompileCache, str] = {
 
 
 def compilation(graph: GraphReport) -> str:
-    """``12 s, nothing of it was in the sweep's cache; 1.2 s again, from the cache``: how long compiling took, and once
-    more with all in the cache that the trial left there, which is what a restart pays."""
+    """``12 s, nothing of it was in the sweep's cache``: how long compiling took."""
     found = f", {_CACHES[graph.cache]}" if graph.cache else ""
-    again = "" if graph.again_s is None else f"; {units.milliseconds(graph.again_s)} again, from the cache"
-    return f"{units.milliseconds(graph.compile_s)}{found}{again}"
+    return f"{units.milliseconds(graph.compile_s)}{found}"
 
 
 def spread(measurement: Measurement) -> str:
     """Half the relative inter-quartile range of the step times, no less than their digits show: ``± 1.2 %``."""
-    return f"± {50 * relative_spread(measurement.step_times_s, measurement.step_time_resolution_s):.1f} %"
+    return f"± {50 * relative_spread(measurement.counted_step_times_s, measurement.step_time_resolution_s):.1f} %"
 
 
 def versus(compared: Speedup | None) -> str:
@@ -198,15 +254,14 @@ def versus(compared: Speedup | None) -> str:
     return units.short_ratio(compared.ratio.value, compared.ratio.ci95)
 
 
-def figures(found: Figures, num_leased: int | None, per_device_unit: str) -> str:
+def figures(found: Figures, num_leased: int, per_device_unit: str) -> str:
     """``step 195 ms, 10,529 tokens/s, 5,265 tokens/s/p, 2 of 2 devices``, and the cost where that is the objective."""
     rate_unit = per_device_unit.removesuffix("/p")
-    devices = f"{found.num_devices} of {num_leased} devices" if num_leased else units.count(found.num_devices, "device")
     parts = (
         f"step {units.milliseconds(found.step_time_s)}",
         f"{units.rate(found.tokens_per_s)} {rate_unit}",
         f"{units.rate(found.tokens_per_s_per_device)} {per_device_unit}",
-        devices,
+        f"{found.num_devices} of {num_leased} devices",
         *([cost(found, rate_unit.removesuffix("/s"))] if found.shows_cost else []),
     )
     return ", ".join(parts)
@@ -260,6 +315,29 @@ def disturbed(measurement: Measurement | None) -> str:
     return disturbance_words(worst) if worst else ""
 
 
+TREND_MARK = "~"
+"""Marks trials whose steps became slower or faster while they were measured."""
+
+
+def trend(measurement: Measurement | None) -> str:
+    """``steps became 12 % slower while it was measured: only the last 3 of 8 count``; empty where they were alike."""
+    found = measurement.trend if measurement else None
+    if measurement is None or found is None:
+        return ""
+    how = "slower" if found.is_slower else "faster"
+    counted = f"only the last {found.num_last} of {len(measurement.step_times_s)} count"
+    return f"steps became {abs(found.change):.0%} {how} while it was measured: {counted}"
+
+
+def trend_note(measured: Mapping[int, Measurement | None]) -> str:
+    """A line that explains :data:`TREND_MARK` with the largest trend of all trials; empty where there is none."""
+    found = {number: one for number, one in measured.items() if one is not None and one.trend}
+    if not found:
+        return ""
+    most = max(found, key=lambda number: abs(one.change) if (one := found[number].trend) else 0.0)
+    return f"{TREND_MARK} step times were not steady; {units.trial_id(most)}: {trend(found[most])}"
+
+
 def busy_note(measured: Mapping[int, Measurement | None]) -> str:
     """A line that explains :data:`BUSY_MARK`, with the worst figures of all trials; empty where none was disturbed."""
     worst = {number: one.disturbed_by for number, one in measured.items() if one is not None and one.disturbed_by}
@@ -267,3 +345,153 @@ def busy_note(measured: Mapping[int, Measurement | None]) -> str:
         return ""
     most = max(worst, key=lambda number: worst[number].severity)
     return f"{BUSY_MARK} measured on a busy machine; {units.trial_id(most)} most: {disturbance_words(worst[most])}"
+
+
+# What the ranks of a trial found out besides times, as lines for people and as numbers for MLflow.
+
+
+def findings_lines(findings: Findings) -> list[str]:
+    """One line per finding; none where no knob is on that finds anything out."""
+    return list(_lines(findings))
+
+
+def _lines(findings: Findings) -> Iterator[str]:
+    yield from map(_effect, findings.recompute)
+    yield from map(_cast, findings.autocast)
+    if findings.loss_scale is not None:
+        yield _loss_scale(findings.loss_scale)
+    if findings.graph is not None:
+        yield _graph(findings.graph)
+    if findings.loader is not None:
+        yield from _loader(findings.loader)
+    if findings.kernel_tuning is not None:
+        yield _kernel_tuning(findings.kernel_tuning)
+    if findings.memory_format is not None:
+        yield _memory_format(findings.memory_format)
+    yield from (_device(one) for one in findings.devices if one is findings.devices[0] or _is_in_trouble(one))
+
+
+def _effect(effect: PatternEffect) -> str:
+    name = f"recompute of {effect.pattern}"
+    if not effect.num_matches:
+        return f"{name} matches nothing: check the pattern against the operators of a layer"
+    calls = f"{effect.num_matches} operator calls per step"
+    if not effect.saved_bytes:
+        return f"{name} saves nothing ({calls}): something else keeps the tensors alive"
+    saved, spent = units.num_bytes(effect.saved_bytes), units.milliseconds(effect.recompute_s)
+    return f"{name} saves {saved} for {spent} per step ({calls})"
+
+
+def _cast(cast: OperatorCast) -> str:
+    to = "16 bits" if cast.list == "white" else "fp32"
+    if not cast.num_calls:
+        return f"{cast.list} list: {cast.name} was never met"
+    return f"{cast.list} list: {cast.name} ran in {to}, {cast.num_calls} calls per step"
+
+
+def _loss_scale(state: LossScaleState) -> str:
+    return f"loss scale {state.scale:g} at the end, {state.num_skipped} steps skipped, {state.num_finite} finite since"
+
+
+def _graph(graph: GraphReport) -> str:
+    again = units.count(graph.num_recompilations, "recompilation") if graph.num_recompilations else "no recompilation"
+    why = f": {'; '.join(graph.reasons)}" if graph.reasons else ""
+    return f"compiled {units.count(graph.num_graphs, 'graph')} in {compilation(graph)}, {again}{why}"
+
+
+def _loader(report: LoaderTuningReport) -> Iterator[str]:
+    points = ", ".join(
+        f"{p.num_workers}x{p.prefetch_factor} {units.milliseconds(p.batch_time_s)}" for p in report.points
+    )
+    chosen = report.chosen
+    yield (
+        f"data loading: {chosen.num_workers} workers with {chosen.prefetch_factor} batches ahead, found in "
+        f"{units.duration(report.tuning_time_s)} (workers x ahead, per batch: {points})"
+    )
+    yield report.verdict
+
+
+def _kernel_tuning(report: KernelTuningReport) -> str:
+    note = f"; {report.note}" if report.note else ""
+    return (
+        f"kernel cache: {report.hit_rate:.0%} of {report.num_lookups} lookups hit, "
+        f"{report.num_configurations} operator configurations{note}"
+    )
+
+
+def _memory_format(report: MemoryFormatReport) -> str:
+    times = f"nchw {units.milliseconds(report.nchw_s)}, nhwc {units.milliseconds(report.nhwc_s)}"
+    return f"memory format {report.chosen} ({times} per micro-batch; the rule: {report.rule})"
+
+
+def _is_in_trouble(device: DeviceHealth) -> bool:
+    return bool(device.throttled_by or device.uncorrected_errors)
+
+
+def _device(device: DeviceHealth) -> str:
+    """``device of rank 3: clock 1,410 of 1,980 MHz, at least 1,200, 71 degrees, 640 of 700 W``."""
+    parts = []
+    if device.sm_clock_mhz is not None:
+        of = f" of {device.max_sm_clock_mhz:,}" if device.max_sm_clock_mhz else ""
+        parts.append(f"clock {device.sm_clock_mhz:,.0f}{of} MHz, at least {device.lowest_sm_clock_mhz:,}")
+    if device.memory_clock_mhz is not None:
+        parts.append(f"memory {device.memory_clock_mhz:,.0f} MHz")
+    if device.highest_temperature_c is not None:
+        parts.append(f"{device.highest_temperature_c} degrees")
+    if device.mean_power_w is not None:
+        of = f" of {device.power_limit_w:.0f}" if device.power_limit_w else ""
+        parts.append(f"{device.mean_power_w:.0f}{of} W")
+    if device.power_capped:
+        parts.append(f"power-capped for {device.power_capped:.0%} of the time")
+    if device.throttled_by:
+        parts.append(f"THROTTLED ({', '.join(device.throttled_by)})")
+    for kind, count in (("corrected", device.corrected_errors), ("uncorrected", device.uncorrected_errors)):
+        if count:
+            parts.append(f"{count} {kind} memory errors")
+    return f"device of rank {device.rank}: {', '.join(parts) or 'tells nothing'}"
+
+
+def _device_metrics(device: DeviceHealth) -> dict[str, float | None]:
+    """Figures of the device most in trouble, else of that with the lowest clock."""
+    return {
+        "device_clock_mhz": device.sm_clock_mhz,
+        "lowest_device_clock_mhz": device.lowest_sm_clock_mhz,
+        "device_memory_clock_mhz": device.memory_clock_mhz,
+        "device_power_w": device.mean_power_w,
+        "device_temperature_c": device.highest_temperature_c,
+        "device_power_capped_share": device.power_capped,
+        "device_throttled": float(bool(device.throttled_by)),
+        "corrected_memory_errors": device.corrected_errors,
+        "uncorrected_memory_errors": device.uncorrected_errors,
+    }
+
+
+def findings_metrics(findings: Findings) -> dict[str, float]:
+    """The findings as single numbers with their units in the name."""
+    values: dict[str, float | None] = {}
+    if findings.recompute:
+        values["recompute_ms"] = 1e3 * sum(effect.recompute_s for effect in findings.recompute)
+        values["recompute_saved_gib"] = sum(effect.saved_bytes for effect in findings.recompute) / 2**30
+        values["num_idle_recompute_patterns"] = sum(not effect.saved_bytes for effect in findings.recompute)
+    if findings.autocast:
+        values["num_unmet_cast_operators"] = sum(not cast.num_calls for cast in findings.autocast)
+    if findings.loss_scale is not None:
+        values["loss_scale"] = findings.loss_scale.scale
+    if findings.graph is not None:
+        values |= {
+            "num_graphs": findings.graph.num_graphs,
+            "num_recompilations": findings.graph.num_recompilations,
+        }
+    if findings.loader is not None:
+        values |= {
+            "tuned_num_workers": findings.loader.chosen.num_workers,
+            "tuned_prefetch_factor": findings.loader.chosen.prefetch_factor,
+            "loader_tuning_s": findings.loader.tuning_time_s,
+        }
+    if findings.kernel_tuning is not None:
+        values["kernel_cache_hit_rate"] = findings.kernel_tuning.hit_rate
+    if findings.memory_format is not None:
+        values |= {"nchw_ms": 1e3 * findings.memory_format.nchw_s, "nhwc_ms": 1e3 * findings.memory_format.nhwc_s}
+    if findings.devices:
+        values |= _device_metrics(findings.devices[0])
+    return {name: float(value) for name, value in values.items() if value is not None}

@@ -18,28 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
-from orchestrator.search.open_candidates import OpenCandidates
-from orchestrator.space.dominance import OwnMemory, Pruner
-from orchestrator.space.knobs.own import INHERITED
-from orchestrator.space.large import LargeSpace, Lookup, without_effect
-from orchestrator.space.naming import FeatureColumns, Features, Scalar, feature_columns
-from orchestrator.sweep.events import CandidatesPruned
+from orchestrator.search.guided import GuidedSearch, OpenCandidates
+from orchestrator.space.notation import FeatureColumns, Features, Scalar, feature_columns
+from orchestrator.space.own_knobs import INHERITED
+from orchestrator.space.rules import OwnMemory, Pruner
+from orchestrator.space.space import LargeSpace, Lookup, without_effect
+from orchestrator.sweep.events import CandidatesPruned, PredictedResult, Suggestion
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import PredictedResult, Suggestion
 from trials.codec import digest
-from trials.outcome import Diverged, Infeasible, OutOfMemory
+from trials.outcome import Diverged, Infeasible, NotBelieved, OutOfMemory
 from trials.spec import Candidate
 
 if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-    from orchestrator.search.guided import GuidedSearch
-
 SamplerName = Literal["guided", "tpe", "random", "grid"]
 logger = logging.getLogger(__name__)
 
-_CONSTRAINTS = {"memory": OutOfMemory, "legality": Infeasible, "numerics": Diverged}
+_CONSTRAINTS = {"memory": OutOfMemory, "legality": Infeasible, "numerics": Diverged, "clock": NotBelieved}
 """Constraint name -> outcome that violates it. Every told trial sets all of them, as Optuna's samplers require."""
 
 _MAX_DRAWS = 16
@@ -188,7 +185,8 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_num_startup_trials(state))
         study = optuna.create_study(direction="maximize", sampler=sampler)
-        scores = [state.objective.score(t.measurement) for t in state.searched() if t.measurement]
+        counting = (t for t in state.searched() if not state.is_disqualified(t.number))
+        scores = [state.objective.score(t.measurement) for t in counting if t.measurement]
         for number in _told(state):
             trial = state.trials[number]
             score = state.objective.score(trial.measurement) if trial.measurement else min(scores, default=0.0)
@@ -290,7 +288,8 @@ def _sort_key(value: Scalar) -> tuple[str, Scalar]:
 
 def _told(state: SweepState) -> list[int]:
     """Ended trials TPE learns from, in the order they ended: of too many the fastest ones and the latest."""
-    telling = [n for n in state.end_order if _consequence(state.trials[n]) in ("objective", "constraint")]
+    ended = (n for n in state.end_order if not state.is_disqualified(n))
+    telling = [n for n in ended if _consequence(state.trials[n]) in ("objective", "constraint")]
     if len(telling) <= _MAX_TOLD:
         return telling
     scores = {n: state.objective.score(m) for n in telling if (m := state.trials[n].measurement)}

@@ -1,24 +1,154 @@
-"""The short notation of candidates, like ``pp2 z2x8 mbs1 full4 O1-bf16``: every sign, what it means, and the knobs it
-stands for. Names are written by this table, so that none can hold a sign that the legend does not explain."""
+"""What candidates are called: knob values as short text, the short notation, flat descriptions and differences.
+
+Short names like ``pp2 z2x8 mbs1 full4 O1-bf16`` are written by the table of signs, so that none can hold a sign that
+the legend does not explain.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from orchestrator.space.knobs.own import own_text
-from orchestrator.space.knobs.text import (
-    DTYPE_SHORT,
-    lists_text,
-    loss_scale_text,
-    plain,
-    recompute_text,
-    stage_layers_text,
-    steps_text,
-)
+import numpy as np
+
+from cluster.candidate_table import FIELDS, CandidateTable, Codes
+from orchestrator.space.file_types import ALL_LAYERS, LayerCount, RecomputeChoice, StageSplit, even_split
+from orchestrator.space.knobs import KNOBS
+from orchestrator.space.own_knobs import INHERITED, own_text
 from trials.codec import digest
-from trials.spec import Candidate, Kernels, Layout, Loader, Offload, OwnChoice, Precision, Recompute
+from trials.spec import (
+    Candidate,
+    Counts,
+    Kernels,
+    Layout,
+    Loader,
+    LoaderTuning,
+    LossScale,
+    Offload,
+    OwnChoice,
+    Precision,
+    Recompute,
+)
+
+# Knob values as short text: for parameters, tables and messages
+
+DTYPE_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_MAX_LIST_CHARS = 40
+
+
+def plain(value: Any) -> str | int | float | bool:
+    """A knob value as a scalar, different for different values: ``full:4``, ``O1-bf16``."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Precision):
+        return precision_text(value)
+    if isinstance(value, Recompute | RecomputeChoice):
+        return recompute_text(value)
+    if isinstance(value, StageSplit):
+        return value.kind if value.kind == "even" else f"{value.kind} {counts_text(value.rows)}"
+    if value is None:
+        return "manual"
+    if isinstance(value, LoaderTuning):
+        return "auto" if value == LoaderTuning() else f"auto:{value.tuning_steps}x{value.max_workers}"
+    if isinstance(value, tuple):
+        return steps_text(value)
+    raise TypeError(f"not a knob value: {value!r}")
+
+
+def plain_knob(name: str, value: Any, candidate: Candidate) -> str | int | float | bool:
+    """The value as :func:`plain` writes it, shorter where the rest of the candidate explains it."""
+    if name == "stage_layers":
+        return stage_layers_text(candidate.layout)
+    return recompute_text(value, candidate.layout) if name == "recompute" else plain(value)
+
+
+def precision_text(precision: Precision) -> str:
+    """``O0``, ``O1-bf16``, ``O1-bf16+softmax-linear``: operators forced to 16 bits and to fp32; a loss scale other
+    than the default adds a tag derived from its numbers, and so do long lists."""
+    if precision.level == "O0":
+        return "O0"
+    level = precision.level if precision.level == "O1-fp8" else f"{precision.level}-{DTYPE_SHORT[precision.dtype]}"
+    return f"{level}{lists_text(precision)}{loss_scale_text(precision)}"
+
+
+def lists_text(precision: Precision) -> str:
+    """``+softmax-linear``: operators forced to 16 bits and to fp32; long lists as a tag."""
+    lists = "".join(f"+{name}" for name in precision.white) + "".join(f"-{name}" for name in precision.black)
+    return f"+lists~{digest([precision.white, precision.black])[:6]}" if len(lists) > _MAX_LIST_CHARS else lists
+
+
+def loss_scale_text(precision: Precision) -> str:
+    """A tag derived from the numbers of a loss scale other than the default; else empty."""
+    custom = precision.loss_scale not in (None, LossScale())
+    return f"~{digest(precision.loss_scale)[:6]}" if custom else ""
+
+
+def counts_text(counts: Counts) -> str:
+    """``20,8``; chunks are separated by a slash, and three or more of a kind are counted: ``11x3,8/10,11x3``."""
+    return "/".join(",".join(_runs(map(str, row))) for row in counts)
+
+
+def _runs(words: Iterable[str]) -> Iterator[str]:
+    for word, group in itertools.groupby(words):
+        number = len(list(group))
+        yield from [f"{word}x{number}"] if number > 2 else [word] * number
+
+
+def recompute_text(value: Recompute | RecomputeChoice, layout: Layout | None = None, separator: str = ":") -> str:
+    """``none``, ``full:4``, ``full:13,5 ~feed_forward\\.mul:40 comm:4,0``.
+
+    A single number is that of all layers, where ``layout`` says how many there are. A question mark stands before
+    numbers that do not fit the layout.
+    """
+    if isinstance(value, Recompute):
+        select = tuple((part.pattern, part.num_layers) for part in value.selective)
+        value = RecomputeChoice(full=value.full, select=select, communication=value.communication)
+    named = [("full", value.full), *((_pattern_text(p), count) for p, count in value.select)]
+    named.append(("comm", value.communication))
+    return " ".join(f"{name}{separator}{_count_text(count, layout)}" for name, count in named if count) or "none"
+
+
+def _count_text(count: LayerCount, layout: Layout | None) -> str:
+    if isinstance(count, int):
+        return "all" if count == ALL_LAYERS else str(count)
+    if layout is None:
+        return counts_text(count)
+    if layout.pp > 1 and count == layout.stage_layers:
+        return str(sum(map(sum, count)))
+    fits = [len(row) for row in count] == [layout.pp] * layout.num_virtual_stages
+    return counts_text(count) if fits else f"?{counts_text(count)}"
+
+
+def _pattern_text(pattern: str) -> str:
+    """Kept readable where it cannot be mistaken for what stands around it."""
+    is_simple = len(pattern) <= _MAX_LIST_CHARS and re.fullmatch(r"[^\s:#~][^\s:]*", pattern)
+    return f"~{pattern}" if is_simple else f"~#{digest(pattern)[:8]}"
+
+
+def stage_layers_text(layout: Layout) -> str:
+    """``even``, or the layers of every stage."""
+    counts = layout.stage_layers
+    if layout.pp == 1:
+        return "even"
+    total = sum(map(sum, counts))
+    even = even_split(total, layout.pp, layout.num_virtual_stages, layout.schedule)
+    return "even" if counts == even else counts_text(counts)
+
+
+def steps_text(steps: tuple[int, ...]) -> str:
+    """``1-10``; ``off`` for none."""
+    return "-".join(map(str, steps)) or "off"
+
+
+def show_pattern(pattern: Mapping[str, tuple[Any, ...]]) -> str:
+    """``tp 2, precision O1-bf16|O2-bf16``."""
+    return ", ".join(f"{name} {'|'.join(str(plain(v)) for v in values)}" for name, values in pattern.items())
+
+
+# The short notation of candidates, like ``pp2 z2x8 mbs1 full4 O1-bf16``: every sign, what it means, and the knobs it
 
 _VALUE = r"\{([^}]+)\}"
 """A value in the text of a sign."""
@@ -289,3 +419,102 @@ def _own_words(own: tuple[OwnChoice, ...]) -> Iterator[Word]:
 def _short_own(name: str) -> str:
     """The name without dashes, dollar, file and the keys above: ``zero_optimization.overlap_comm`` -> overlap_comm."""
     return name.lstrip("-$").rpartition(":")[2].rpartition(".")[2] or name
+
+
+# Names of candidates, short and in full, and how two of them differ
+
+Scalar = str | int | float | bool
+Features = Callable[[Candidate], Mapping[str, Scalar]]
+"""Flat description of a candidate: knob values by name, like :func:`flat_params`."""
+
+FeatureColumns = Mapping[str, tuple[list[Scalar], Codes]]
+"""By feature, its distinct values and every candidate's place among them."""
+
+_READS = {knob.name: ("layout", knob.part) if knob.name == "recompute" else (knob.part,) for knob in KNOBS}
+"""Fields of a candidate that each knob's value, as :func:`flat_params` writes it, depends on."""
+
+
+def feature_columns(table: CandidateTable, features: Features) -> FeatureColumns:
+    """The features of all candidates, asked for once per combination of what they depend on.
+
+    One that a candidate does not have is :data:`INHERITED` there.
+    """
+    reads = {"world_size": ("layout",), "selective": ("recompute",), **_READS}
+    reads |= {choice.name: ("own",) for own in table.values["own"] for choice in own}
+    columns: dict[str, tuple[list[Scalar], Codes]] = {}
+    first = features(table[0]) if len(table) else {}
+    names = dict.fromkeys((*first, *(choice.name for own in table.values["own"] for choice in own)))
+    for read in dict.fromkeys(reads.get(name, FIELDS) for name in names):
+        rows, places = table.each(read, features)
+        for name in (name for name in names if reads.get(name, FIELDS) == read):
+            known: dict[Scalar, int] = {}
+            code = [known.setdefault(row.get(name, INHERITED), len(known)) for row in rows]
+            columns[name] = list(known), np.array(code, dtype=np.int32)[places]
+    return columns
+
+
+def describe(candidate: Candidate) -> dict[str, Any]:
+    """Key, short name and knobs of a candidate: its part of every JSON document."""
+    return {
+        "config_key": candidate.config_key,
+        "short_name": short_name(candidate),
+        "params": flat_params(candidate),
+    }
+
+
+def diff(candidate: Candidate, baseline: Candidate) -> dict[str, tuple[Any, Any]]:
+    """Knobs in which the two differ: name to (value in the baseline, value in the candidate), as scalars.
+
+    An own knob that only one of them sets is :data:`INHERITED` in the other.
+    """
+    before, after = flat_params(baseline), flat_params(candidate)
+    pairs = {name: (before.get(name, INHERITED), after.get(name, INHERITED)) for name in {**before, **after}}
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+
+
+def change(candidate: Candidate, baseline: Candidate) -> dict[str, Scalar]:
+    """Knobs in which a candidate differs from the baseline, with its values; without the number of devices."""
+    return {name: new for name, (_, new) in diff(candidate, baseline).items() if name != "world_size"}
+
+
+def shared_change(candidates: Iterable[Candidate], baseline: Candidate) -> dict[str, Scalar]:
+    """Knobs with a value that all candidates have and the baseline does not; empty without candidates."""
+    changes = [change(candidate, baseline).items() for candidate in candidates]
+    return dict(one for one in changes[0] if all(one in other for other in changes)) if changes else {}
+
+
+def flat_params(candidate: Candidate) -> dict[str, Scalar]:
+    """Knob values as scalars, plus ``world_size``: parameters of a record, features of a search.
+
+    The user's own knobs follow by their names, those only that the candidate sets.
+    """
+    params = {knob.name: plain_knob(knob.name, knob.read(candidate), candidate) for knob in KNOBS}
+    own = {choice.name: choice.value for choice in candidate.own}
+    return {"world_size": candidate.layout.world_size, **params, **own}
+
+
+def aligned_params(candidates: Iterable[Candidate]) -> list[dict[str, Scalar]]:
+    """Knob values of each, all with the same names: own knobs that one of them leaves out are :data:`INHERITED`."""
+    params = [flat_params(candidate) for candidate in candidates]
+    names = list(dict.fromkeys(name for one in params for name in one))
+    return [{name: one.get(name, INHERITED) for name in names} for one in params]
+
+
+def short_name(candidate: Candidate) -> str:
+    """Compact and different for different candidates, like ``dp2 z3x2 tp2sp mbs4 full4 O1-bf16 w2``.
+
+    ``pp2 interleavedv2 L5,4/4,3`` is a pipeline with two chunks per rank and uneven layers; ``dp2f`` replicates with
+    FSDP2, ``emb`` shards the embedding, ``cp2u`` is Ulysses, ``tp2splc2`` has sequence parallelism, the local engine
+    and two copies. ``w2p4`` has a prefetch factor of 4.
+    """
+    return " ".join(map(word_text, words_of(candidate)))
+
+
+def names_apart(candidates: Iterable[Candidate]) -> tuple[list[str], str]:
+    """Short names without the words that all of them share, and those words; ``as above`` where nothing is left."""
+    names = [list(map(word_text, words_of(candidate))) for candidate in candidates]
+    if len(names) < 2:
+        return [" ".join(words) for words in names], ""
+    shared = set(names[0]).intersection(*names[1:])
+    own = [" ".join(word for word in words if word not in shared) or "as above" for words in names]
+    return own, " ".join(word for word in names[0] if word in shared)

@@ -1,11 +1,16 @@
-"""The search space: every candidate the knobs of a sweep span, once each, in a fixed order."""
+"""The candidates that knobs span: enumerated, drawn from what is too large for that, and their neighbours.
+
+What can be tried depends on the layout, so layouts come first: those that are legal are listed (or, of very many, a
+random part of them), and recompute policy, precision, loader and kernels are chosen given the layout.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
@@ -13,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
-from orchestrator.space.knobs import KNOBS
-from orchestrator.space.knobs.canonical import (
+from orchestrator.space.file_types import layers_of, resolve_recompute
+from orchestrator.space.knobs import (
+    KNOBS,
     build_kernels,
     build_layout,
     build_loader,
@@ -24,9 +30,11 @@ from orchestrator.space.knobs.canonical import (
     resolve_tp_engine,
     with_tp_engine,
 )
-from orchestrator.space.knobs.layer_choices import layers_of, resolve_recompute
-from orchestrator.space.knobs.own import OwnKnob, combinations
+from orchestrator.space.notation import Features, Scalar
+from orchestrator.space.own_knobs import OwnKnob, combinations
 from trials.spec import Candidate, Layout, Model, Recompute
+
+# The search space: every candidate the knobs of a sweep span, once each, in a fixed order
 
 Choices = Mapping[str, tuple[Any, ...]]
 """Values to try of every knob, by its name."""
@@ -223,3 +231,181 @@ def _too_large(part: str, sizes: Mapping[str, int], size: int) -> SpaceTooLargeE
         f"the knobs of the {part} span {size:,} combinations, more than {MAX_SETTINGS:,}",
         remedy=f"Shorten the longest lists: {shown}.",
     )
+
+
+# A space with too many candidates to list: its legal layouts, and candidates drawn or looked up one by one
+
+MAX_ENUMERATED = 1_000_000
+"""Candidates of legal layouts that are listed and ranked one by one."""
+SAMPLE_SIZE = 20_000
+"""Candidates drawn from a larger space where there is no cost model to say which."""
+MAX_MISSES = 64
+"""Illegal draws in a row after which a space counts as empty."""
+
+Encode = Callable[[Mapping[str, Scalar]], Mapping[str, int]]
+"""Whole numbers for knob values, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeSpace:
+    """Legal candidates without a list of them."""
+
+    space: Space
+    """Only frames that no rule on layouts rejects, at least one."""
+    is_legal: Callable[[Candidate], bool]
+    is_modelled: bool = False
+    """Whether the cost model drew the candidates that stand for the space."""
+
+    @property
+    def message(self) -> str:
+        """Sentence for people on what is done about the size of the space."""
+        what = "those listed were drawn where the cost model expects the best"
+        if not self.is_modelled:
+            what = "those listed were drawn at random, and conditional TPE goes beyond them"
+        return (
+            f"too large to enumerate: {self.space.product_size:,} combinations of choices, {len(self.space):,} "
+            f"candidates of {len(self.space.frames):,} layouts; {what}"
+        )
+
+    def draw(self, rng: random.Random) -> Candidate | None:
+        """A legal candidate: every layout is as likely as any other. None where none was found in many draws."""
+        for _ in range(MAX_MISSES):
+            candidate = self._completion(rng.choice(self.space.frames), rng)
+            if self.is_legal(candidate):
+                return candidate
+        return None
+
+    def sample(self, num: int, seed: int) -> CandidateTable:
+        """Up to ``num`` different legal candidates, the same for the same seed."""
+        rng = random.Random(seed)
+        found: dict[Candidate, None] = {}
+        for _ in range(2 * num):
+            candidate = self.draw(rng)
+            if candidate is None or len(found) == num:
+                break
+            found[candidate] = None
+        return CandidateTable.of(found)
+
+    def _completion(self, frame: Frame, rng: random.Random) -> Candidate:
+        fields = {name: rng.choice(values) for name, values in self.space.parts.items()}
+        return Candidate(
+            layout=frame.layout,
+            micro_batch_size=frame.micro_batch_size,
+            recompute=rng.choice(frame.recomputes),
+            **fields,
+        )
+
+
+class Lookup:
+    """The candidate of a large space whose knobs are nearest to given ones, found part by part.
+
+    Args:
+        encode: knob values to whole numbers.
+        spans: by knob, the largest difference of its numbers where they are ordered, 0 where they only differ or not.
+    """
+
+    def __init__(self, large: LargeSpace, features: Features, encode: Encode, spans: Mapping[str, float]) -> None:
+        self._large = large
+        self._features, self._encode = features, encode
+        self._names = tuple(spans)
+        self._spans = np.array(list(spans.values()))
+
+    def nearest(self, point: Mapping[str, int], rng: random.Random) -> Candidate:
+        """The layout nearest to ``point``, and the nearest of all that goes with it; ties at random.
+
+        The distance is a sum over knobs, and parts of a candidate share no knob: nearest in each is nearest overall.
+        """
+        wanted = np.array([point[name] for name in self._names])
+        frame = self._large.space.frames[self._closest(self._frames, wanted, rng)]
+        base = _first(frame, self._large.space)
+        policies = self._codes(replace(base, recompute=policy) for policy in frame.recomputes)
+        recompute = frame.recomputes[self._closest(policies, wanted, rng)]
+        fields = {
+            name: values[self._closest(self._parts[name], wanted, rng)]
+            for name, values in self._large.space.parts.items()
+        }
+        return replace(base, recompute=recompute, **fields)
+
+    def _closest(self, codes: NDArray[np.int64], wanted: NDArray[np.int64], rng: random.Random) -> int:
+        misses = np.abs(codes - wanted)
+        distance = np.where(self._spans > 0, misses / np.maximum(self._spans, 1), misses > 0).sum(axis=1)
+        return int(rng.choice(np.flatnonzero(distance <= distance.min() + 1e-9)))
+
+    @functools.cached_property
+    def _frames(self) -> NDArray[np.int64]:
+        space = self._large.space
+        return self._codes(_first(frame, space) for frame in space.frames)
+
+    @functools.cached_property
+    def _parts(self) -> Mapping[str, NDArray[np.int64]]:
+        space = self._large.space
+        base = _first(space.frames[0], space)
+        return {
+            name: self._codes(replace(base, **{name: value}) for value in values)
+            for name, values in space.parts.items()
+        }
+
+    def _codes(self, candidates: Iterator[Candidate]) -> NDArray[np.int64]:
+        rows = [self._encode(self._features(candidate)) for candidate in candidates]
+        return np.array([[row[name] for name in self._names] for row in rows], dtype=np.int64)
+
+
+def _first(frame: Frame, space: Space) -> Candidate:
+    return next(space.completions(frame))
+
+
+def without_effect(candidate: Candidate) -> frozenset[str]:
+    """Knobs that have no effect in this candidate because of another one; conditional search leaves them open."""
+    layout, loader = candidate.layout, candidate.loader
+    has_workers = loader.num_workers > 0
+    conditions: Sequence[tuple[bool, tuple[str, ...]]] = (
+        (layout.pp > 1, ("schedule", "num_virtual_stages", "stage_layers")),
+        (layout.dp_shard > 1, ("zero_stage",)),
+        (layout.zero_stage >= 2, ("gradient_reduction",)),
+        (layout.dp_replicate * layout.cp > 1 and layout.zero_stage == 0, ("replicate_with",)),
+        (layout.dp * layout.cp > 1, ("shard_embedding",)),
+        (layout.tp > 1, ("sequence_parallel", "tp_engine", "num_copies")),
+        (layout.cp > 1, ("cp_method",)),
+        (has_workers, ("prefetch_factor",)),
+        (has_workers or loader.tuning is not None, ("persistent_workers",)),
+        (candidate.kernels.compile != "off", ("compile_mode",)),
+    )
+    return frozenset(name for is_met, names in conditions if not is_met for name in names)
+
+
+# Neighbours: the legal candidates that differ little from one, in a space that is too large to list
+
+LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
+MAX_FIELDS = 4
+"""Fields in which the layouts of neighbours may differ: pp, its schedule, chunks and layers, or two degrees."""
+
+
+def neighbours(large: LargeSpace, candidate: Candidate) -> list[Candidate]:
+    """The neighbours of ``candidate``: another layout or micro-batch size, or another choice of one further part."""
+    found = dict.fromkeys(_near(large, candidate))
+    found.pop(candidate, None)
+    return [near for near in found if large.is_legal(near)]
+
+
+def _near(large: LargeSpace, candidate: Candidate) -> Iterator[Candidate]:
+    for name, values in large.space.parts.items():
+        for value in values:
+            yield replace(candidate, **{name: value})
+    for frame in large.space.frames:
+        is_own = (frame.layout, frame.micro_batch_size) == (candidate.layout, candidate.micro_batch_size)
+        if not is_own and not _is_near(frame, candidate):
+            continue
+        for policy in frame.recomputes:
+            if is_own or _kind(policy) == _kind(candidate.recompute):
+                yield replace(candidate, layout=frame.layout, micro_batch_size=frame.micro_batch_size, recompute=policy)
+
+
+def _is_near(frame: Frame, candidate: Candidate) -> bool:
+    differing = [name for name in LAYOUT_FIELDS if getattr(frame.layout, name) != getattr(candidate.layout, name)]
+    return len(differing) <= MAX_FIELDS
+
+
+def _kind(recompute: Recompute) -> tuple[bool, tuple[str, ...], bool]:
+    """Kind of a recompute policy, without the numbers of layers, which follow from the layout."""
+    patterns = tuple(part.pattern for part in recompute.selective)
+    return bool(recompute.full), patterns, bool(recompute.communication)

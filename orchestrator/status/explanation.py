@@ -1,5 +1,6 @@
 """Explains one trial of a sweep (``explain SWEEP TRIAL``): why it was proposed, why it waits, how each attempt ended,
-and what the sweep did about that. Everything is told from the ledger, in sentences and as JSON."""
+and what the sweep did about that. Everything is told from the ledger, in sentences and as JSON.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import units
-from orchestrator.report import proof as proof_data
-from orchestrator.report.words import disturbed, evaluation_words, finalist_words, gate_words, trial_figures
-from orchestrator.space.naming import diff, short_name
+from orchestrator.errors import ConfigError
+from orchestrator.report import curves
+from orchestrator.report.words import disturbed, evaluation_words, finalist_words, gate_words, soak_words, trial_figures
+from orchestrator.space.notation import diff, short_name
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
-from orchestrator.sweep.home import Home, attempt_folder
-from orchestrator.sweep.limits import failure, spent_budget
-from orchestrator.sweep.snapshot import AT_REST, Snapshot
-from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of, nodes_to_avoid
-from orchestrator.text import plain
-from orchestrator.units import count, signal_name
-from orchestrator.virtual import Virtual
+from orchestrator.sweep.snapshot import AT_REST, Home, Snapshot, attempt_folder
+from orchestrator.sweep.state import (
+    Attempt,
+    SweepState,
+    Trial,
+    failure,
+    find_trial,
+    nodes_of,
+    nodes_to_avoid,
+    spent_budget,
+)
+from orchestrator.text import plain, tail
+from orchestrator.units import count, signal_name, trial_id
+from orchestrator.watermark import Virtual
 from trials.codec import to_json
 from trials.outcome import (
     Crashed,
@@ -32,11 +41,13 @@ from trials.outcome import (
     Infeasible,
     Measured,
     Measurement,
+    NotBelieved,
     Outcome,
     OutOfMemory,
     StoppedEarly,
     TimedOut,
 )
+from trials.shapes import ScriptModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +66,7 @@ class AttemptExplanation:
     @property
     def is_blameless(self) -> bool:
         """Whether it was ended on purpose, so that its node and rank are only where it ran."""
-        return isinstance(self.attempt.outcome, GangLost) and self.attempt.outcome.cause != "infrastructure"
+        return isinstance(self.attempt.outcome, GangLost) and not self.attempt.outcome.is_counted
 
     @property
     def evidence(self) -> Evidence | None:
@@ -181,15 +192,13 @@ def _why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
 
 def _devices(sweep: Snapshot, trial: Trial) -> str:
     """How many devices the trial needs, how many the sweep holds, and which trials have them."""
-    state, needed, known = sweep.state, trial.candidate.layout.world_size, sweep.state.sweep.known_devices
+    state, needed, devices = sweep.state, trial.candidate.layout.world_size, sweep.state.sweep.devices
     nodes = [node for node in sweep.lease.nodes if node not in state.quarantined]
     busy = sum(state.trials[number].attempts[-1].num_devices for number in state.running)
     by = " ".join(units.trial_id(number) for number in sorted(state.running))
     taken = f"{busy} busy with {by}" if busy else "none of them busy"
     needs = f"it needs {count(needed, 'device')}"
-    if known is None:
-        return f"{needs}; the lease holds {count(len(nodes), 'node')}; devices: {taken}"
-    num_nodes, num_devices = math.ceil(needed / known.devices_per_node), len(nodes) * known.devices_per_node
+    num_nodes, num_devices = math.ceil(needed / devices.devices_per_node), len(nodes) * devices.devices_per_node
     held = f"the lease holds {count(len(nodes), 'node')} with {count(num_devices, 'device')}, {taken}"
     return f"{needs} on {count(num_nodes, 'node')}; {held}"
 
@@ -260,6 +269,7 @@ _LOSSES = {
     "infrastructure": "a fault of the infrastructure: says nothing about the candidate",
     "controller": "ended by its controller: says nothing about the candidate, and counts for nothing",
     "preempted": "made room for another sweep: says nothing about the candidate, and counts for nothing",
+    "killed": "killed by a signal from outside the trial: says nothing about the candidate",
 }
 
 
@@ -270,7 +280,8 @@ def _consequences(before: SweepState, after: SweepState, number: int, outcome: O
 
 def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
     """What the search learned, or whose fault it was."""
-    if after.trials[number].check is not None and isinstance(outcome, Measured | OutOfMemory | Infeasible | Diverged):
+    is_result = outcome.consequence in ("objective", "constraint") and not isinstance(outcome, StoppedEarly)
+    if after.trials[number].check is not None and is_result:
         return ["a check: not told to the search"]
     match outcome:
         case Measured():
@@ -279,7 +290,9 @@ def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) 
         case StoppedEarly():
             saved = units.device_time(outcome.saved_device_seconds)
             return [f"told to the search as slower than {units.trial_id(outcome.incumbent)}", f"{saved} saved at least"]
-        case OutOfMemory() | Infeasible() | Diverged():
+        case NotBelieved() if after.baseline is after.trials[number]:
+            return ["nothing can be compared with it: the sweep ends"]
+        case OutOfMemory() | Infeasible() | Diverged() | NotBelieved():
             return ["told to the search as a constraint: infeasible here"]
         case GangLost():
             return [_LOSSES[outcome.cause]]
@@ -301,7 +314,7 @@ def _goes_again(after: SweepState, number: int, outcome: Outcome) -> list[str]:
         return []
     if number not in after.waiting:
         return [f"given up: that was number {number_of} of {limit}"]
-    is_counted = isinstance(outcome, HostOutOfMemory) or outcome.cause == "infrastructure"
+    is_counted = isinstance(outcome, HostOutOfMemory) or outcome.is_counted
     return ["to be launched again" + (f": that was number {number_of} of {limit}" if is_counted else "")]
 
 
@@ -316,14 +329,13 @@ def _strikes(before: SweepState, after: SweepState) -> list[str]:
 
 def _proof(state: SweepState, number: int) -> Iterator[str]:
     """What rounds, loss gate and evaluation came to for the trial of this number."""
-    for one in proof_data.finalists(state):
+    for one in curves.finalists(state):
         if one.trial == number:
             speed = f"{units.ratio(one.overall.value, one.overall)} against the baseline, " if one.overall else ""
             yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_words(one)}"
-    yield from (f"loss gate {gate_words(report)}" for report in proof_data.gates(state) if report.trial == number)
-    yield from (
-        f"your evaluation: {evaluation_words(one)}" for one in proof_data.evaluations(state) if one.trial == number
-    )
+    yield from (f"loss gate {gate_words(report)}" for report in curves.gates(state) if report.trial == number)
+    yield from (soak_words(report) for report in curves.soaks(state) if report.trial == number)
+    yield from (f"your evaluation: {evaluation_words(one)}" for one in curves.evaluations(state) if one.trial == number)
 
 
 def _evidence_json(evidence: Evidence | None) -> dict[str, Any] | None:
@@ -346,6 +358,127 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         "compile_cold_s": None if graph is None else graph.cold_s,
         "compile_warm_s": None if graph is None else graph.warm_s,
         "disturbed": disturbed(measurement),
+        "trend": to_json(measurement.trend),
         "nodes": to_json(measurement.disturbances),
         "devices": to_json(measurement.findings.devices),
     }
+
+
+# The logs of a trial's ranks, and of the controller: where they lie, and how they end.
+#
+# Every rank writes ``sweeps/NAME/attempts/ID/rank<r>.log`` on its own node. On other nodes it is the same path there.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLog:
+    """The log of one rank. ``lines`` is empty where the file is not on this host."""
+
+    rank: int
+    node: str
+    path: Path
+    is_here: bool
+    is_root_cause: bool
+    lines: tuple[str, ...] = ()
+    is_whole: bool = True
+    """Whether nothing stands before ``lines``."""
+    end: int = 0
+    """Byte after the last line read."""
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("rank", "node", "is_here", "is_root_cause", "is_whole")
+        return {**{name: getattr(self, name) for name in names}, "path": str(self.path), "lines": list(self.lines)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptLogs:
+    """The logs of one attempt; the rank that caused a failure comes first."""
+
+    sweep: str
+    trial: int
+    attempt: int
+    outcome: str
+    """Its kind; ``running`` while there is none."""
+    ranks: tuple[RankLog, ...]
+    evidence: Evidence | None
+    """What the ledger keeps of a failure, wherever the logs lie."""
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("sweep", "trial", "attempt", "outcome")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "ranks": [log.to_json() for log in self.ranks],
+            "evidence": to_json(self.evidence),
+        }
+
+
+def attempt_logs(
+    sweep: Snapshot, trial: Trial, *, attempt: int | None = None, rank: int | None = None, num_lines: int
+) -> AttemptLogs:
+    """The logs of an attempt, the last one by default, or of one ``rank`` of it.
+
+    Raises:
+        ConfigError: there is no such attempt or rank, or the cluster is a simulated one.
+    """
+    if sweep.is_virtual:
+        raise ConfigError(f"the sweep {sweep.name!r} runs on no real cluster: its trials write no logs")
+    index = _attempt_index(trial, attempt)
+    found = trial.attempts[index]
+    nodes = _log_nodes(sweep, found)
+    if rank is not None and not 0 <= rank < len(nodes):
+        raise ConfigError(f"{trial_id(trial.number)} has no rank {rank}", remedy=f"Ranks: 0 to {len(nodes) - 1}.")
+    evidence = getattr(found.outcome, "evidence", None)
+    root = evidence.rank if evidence else None
+    ranks = [rank] if rank is not None else sorted(range(len(nodes)), key=lambda r: (r != root, r))
+    folder = attempt_folder(sweep.folder, trial.number, index, found.token)
+    return AttemptLogs(
+        sweep=sweep.name,
+        trial=trial.number,
+        attempt=index,
+        outcome=found.outcome.kind if found.outcome else "running",
+        ranks=tuple(_rank_log(folder, r, nodes[r], is_root=r == root, num_lines=num_lines) for r in ranks),
+        evidence=None if isinstance(found.outcome, Measured) else evidence,
+    )
+
+
+def _log_nodes(sweep: Snapshot, attempt: Attempt) -> list[str]:
+    """The node of each log: one for every rank, or for every node where the command starts the ranks there itself."""
+    nodes = [device.node for device in attempt.ranks]
+    created = sweep.state.created
+    model = created.workload.model if created else None
+    is_own = isinstance(model, ScriptModel) and model.launcher == "own"
+    return list(dict.fromkeys(nodes)) if is_own else nodes
+
+
+def _attempt_index(trial: Trial, attempt: int | None) -> int:
+    if not trial.attempts:
+        raise ConfigError(f"{trial_id(trial.number)} was not launched yet, so it has no log")
+    if attempt is None:
+        return len(trial.attempts) - 1
+    if 0 <= attempt < len(trial.attempts):
+        return attempt
+    raise ConfigError(
+        f"{trial_id(trial.number)} has no attempt {attempt}", remedy=f"Attempts: 0 to {len(trial.attempts) - 1}."
+    )
+
+
+def _rank_log(folder: Path, rank: int, node: str, *, is_root: bool, num_lines: int) -> RankLog:
+    path = folder / f"rank{rank}.log"
+    log = RankLog(rank=rank, node=node, path=path, is_here=path.is_file(), is_root_cause=is_root)
+    if not log.is_here:
+        return log
+    read = tail(path, num_lines)
+    return RankLog(
+        rank=rank,
+        node=node,
+        path=path,
+        is_here=True,
+        is_root_cause=is_root,
+        lines=read.lines,
+        is_whole=read.is_whole,
+        end=read.end,
+    )
+
+
+def log_tail(evidence: Evidence) -> list[str]:
+    """The last lines that the ledger keeps of a failing rank, safe to print."""
+    return [plain(line) for line in evidence.log_tail]

@@ -1,22 +1,44 @@
-"""The documented JSON of ``ps --json`` (a list of :func:`overview`) and ``status --json`` (:func:`detail`)."""
+"""A sweep seen from outside: its controller, lease, budgets, what it runs, what it has lost; in words and as the
+documented JSON of ``ps --json`` (a list of :func:`overview`) and ``status --json`` (:func:`detail`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+from cluster.base import GangProgress
+from orchestrator import units
 from orchestrator.errors import ConfigError
+from orchestrator.objective import noun_of
 from orchestrator.report.summary import Summary, summarize
-from orchestrator.space.naming import short_name
-from orchestrator.sweep.home import Home
-from orchestrator.sweep.ledger import LedgerError
-from orchestrator.sweep.snapshot import AT_REST, Snapshot
+from orchestrator.report.tables import progress_cell, trial_cell
+from orchestrator.report.view import Cell, Column, Mood, ShownRow, ShownTable
+from orchestrator.report.words import check_words
+from orchestrator.space.notation import short_name
+from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed
+from orchestrator.sweep.ledger import Ledger, LedgerError
+from orchestrator.sweep.snapshot import AT_REST, ENDED, Home, Observer, Snapshot, is_at_work, read_snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
+from orchestrator.text import plain
+from orchestrator.units import count
 from trials.outcome import Outcome
 
 logger = logging.getLogger(__name__)
+
+MAX_NODES = 8
+"""Node names shown in one line."""
+
+BUDGET_WORDS = {
+    "trials": "trials",
+    "device_hours": "device-hours",
+    "wall_time_s": "wall time",
+    "consecutive_failures": "failures in a row",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +74,16 @@ def summary_of(sweep: Snapshot, home: Home) -> Summary | None:
     """The result so far; None before the sweep was created."""
     if sweep.state.created is None:
         return None
-    return summarize(sweep.state, sweep.tracking_uri or home.default_tracking_uri)
+    found = summarize(sweep.state, sweep.tracking_uri or home.default_tracking_uri)
+    return replace(found, state=sweep.phase)
 
 
 def overview(sweep: Snapshot, home: Home) -> dict[str, Any]:
     """A sweep in short: what ``report --json`` says, as seen from outside, and who is at work on it."""
     summary = summary_of(sweep, home)
-    body = summary.to_json() if summary else {"best": None, "baseline": None, "trials": {}}
+    body: dict[str, Any] = (
+        {**summary.to_json()} if summary else {"winner": None, "best_of_search": None, "baseline": None, "trials": {}}
+    )
     counts = {"done": sweep.num_done, "running": len(sweep.state.running), "waiting": len(sweep.state.waiting)}
     began_at_s = sweep.began_at_s
     return {
@@ -81,7 +106,7 @@ def detail(sweep: Snapshot, home: Home) -> dict[str, Any]:
         **overview(sweep, home),
         "lease": sweep.lease.to_json(),
         "budgets": {spent.name: {"used": spent.used, "limit": spent.limit} for spent in budgets(sweep)},
-        "running": [_running(sweep, trial) for trial in sweep.running],
+        "running": [one.to_json() for one in running_trials(sweep)],
         "waiting": list(sweep.state.waiting),
         "strikes": dict(sweep.state.strikes),
         "quarantined": sorted(sweep.state.quarantined),
@@ -93,19 +118,129 @@ def detail(sweep: Snapshot, home: Home) -> dict[str, Any]:
     }
 
 
-def _running(sweep: Snapshot, trial: Trial) -> dict[str, Any]:
-    attempt, progress = trial.attempts[-1], sweep.live.get(trial.number)
-    return {
-        "trial": trial.number,
-        "short_name": short_name(trial.candidate),
-        "attempt": len(trial.attempts) - 1,
-        "phase": progress.phase if progress else None,
-        "step": progress.step if progress else None,
-        "step_time_s": progress.step_time_s if progress else None,
-        "nodes": list(nodes_of(attempt)),
-        "num_devices": attempt.num_devices,
-        "launched_at_s": attempt.launched_at_s,
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningTrial:
+    """A trial or check that runs now."""
+
+    trial: int
+    short_name: str
+    attempt: int
+    progress: GangProgress | None
+    """Its latest report; None before the first."""
+    nodes: tuple[str, ...]
+    num_devices: int
+    launched_at_s: float
+    what: str
+    """What a check does; empty for a trial of the search."""
+    running_s: float
+    """Seconds since its launch."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Its part of ``status --json``."""
+        return {
+            "trial": self.trial,
+            "short_name": self.short_name,
+            "attempt": self.attempt,
+            "phase": self.progress.phase if self.progress else None,
+            "step": self.progress.step if self.progress else None,
+            "step_time_s": self.progress.step_time_s if self.progress else None,
+            "nodes": list(self.nodes),
+            "num_devices": self.num_devices,
+            "launched_at_s": self.launched_at_s,
+        }
+
+
+def running_trials(sweep: Snapshot) -> list[RunningTrial]:
+    """Trials and checks that run now."""
+    return [
+        RunningTrial(
+            trial=trial.number,
+            short_name=short_name(trial.candidate),
+            attempt=len(trial.attempts) - 1,
+            progress=sweep.live.get(trial.number),
+            nodes=nodes_of(trial.attempts[-1]),
+            num_devices=trial.attempts[-1].num_devices,
+            launched_at_s=trial.attempts[-1].launched_at_s,
+            what=check_words(trial.check),
+            running_s=sweep.at_present.now_s - trial.attempts[-1].launched_at_s,
+        )
+        for trial in sweep.running
+    ]
+
+
+RUNNING_COLUMNS = (
+    Column(title="running", key="trial", rises=True),
+    Column(title="configuration", min_width=20, rises=True),
+    Column(title="doing", rises=True),
+    Column(title="last step", is_number=True, media=("live",), rises=True),
+    Column(title="for", priority=7, is_number=True),
+    Column(title="devices", is_number=True, media=("live",)),
+    Column(title="nodes", priority=6, min_width=12, rises=True),
+)
+
+
+def running_table(sweep: Snapshot) -> ShownTable:
+    """Trials and checks that run now, a row each."""
+    return ShownTable(
+        columns=RUNNING_COLUMNS,
+        rows=[
+            ShownRow(
+                cells={
+                    "trial": replace(trial_cell(one.trial), mood="running"),
+                    "configuration": Cell(one.what or one.short_name),
+                    "doing": replace(progress_cell(one.progress), mood="", below=""),
+                    "last step": _last_step(one.progress),
+                    "for": Cell(age_words(one.running_s), one.running_s),
+                    "devices": Cell(str(one.num_devices), one.num_devices),
+                    "nodes": Cell(node_names(one.nodes)),
+                },
+                number=one.trial,
+            )
+            for one in running_trials(sweep)
+        ],
+    )
+
+
+def _last_step(progress: GangProgress | None) -> Cell:
+    step_time_s = progress.step_time_s if progress else None
+    return Cell(units.milliseconds(step_time_s), step_time_s) if step_time_s else Cell()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """A fact about the work on a sweep."""
+
+    label: str
+    text: str
+    mood: Mood = ""
+    share: float | None = None
+    """How much of a limit is used, 0 to 1; None for other facts."""
+
+
+def facts(sweep: Snapshot) -> list[Fact]:
+    """Who works on the sweep, what it holds, has spent, waits for and avoids."""
+    state = sweep.state
+    found = [Fact(label="controller", text=controller_words(sweep)), Fact(label="lease", text=lease_words(sweep))]
+    if queue := queue_words(sweep):
+        found.append(Fact(label="queue", text=queue))
+    found += map(_budget_fact, budgets(sweep))
+    if state.waiting:
+        names = node_names(units.trial_id(number) for number in state.waiting)
+        found.append(Fact(label="waiting", text=names, mood="doubt"))
+    if state.quarantined:
+        found.append(Fact(label="quarantined", text=node_names(sorted(state.quarantined)), mood="bad"))
+    if strikes := {node: count for node, count in state.strikes.items() if node not in state.quarantined}:
+        found.append(Fact(label="strikes", text=node_names(f"{node} {count}" for node, count in strikes.items())))
+    for request in sweep.requests:
+        since = age_words(sweep.at_s - request.at_s)
+        text = f"{request.body['action']} by {plain(request.by)}, {since} ago, not yet taken in"
+        found.append(Fact(label="asked for", text=text, mood="doubt"))
+    return found
+
+
+def _budget_fact(spent: Spent) -> Fact:
+    share = min(1.0, spent.used / spent.limit) if spent.limit else None
+    return Fact(label=BUDGET_WORDS[spent.name], text=spent_words(spent), share=share)
 
 
 def _faults_in_a_row(state: SweepState) -> int:
@@ -125,3 +260,200 @@ def all_sweeps(home: Home) -> list[Snapshot]:
             logger.warning("%s is left out: %s", name, error)
     known = [sweep for sweep in found if sweep.state.created or sweep.controller]
     return sorted(known, key=lambda sweep: (sweep.phase in AT_REST, -(sweep.began_at_s or 0.0)))
+
+
+def eta_s(state: SweepState, now_s: float) -> float | None:
+    """Seconds the search has left at the pace so far, within every budget; None before the first trial has ended."""
+    budget, num_ended = state.sweep.budget, len(state.end_order)
+    if not num_ended or state.is_over or state.proof is not None:
+        return None
+    active_s = state.active_s + max(0.0, now_s - state.now_s)
+    num_total = min(budget.max_trials or state.sweep.num_legal + 1, state.sweep.num_legal + 1)
+    bounds = [active_s / num_ended * max(0, num_total - num_ended)]
+    if budget.wall_time_s is not None:
+        bounds.append(max(0.0, budget.wall_time_s - active_s))
+    if budget.device_hours is not None and state.device_seconds > 0:
+        bounds.append(active_s * max(0.0, budget.device_hours * 3600 / state.device_seconds - 1))
+    return min(bounds)
+
+
+def age_words(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``5 h``, ``3 d``."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def controller_words(sweep: Snapshot) -> str:
+    """Who is at work on the sweep, where, and for how long."""
+    controller = sweep.controller
+    if not sweep.is_held:
+        where = f"; the last one was process {controller.pid} on {controller.host}" if controller else ""
+        return f"none at work{where}"
+    if controller is None:
+        return "at work"
+    what = f"Ray job {controller.job}" if controller.job else controller.mode
+    at = f", {plain(controller.address)}" if controller.address else ""
+    since = f", for {age_words(sweep.at_s - controller.started_at_s)}" if controller.started_at_s else ""
+    return f"{what}, process {controller.pid} on {controller.host}{at}{since}"
+
+
+def lease_words(sweep: Snapshot) -> str:
+    """The nodes that the sweep holds, and why not more."""
+    lease = sweep.lease
+    if not sweep.is_held:
+        return "none"
+    held = f"{len(lease.nodes)} of {count(lease.wanted, 'node')}" if lease.wanted else count(len(lease.nodes), "node")
+    names = f": {node_names(lease.nodes)}" if lease.nodes else ""
+    waiting = f"; {plain(lease.waiting)}" if lease.waiting and sweep.phase != "waiting" else ""
+    return f"{held}{names}{waiting}"
+
+
+def queue_words(sweep: Snapshot) -> str:
+    """``priority 3`` of a sweep that is not over; empty for the default priority."""
+    priority = sweep.lease.priority
+    return f"priority {priority}" if priority and sweep.phase not in AT_REST else ""
+
+
+def spent_words(spent: Spent) -> str:
+    """How much of a budget is used: ``5 of 12``, ``20 s, no limit``."""
+
+    def words(value: float) -> str:
+        if spent.name == "wall_time_s":
+            return units.duration(value)
+        return f"{value:.2f}" if spent.name == "device_hours" else f"{value:g}"
+
+    return (
+        f"{words(spent.used)} of {words(spent.limit)}" if spent.limit is not None else f"{words(spent.used)}, no limit"
+    )
+
+
+def node_names(names: Iterable[str]) -> str:
+    """The first of ``names`` in one line, and how many there are besides."""
+    shown = list(names)
+    return " ".join(shown[:MAX_NODES]) + (f" +{len(shown) - MAX_NODES}" if len(shown) > MAX_NODES else "")
+
+
+# Follows a sweep whose controller runs elsewhere, by reading its ledger again and again (``watch``).
+
+
+POLL_S = 0.5
+"""Time between two snapshots."""
+GONE_S = 20.0
+"""For how long a sweep may be without a controller, and without anybody who starts it again, before it is left."""
+
+
+def follow(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Snapshot]:
+    """One snapshot after another, until the sweep has ended, is paused, or has had no controller for :data:`GONE_S`."""
+    seen: Snapshot | None = None
+    gone_at_s: float | None = None
+    while True:
+        seen = read_snapshot(ledger, seen)
+        yield seen
+        if not ledger.path.exists():
+            return  # withdrawn while it waited for its first nodes
+        if seen.phase in ENDED or (seen.phase in AT_REST and not seen.is_held):
+            return
+        if seen.is_held or is_at_work(home, seen.name):
+            gone_at_s = None
+        elif gone_at_s is None:
+            gone_at_s = time.monotonic()
+        if gone_at_s is not None and time.monotonic() - gone_at_s >= GONE_S:
+            return
+        time.sleep(poll_s)
+
+
+def phase_change(sweep: Snapshot, before: Snapshot | None) -> str:
+    """A line like ``busy: paused, paused by anna@desk`` where the phase is another than before; else an empty one."""
+    if before is not None and before.phase == sweep.phase:
+        return ""
+    return plain(f"{sweep.name}: {sweep.phase}" + (f", {sweep.reason}" if sweep.reason else ""))
+
+
+def show(view: Observer, sweep: Snapshot, before: Snapshot | None) -> None:
+    """Tell ``view`` what has changed since ``before``, the snapshot that was shown last; None: nothing was."""
+    if sweep.is_held:
+        view.on_lease(sweep.lease.nodes, sweep.lease.waiting)
+    view.on_state(sweep.at_present)
+    for number, progress in sweep.live.items():
+        if before is None or before.live.get(number) != progress:
+            view.on_progress(number, progress)
+
+
+def changes(sweep: Snapshot, before: Snapshot | None) -> Iterator[dict[str, Any]]:
+    """The lines of ``watch --json``: each names in ``change`` what it tells of: sweep, lease, trial or progress.
+
+    Without ``before``, everything is told as it is; with it, only what is new since.
+    """
+    lease = sweep.lease.to_json() | {"at_s": sweep.at_s}
+    if before is None or lease != before.lease.to_json() | {"at_s": sweep.at_s}:
+        yield {"change": "lease", **lease}
+    if before is None:
+        for trial in sweep.state.trials:
+            yield _trial_line(sweep, trial.number, len(trial.attempts) - 1, not trial.is_running, trial.proposed_at_s)
+    else:
+        for event in sweep.news:
+            if (place := _subject(sweep.state, event)) is not None:
+                yield _trial_line(sweep, *place, event.at_s)
+    for number, progress in sweep.live.items():
+        if before is None or before.live.get(number) != progress:
+            what = {"phase": progress.phase, "step": progress.step, "step_time_s": progress.step_time_s}
+            yield {"change": "progress", "at_s": sweep.at_s, "trial": number, **what}
+    line = _sweep_line(sweep)
+    if before is None or line != _sweep_line(before):
+        hours = sweep.device_seconds / 3600
+        yield {"change": "sweep", "at_s": sweep.at_s, "sweep": sweep.name, **line, "device_hours": hours}
+
+
+def _sweep_line(sweep: Snapshot) -> dict[str, Any]:
+    """Phase, numbers of trials and the best one, as ``watch --json`` tells them."""
+    best = sweep.state.best
+    figures = sweep.state.figures(best) if best else None
+    noun = noun_of(sweep.state.unit) if best else ""
+    return {
+        "state": sweep.phase,
+        "reason": sweep.reason,
+        "trials": {
+            "done": sweep.num_done,
+            "running": len(sweep.state.running),
+            "waiting": len(sweep.state.waiting),
+            "total": sweep.state.num_searched,
+        },
+        "winner": sweep.state.verdict.winner if sweep.state.verdict else None,
+        "best_of_search": {"trial": best.number, **figures.to_json(noun)} if best and figures else None,
+    }
+
+
+def _subject(state: SweepState, event: LedgerEvent) -> tuple[int, int, bool] | None:
+    """(trial, attempt, whether that has ended) that ``event`` is about; attempt -1 before the first launch. None for
+    events about no trial."""
+    match event:
+        case TrialProposed():
+            return event.trial, -1, False
+        case AttemptLaunched():
+            return event.trial, event.attempt, False
+        case AttemptEnded():
+            tokens = [attempt.token for attempt in state.trials[event.trial].attempts]
+            return (event.trial, tokens.index(event.token), True) if event.token in tokens else None
+        case _:
+            return None
+
+
+def _trial_line(sweep: Snapshot, number: int, index: int, has_ended: bool, at_s: float) -> dict[str, Any]:
+    """What ``watch --json`` tells about one attempt of a trial; ``index`` -1 before the first launch."""
+    trial = sweep.state.trials[number]
+    attempt = trial.attempts[index] if index >= 0 else None
+    outcome = attempt.outcome if attempt and has_ended else None
+    measurement = getattr(outcome, "measurement", None)
+    return {
+        "change": "trial",
+        "at_s": at_s,
+        "trial": number,
+        "short_name": short_name(trial.candidate),
+        "state": outcome.kind if outcome else "running" if attempt else "proposed",
+        "attempt": index if attempt else None,
+        "nodes": list(nodes_of(attempt)) if attempt else [],
+        "tokens_per_s_per_device": measurement.tokens_per_s_per_device if measurement else None,
+        "message": describe_failure(outcome) if outcome else "",
+    }

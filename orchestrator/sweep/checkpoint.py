@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
+import logging
+import platform
 import sys
+import time
 import typing
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from orchestrator.sweep.fold import apply
-from orchestrator.sweep.ledger import Ledger
+from orchestrator.invocation import user_name
+from orchestrator.process_support import pause_s
+from orchestrator.sweep.events import Action, Asked, Budget, BudgetChanged, ChecksAsked, TrialsRetried
+from orchestrator.sweep.fold import apply, is_retriable
+from orchestrator.sweep.ledger import Ledger, LedgerEntry, Request
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.vector import Block, LazyBlock, Vector
 from trials.codec import from_json, to_json
@@ -28,11 +35,10 @@ MIN_EVENTS = 256
 """New events that are worth another copy; fewer are quickly decoded."""
 
 CODE = (
-    *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "limits", "state", "values")),
+    *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "state")),
     "orchestrator.objective",
     "orchestrator.vector",
-    *(f"trials.{name}" for name in ("codec", "outcome", "shapes", "spec")),
-    *(f"trials.reports.{name}" for name in ("devices", "disturbance", "findings", "profile", "rates", "script")),
+    *(f"trials.{name}" for name in ("codec", "outcome", "reports", "shapes", "spec", "step_times")),
     "cluster.hardware.topology",
 )
 """Modules that say what a state is and what events make of it. A copy holds for their very text."""
@@ -150,3 +156,134 @@ def _code_version() -> str:
 
 
 _code_version()  # now: later, an update may have put other files in the place of those that were imported
+
+
+# Delivery of the ledger's entries to another system, in order, at that system's pace.
+
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S, _LAST_RETRY_S = 2.0, 120.0
+_TURN_S = 5.0
+"""A delivery that is not urgent gives way after this time: the sweep has to be looked after."""
+
+
+class Outbox:
+    """Hands on every entry behind the ledger's cursor ``name``, and moves the cursor only after success.
+
+    Args:
+        on_outage: told of the first error of an outage, for a message to people.
+    """
+
+    def __init__(self, name: str, on_outage: Callable[[Exception], None]) -> None:
+        self._name = name
+        self._on_outage = on_outage
+        self._folded: tuple[int, SweepState] | None = None
+        self._num_failures = 0
+        self._retry_at_s = 0.0
+
+    def deliver(self, ledger: Ledger, write: Callable[[LedgerEntry, SweepState], None], *, urgent: bool) -> int:
+        """Call ``write`` with each entry and the fold up to and including it; return how many it took.
+
+        Its first error ends the delivery; the next calls do nothing until a growing pause is over, unless ``urgent``.
+        A slow system gets some entries at a time, unless ``urgent``.
+        """
+        if time.monotonic() < self._retry_at_s and not urgent:
+            return 0
+        num_delivered = 0
+        turn_ends_s = time.monotonic() + _TURN_S
+        for entry in ledger.following(ledger.cursor(self._name)):
+            state = self._fold_to(ledger, entry)
+            try:
+                write(entry, state)
+            except Exception as error:
+                self._fail(error)
+                return num_delivered
+            ledger.advance(self._name, entry.seq)
+            self._folded = (entry.seq, state)
+            self._num_failures, self._retry_at_s = 0, 0.0
+            num_delivered += 1
+            if time.monotonic() > turn_ends_s and not urgent:
+                break
+        return num_delivered
+
+    def _fold_to(self, ledger: Ledger, entry: LedgerEntry) -> SweepState:
+        """From the last state where that is the one before the entry, else from the checkpoint or the beginning."""
+        if self._folded and self._folded[0] == entry.seq - 1:
+            return apply(self._folded[1], entry.event)
+        seq, state = read(ledger)
+        if seq > entry.seq:
+            seq, state = 0, SweepState()
+        between = itertools.takewhile(lambda earlier: earlier.seq <= entry.seq, ledger.entries(seq))
+        return reduce(apply, (earlier.event for earlier in between), state)
+
+    def _fail(self, error: Exception) -> None:
+        if self._num_failures == 0:
+            self._on_outage(error)
+        logger.debug("delivery to %s failed", self._name, exc_info=error)
+        self._retry_at_s = time.monotonic() + pause_s(self._num_failures, first_s=_FIRST_RETRY_S, last_s=_LAST_RETRY_S)
+        self._num_failures += 1
+
+
+# What people ask of a sweep while it runs: left in its ledger by anybody, taken in by whoever writes its events.
+
+
+FAULTS = ("crashed", "timed_out", "gang_lost", "host_oom")
+"""Kinds of outcomes that another launch may well turn out otherwise."""
+RequestEvent = Asked | TrialsRetried | ChecksAsked | BudgetChanged
+RETRIABLE = (*FAULTS, "oom", "infeasible", "diverged", "not_believed", "stopped_early")
+
+
+def action(name: Action) -> dict[str, Any]:
+    """The request to pause, drain or cancel."""
+    return {"action": name}
+
+
+def retry(kinds: Collection[str]) -> dict[str, Any]:
+    """The request to launch trials again that ended in one of these kinds."""
+    return {"action": "retry", "kinds": sorted(kinds)}
+
+
+def checks(*, confirm: Collection[int] = (), profile: Collection[int] = ()) -> dict[str, Any]:
+    """The request to confirm or profile these trials."""
+    return {"action": "check", "confirm": list(confirm), "profile": list(profile)}
+
+
+def budget(limits: Budget) -> dict[str, Any]:
+    """The request to go on with this budget."""
+    return {"action": "budget", "budget": to_json(limits)}
+
+
+def asker() -> str:
+    """Who asks: user and host."""
+    return f"{user_name()}@{platform.node()}"
+
+
+def last_request(ledger: Ledger) -> int:
+    """Number of the latest request; 0 where there is none."""
+    return max((request.id for request in ledger.requests(0)), default=0)
+
+
+def new_events(ledger: Ledger, state: SweepState, at_s: float, *, up_to: int | None = None) -> Iterator[RequestEvent]:
+    """What has been asked since ``state``, as events; with ``up_to`` no request that is later than that one."""
+    for request in ledger.requests(state.num_requests):
+        if up_to is None or request.id <= up_to:
+            yield _event(request, state, at_s)
+
+
+def _event(request: Request, state: SweepState, at_s: float) -> RequestEvent:
+    name = request.body["action"]
+    if name == "check":
+        confirm, profile = (tuple(request.body[key]) for key in ("confirm", "profile"))
+        return ChecksAsked(at_s=at_s, request=request.id, by=request.by, confirm=confirm, profile=profile)
+    if name == "budget":
+        limits: Budget = from_json(Budget, request.body["budget"])
+        return BudgetChanged(at_s=at_s, request=request.id, by=request.by, budget=limits)
+    if name in get_args(Action):
+        return Asked(at_s=at_s, request=request.id, action=name, by=request.by)
+    return TrialsRetried(at_s=at_s, request=request.id, trials=chosen(state, request.body["kinds"]), by=request.by)
+
+
+def chosen(state: SweepState, kinds: Collection[str]) -> tuple[int, ...]:
+    """Numbers of the trials that ended in one of ``kinds`` and can be launched again."""
+    return tuple(trial.number for trial in state.trials if trial.status in kinds and is_retriable(state, trial.number))

@@ -4,15 +4,358 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from enum import StrEnum
+from typing import ClassVar, Literal, Self
 
-from cluster.hardware.topology import Device
+from cluster.hardware.topology import Device, Topology
 from orchestrator.objective import Objective
-from orchestrator.sweep.values import Check, Evaluation, FinishCause, Hardware, PredictedResult, ProofSettings, Verdict
-from orchestrator.virtual import ClusterKind, Virtual, virtual_of
+from orchestrator.watermark import ClusterKind, Virtual
+from trials.accelerator.kinds import DeviceKind
 from trials.codec import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
+
+# Values that the ledger's events are made of: checks, proofs, verdicts, predictions, hardware, why a sweep ended.
+#
+# A *check* is a trial that tests something known instead of searching: it runs the candidate of an earlier trial
+# again. The search never learns from checks, and they do not count as its trials.
+
+
+class FinishCause(StrEnum):
+    """Why a sweep ended. The event's ``reason`` says it in words, with numbers."""
+
+    BUDGET_TRIALS = "budget_trials"
+    BUDGET_DEVICE_HOURS = "budget_device_hours"
+    BUDGET_WALL_TIME = "budget_wall_time"
+    PATIENCE = "patience"
+    """None of the last trials was faster than the best one."""
+    EXHAUSTED = "exhausted"
+    """The search has nothing left that it would measure."""
+    SAME_ERROR = "same_error"
+    """The first attempts all failed with the same error."""
+    BASELINE_NOT_BELIEVED = "baseline_not_believed"
+    """The baseline's reported step times contradict the clock, so nothing can be compared with it."""
+    FAULTS_IN_A_ROW = "faults_in_a_row"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_budget(self) -> bool:
+        """Whether a budget was spent, or the search's share of one."""
+        return self in (self.BUDGET_TRIALS, self.BUDGET_DEVICE_HOURS, self.BUDGET_WALL_TIME)
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether a larger budget, or more patience, lets the search go on."""
+        return self.is_budget or self == self.PATIENCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Why a sweep or its search ends: for programs, and in words for people."""
+
+    cause: FinishCause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The nodes a sweep was created for, all alike."""
+
+    num_nodes: int
+    devices_per_node: int
+    device_name: str
+    device_kind: DeviceKind
+
+    @classmethod
+    def of(cls, topology: Topology) -> Self:
+        """What ``topology`` is made of, by its first node."""
+        first = topology.nodes[0]
+        return cls(
+            num_nodes=len(topology.nodes),
+            devices_per_node=first.num_devices,
+            device_name=first.device_name,
+            device_kind=first.device_kind,
+        )
+
+
+GateRole = Literal["baseline", "twin", "finalist", "reference", "finalist_reference", "reference_twin"]
+"""Who trains in a gate run. The references are the baseline and the finalist in fp32 (O0). A twin is the baseline, or
+what the finalist's reference is compared with, whose initial weights are off by rounding errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmationRun:
+    """Trial ``of`` (a finalist or the baseline) measured again, in this round (from 0)."""
+
+    kind: ClassVar[str] = "confirmation"
+    of: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateRun:
+    """The gate's fixed number of steps, trained by trial ``of`` (for the reference: by what it is derived from)."""
+
+    kind: ClassVar[str] = "gate"
+    of: int
+    role: GateRole
+    perturbation: float = 0.0
+    """How far initial weights are off, see :attr:`trials.spec.TrialSpec.perturbation`; 0 unless it is a twin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakRun:
+    """One longer run of ``finalist`` or of the baseline, to see whether its speed lasts."""
+
+    kind: ClassVar[str] = "soak"
+    of: int
+    """Who runs: the finalist or the baseline."""
+    finalist: int
+    """Whose soak it belongs to."""
+    number: int
+    """Pair of runs, from 0."""
+    num_steps: int
+    expected_s: float
+    """Seconds that the steps take at the speed of the rounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRun:
+    """Trial ``of`` with the profiler on; its times are not a measurement."""
+
+    kind: ClassVar[str] = "profile"
+    of: int
+    profile: ProfileSpec
+
+
+Check = ConfirmationRun | GateRun | SoakRun | ProfileRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromotedRounds:
+    """Rounds of the confirmation that a configuration was promoted with; a verification compares its own with them."""
+
+    own: tuple[float, ...]
+    """Speed of the configuration in each round, in tokens/s/p."""
+    baseline: tuple[float, ...]
+    """Speed of its baseline in the same rounds; empty where it was not measured."""
+    tolerance: float
+    """Relative loss of speed that does not count."""
+    hardware: Mapping[str, str] = field(default_factory=dict)
+    """Entries of the fingerprint that have to be the same for speeds to be compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmSettings:
+    """How finalists are confirmed."""
+
+    num_finalists: int = 3
+    min_rounds: int = 3
+    max_rounds: int = 8
+    budget_share: float = 0.2
+    """Share of device-hours and wall time, 0 to 1, that the search leaves over for the proof."""
+    always: bool = False
+    """Whether the fastest trials are finalists even where the search saw none that may be faster than the baseline."""
+    soak_s: float | None = None
+    """Length of the longer run before a winner is confirmed, in seconds; None: as long as the rounds together, see
+    :data:`orchestrator.proof.confirmation.MIN_SOAK_S`; 0: no such run."""
+    promoted: PromotedRounds | None = None
+    """Set in a verification: rounds go on until they show whether the finalist has lost speed since then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSettings:
+    """How the loss gate judges. Tolerances are relative; None: those of the precision class."""
+
+    num_steps: int = 20
+    loss_tolerance: float | None = None
+    grad_norm_tolerance: float | None = None
+    command: tuple[str, ...] = ()
+    """The user's own evaluation, run without a shell; exit code 0 passes. Empty: none."""
+    command_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofSettings:
+    """None: that part is off."""
+
+    confirm: ConfirmSettings | None = None
+    gate: GateSettings | None = None
+
+
+GateAnswer = Literal["passed", "failed", "inconclusive"]
+"""It trains the same model; it does not; that could not be told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsJudged:
+    """How the steps of a gate run compare with their limits, which differ by step."""
+
+    median: float
+    """Median relative deviation of the steps that can be compared."""
+    num_compared: int
+    num_beyond: int
+    """Steps beyond their limit."""
+    num_allowed: int
+    """Steps that may be beyond their limit: because rounding alone goes as far, or by the rule for gradient norms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateReport:
+    """What the gate found about finalist ``trial``."""
+
+    trial: int
+    passed: bool
+    reasons: tuple[str, ...]
+    """Why it does not train the same model, each a sentence for people; empty unless it failed."""
+    precision_class: str
+    """Names the tolerances, e.g. ``bfloat16 O1 against float32``."""
+    compared_with: Literal["baseline", "reference"]
+    num_steps: int
+    loss_tolerance: float
+    grad_norm_tolerance: float
+    loss_deviation: float | None
+    """Relative, in the step that decides, as the tolerance is; None where there is none (not finite, run failed)."""
+    grad_norm_deviation: float | None
+    notes: tuple[str, ...] = ()
+    """What people should know although it passed, e.g. that no reference could be trained."""
+    doubts: tuple[str, ...] = ()
+    """Why it could not be told, each a sentence for people; empty unless it is inconclusive."""
+    remedy: str = ""
+    """What makes the gate tell more, a sentence; empty where it told."""
+    twin_loss_deviation: float | None = None
+    """How far the losses of the run compared with and its twin lie apart, relative, at most; None without a twin."""
+    twin_grad_norm_deviation: float | None = None
+    loss: StepsJudged | None = None
+    """Losses step by step; None where the mean alone was judged, or nothing was."""
+    grad_norm: StepsJudged | None = None
+    """Gradient norms step by step; None where there are none, or nothing was judged."""
+
+    @property
+    def answer(self) -> GateAnswer:
+        if self.passed:
+            return "passed"
+        return "failed" if self.reasons else "inconclusive"
+
+    @property
+    def objections(self) -> tuple[str, ...]:
+        """Why it did not pass: the reasons, or where there are none, the doubts."""
+        return self.reasons or self.doubts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """How the user's own evaluation of finalist ``trial`` ended."""
+
+    trial: int
+    passed: bool
+    exit_code: int | None
+    """None: it could not be started, or was killed at its deadline."""
+    output_tail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioInterval:
+    """Speed over the baseline's, with its 95 % interval."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakReport:
+    """What the longer runs of finalist ``trial`` and of the baseline showed."""
+
+    trial: int
+    answer: Literal["passed", "failed", "inconclusive"]
+    """``inconclusive``: a run was lost, which says nothing about the finalist, or steps varied too much to tell."""
+    num_steps: int = 0
+    """Steps of the finalist's runs."""
+    seconds: float = 0.0
+    """Seconds of these steps."""
+    first: RatioInterval | None = None
+    """Speed over the baseline's in the first third of the steps; intervals cover the noise between steps."""
+    last: RatioInterval | None = None
+    """The same in the last third, which decides."""
+    reason: str = ""
+    """Why it did not pass, as a sentence without its subject; empty if it passed."""
+    notes: tuple[str, ...] = ()
+    """What else the runs showed, such as memory that grows."""
+
+
+DisqualifiedBy = Literal["gate", "evaluation", "soak", "failure"]
+"""The loss gate, the custom evaluation, the longer run, a run of the proof that failed or was not believed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disqualified:
+    """A finalist that cannot win, whatever its speed."""
+
+    trial: int
+    by: DisqualifiedBy
+    reason: str
+    """A clause with the trial as its subject: ``t003 does not train the same model: ...``."""
+
+
+Conclusion = Literal["confirmed", "keep", "unconfirmed", "rehearsed"]
+"""A finalist is shown faster and trains the same; none is: keep what you have; it could not be settled; on a cluster
+that does not exist one came out faster, which proves nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The end of a proof."""
+
+    conclusion: Conclusion
+    winner: int | None
+    """The finalist to use; None unless confirmed or rehearsed."""
+    reason: str
+    """One sentence for people."""
+    speedup: RatioInterval | None = None
+    """How much faster the winner is, or the fastest finalist where none won."""
+    tied_with: tuple[int, ...] = ()
+    """Finalists whose speed is equal to the winner's as far as the rounds show."""
+    num_rounds: int = 0
+    gates: tuple[GateReport, ...] = ()
+    evaluations: tuple[Evaluation, ...] = field(default=())
+    soaks: tuple[SoakReport, ...] = ()
+    disqualified: tuple[Disqualified, ...] = ()
+    shared: tuple[str, ...] = ()
+    """Settings (``knob=value``) that all disqualified trials have and the baseline does not: candidates with all of
+    them were not confirmed."""
+    left_out: tuple[int, ...] = ()
+    """Measured trials that have all values which the disqualified ones share, and were left out for it."""
+
+    def soak(self, trial: int) -> SoakReport | None:
+        """The report on the longer runs of ``trial``; None without any."""
+        return next((one for one in self.soaks if one.trial == trial), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedResult:
+    """What was expected of a candidate, by the cost model or what knobs usually do, corrected by the trials known when
+    it was proposed."""
+
+    step_time_s: float
+    log_spread: float
+    """Standard deviation of log(measured / expected step time)."""
+    peak_bytes: float | None
+    """Peak memory of the fullest rank; None where no cost model tells."""
+    probability_fits: float
+    """Probability that it does not run out of memory, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """The next candidate and why."""
+
+    candidate: Candidate
+    reason: str
+    """For people."""
+    expected: PredictedResult | None = None
+    """None where nothing was predicted."""
+
 
 Origin = Literal["baseline", "sampler", "check"]
 SweepEnd = Literal["finished", "failed", "cancelled"]
@@ -33,12 +376,12 @@ class Budget:
     strikes_per_node: int = 3
     """Faults in a row that are blamed on a node, before nothing is placed there any more."""
     patience: int | None = None
-    """Trials that ended one after another without any being the best so far."""
+    """Trials that ended one after another without any being the best so far (:attr:`SweepState.best_trial`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepCreated:
-    """First event: everything that stays the same for the life of the sweep."""
+    """First event: everything that stays the same for the life of the sweep; in a state, with the present budget."""
 
     kind: ClassVar[str] = "sweep_created"
     at_s: float
@@ -50,6 +393,9 @@ class SweepCreated:
     num_legal: int
     hardware: str
     """The topology's label, e.g. ``1x8 NVIDIA H200``, for people."""
+    devices: Hardware
+    """What ``hardware`` names."""
+    cluster_kind: ClusterKind
     fingerprint: Mapping[str, str]
     """Environment: library versions, driver, host kind. Trials are comparable only where it is equal."""
     num_earlier_trials: int = 0
@@ -59,28 +405,18 @@ class SweepCreated:
     profiled: tuple[str, ...] = ()
     """Trials to be profiled at the end: a number, ``baseline`` or ``winner``."""
     profile: ProfileSpec = field(default_factory=ProfileSpec)
-    devices: Hardware | None = None
-    """What ``hardware`` names; None in ledgers of old, see :attr:`known_devices`."""
     objective: Objective = field(default_factory=Objective)
-    """What counts as faster; ledgers written before there was a choice have the default."""
-    cluster_kind: ClusterKind | None = None
-    """None in ledgers of old, whose fingerprints tell whether the cluster was ``virtual``."""
+    """What counts as faster."""
 
     @property
     def virtual(self) -> Virtual | None:
         """How the numbers came about where the cluster does not exist; None where trials are run."""
-        return virtual_of(self.cluster_kind, self.fingerprint)
+        return "simulated" if self.cluster_kind == "simulated" else None
 
     @property
-    def known_devices(self) -> Hardware | None:
-        """The hardware as a value; None where an old ledger's label does not tell."""
-        return self.devices or Hardware.of_label(self.hardware)
-
-    @property
-    def num_devices(self) -> int | None:
-        """Devices of the lease that the sweep was created for; None where an old ledger's label does not tell."""
-        known = self.known_devices
-        return None if known is None else known.num_nodes * known.devices_per_node
+    def num_devices(self) -> int:
+        """Devices of the lease that the sweep was created for."""
+        return self.devices.num_nodes * self.devices.devices_per_node
 
     def trial_key(self, candidate: Candidate) -> str:
         """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys compare."""
@@ -124,6 +460,17 @@ class TrialsRetried:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetChanged:
+    """The sweep has this budget from now on. One that had ended because the former was spent is open again."""
+
+    kind: ClassVar[str] = "budget_changed"
+    at_s: float
+    request: int
+    budget: Budget
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseChanged:
     """The sweep holds these nodes from now on; none while it waits."""
 
@@ -159,7 +506,7 @@ class FinalistsChosen:
     reason: str
     first_check: int
     """Number of the next trial: checks before it belong to an earlier proof."""
-    cause: FinishCause = FinishCause.UNKNOWN
+    cause: FinishCause
     """Why the search ended; ``reason`` says it in words."""
 
 
@@ -179,6 +526,18 @@ class VerdictReached:
     kind: ClassVar[str] = "verdict_reached"
     at_s: float
     verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalistsDisqualified:
+    """No finalist is left and at least one was disqualified: the proof is set aside, and the next best follow."""
+
+    kind: ClassVar[str] = "finalists_disqualified"
+    at_s: float
+    verdict: Verdict
+    """What the proof that is set aside showed."""
+    reopened: tuple[int, ...]
+    """Trials to launch again: they were stopped early because they were slower than a disqualified one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +638,7 @@ class SweepFinished:
     status: SweepEnd
     reason: str
     """The cause in words, for people."""
-    cause: FinishCause = FinishCause.UNKNOWN
+    cause: FinishCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +654,7 @@ LedgerEvent = (
     | ControllerStarted
     | Asked
     | TrialsRetried
+    | BudgetChanged
     | LeaseChanged
     | TrialProposed
     | AttemptLaunched
@@ -304,6 +664,7 @@ LedgerEvent = (
     | SearchExhausted
     | FinalistsChosen
     | EvaluationEnded
+    | FinalistsDisqualified
     | VerdictReached
     | ChecksAsked
     | Promoted
@@ -327,7 +688,7 @@ class ChooseFinalists:
 
     finalists: tuple[int, ...]
     reason: str
-    cause: FinishCause = FinishCause.UNKNOWN
+    cause: FinishCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +713,14 @@ class Conclude:
     """The proof is over."""
 
     verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """Replace the finalists of the proof by the next best ones; launch the ``reopened`` trials before that."""
+
+    verdict: Verdict
+    reopened: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,7 +760,7 @@ class Finish:
     cause: FinishCause
 
 
-Command = Propose | ChooseFinalists | ProposeCheck | Evaluate | Conclude | Launch | Stop | Pause | Finish
+Command = Propose | ChooseFinalists | ProposeCheck | Evaluate | Conclude | SetAside | Launch | Stop | Pause | Finish
 
 
 def sweep_id(created: SweepCreated) -> str:

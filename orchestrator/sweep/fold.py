@@ -12,41 +12,50 @@ from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
     AttemptStopped,
+    BudgetChanged,
     CandidatesPruned,
     ChecksAsked,
+    ConfirmationRun,
     ControllerStarted,
     EvaluationEnded,
     Event,
     FinalistsChosen,
+    FinalistsDisqualified,
+    GateRun,
     LeaseChanged,
+    ProfileRun,
     Promoted,
     SearchExhausted,
+    SoakRun,
     SweepCreated,
     SweepFinished,
     SweepPaused,
     Tick,
     TrialProposed,
     TrialsRetried,
+    Verdict,
     VerdictReached,
 )
-from orchestrator.sweep.limits import spent_by_search
 from orchestrator.sweep.state import (
     MAX_FAILURES,
     MAX_FASTEST,
     Attempt,
     ProofState,
-    RankedTrial,
     SweepState,
     SweepStatus,
     Trial,
+    end_of_search,
+    rank,
+    rank_fastest,
+    spent_budget,
+    spent_by_search,
 )
-from orchestrator.sweep.values import ConfirmationRun, GateRun, ProfileRun
 from orchestrator.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly, TimedOut
 
 TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded
-Asking = Asked | TrialsRetried | ChecksAsked
-ProofEvent = FinalistsChosen | EvaluationEnded | VerdictReached
+Asking = Asked | TrialsRetried | ChecksAsked | BudgetChanged
+ProofEvent = FinalistsChosen | EvaluationEnded | FinalistsDisqualified | VerdictReached
 
 
 def fold(events: Iterable[Event]) -> SweepState:
@@ -107,6 +116,8 @@ def _apply_request(state: SweepState, event: Asking) -> SweepState:
             return _apply_retried(state, event)
         case ChecksAsked():
             return _apply_checks_asked(state, event)
+        case BudgetChanged():
+            return _apply_budget(state, event)
         case _:
             assert_never(event)
 
@@ -118,6 +129,7 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
                 finalists=event.finalists,
                 reason=event.reason,
                 first_check=event.first_check,
+                gate_from=state.set_aside[0].first_check if state.set_aside else event.first_check,
                 cause=event.cause,
                 is_asked=bool(state.to_confirm),
             )
@@ -126,11 +138,47 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
             assert state.proof is not None, "an evaluation belongs to a proof"
             evaluations = (*state.proof.evaluations, event.evaluation)
             return replace(state, proof=replace(state.proof, evaluations=evaluations))
+        case FinalistsDisqualified():
+            return _apply_disqualified(state, event)
         case VerdictReached():
             assert state.proof is not None, "a verdict belongs to a proof"
-            return replace(state, proof=replace(state.proof, verdict=event.verdict))
+            ended = replace(state, proof=replace(state.proof, verdict=event.verdict))
+            return _with_disqualified(ended, event.verdict)
         case _:
             assert_never(event)
+
+
+def _apply_disqualified(state: SweepState, event: FinalistsDisqualified) -> SweepState:
+    """The search is open again where a disqualified trial had ended it; the trials it had stopped wait again."""
+    assert state.proof is not None, "finalists belong to a proof"
+    again = tuple(number for number in event.reopened if is_retriable(state, number))
+    kept = Vector(number for number in state.end_order if number not in again) if again else state.end_order
+    reopened = replace(
+        state,
+        proof=None,
+        set_aside=(*state.set_aside, replace(state.proof, verdict=event.verdict, end_check=len(state.trials))),
+        waiting=tuple(sorted({*_without_proof(state), *again})),
+        end_order=kept,
+        judged_from=min(state.judged_from, len(kept)),
+        patience_from=len(kept),
+        exhausted="",
+    )
+    return _with_disqualified(reopened, event.verdict)
+
+
+def _with_disqualified(state: SweepState, verdict: Verdict) -> SweepState:
+    """The state in which the trials that the verdict rules out are no longer among the fastest; its winner is."""
+    out = {one.trial: one for one in (*state.disqualified, *verdict.disqualified) if one.trial != verdict.winner}
+    left_out = verdict.left_out
+    if (tuple(out.values()), left_out) == (state.disqualified, state.left_out):
+        return state
+    counting = (
+        (trial.number, trial.measurement)
+        for trial in state.searched()
+        if trial.measurement is not None and trial.number not in (*out, *left_out)
+    )
+    fastest = rank_fastest(counting, state.objective)
+    return replace(state, disqualified=tuple(out.values()), left_out=left_out, fastest=fastest)
 
 
 def _advance_clock(state: SweepState, event: Event) -> SweepState:
@@ -184,6 +232,7 @@ def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
     return replace(
         _opened(state),
         proof=None,  # what the trials show now may be faster than the finalists
+        set_aside=(),
         waiting=tuple(sorted({*_without_proof(state), *again})),
         end_order=(kept := Vector(number for number in state.end_order if number not in again)),
         judged_from=len(kept),
@@ -194,7 +243,7 @@ def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
 
 def _without_proof(state: SweepState) -> tuple[int, ...]:
     """The trials that wait, without checks of a proof that is over: nobody would look at those."""
-    over = ConfirmationRun | GateRun
+    over = ConfirmationRun | GateRun | SoakRun
     return tuple(number for number in state.waiting if not isinstance(state.trials[number].check, over))
 
 
@@ -206,6 +255,29 @@ def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
         to_confirm=tuple(dict.fromkeys((*state.to_confirm, *event.confirm))),
         to_profile=tuple(dict.fromkeys((*state.to_profile, *event.profile))),
     )
+
+
+def _apply_budget(state: SweepState, event: BudgetChanged) -> SweepState:
+    """Where the former budget ended the search and this one does not, the search goes on, and is proven again; where
+    it cut the proof short, the proof goes on."""
+    if state.status == "cancelled":
+        return state
+    changed = replace(state, created=replace(state.sweep, budget=event.budget))
+    if state.status == "failed":
+        return changed
+    cause = state.finish_cause if state.proof is None else state.proof.cause
+    searching = replace(changed, proof=None, waiting=_without_proof(changed))
+    if cause is not None and cause.is_limit and not end_of_search(searching):
+        return _opened(searching)
+    if state.proof is not None and _is_cut_short(state, state.proof) and not spent_budget(changed):
+        return _opened(replace(changed, proof=replace(state.proof, verdict=None)))
+    return changed
+
+
+def _is_cut_short(state: SweepState, proof: ProofState) -> bool:
+    """Whether the proof ended without a winner after the budget was spent."""
+    is_open = proof.verdict is None or proof.verdict.winner is not None
+    return not (is_open or proof.is_asked) and bool(spent_budget(state))
 
 
 def _opened(state: SweepState) -> SweepState:
@@ -368,8 +440,11 @@ def blamed_node(outcome: Outcome) -> str | None:
 
 def _rank(state: SweepState, trial: Trial) -> SweepState:
     """The state in which a trial that has just ended has its place among the fastest, if it deserves one."""
-    if trial.check is not None or trial.measurement is None:
+    if trial.check is not None or trial.measurement is None or state.is_disqualified(trial.number):
         return state
-    ranked = RankedTrial(number=trial.number, score=state.objective.score(trial.measurement))
+    key = -state.objective.score(trial.measurement), trial.number
+    if len(state.fastest) == MAX_FASTEST and key > state.fastest[-1].key:
+        return state
+    ranked = rank(trial.number, trial.measurement, state.objective)
     fastest = sorted((*state.fastest, ranked), key=lambda one: one.key)
     return replace(state, fastest=tuple(fastest[:MAX_FASTEST]))

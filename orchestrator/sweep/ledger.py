@@ -1,34 +1,46 @@
 """The ledger: a sweep's events, append-only, in SQLite. The one source of truth.
 
 Everything else is a projection: the state is a fold over the events, Optuna's study is rebuilt from the state, and
-MLflow is fed from the events behind a cursor, so that neither being away loses a result.
+MLflow is fed from the events behind a cursor, so that neither being away loses a result. Every row has a checksum and
+events have no gaps: damage is reported with its place, and never folded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import sqlite3
+import tempfile
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from orchestrator import processes
+from orchestrator import process_support
 from orchestrator.sweep.events import ControllerStarted, LedgerEvent
-from trials.codec import from_json, to_json
-from trials.files import make_private_folder
+from trials.codec import CodecError, from_json, to_json
+from trials.files import is_disk_full, make_private_folder
+
+if TYPE_CHECKING:
+    from orchestrator.sweep.snapshot import Home
+
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS events (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     kind TEXT NOT NULL,
-    body TEXT NOT NULL
+    body TEXT NOT NULL,
+    checksum INTEGER NOT NULL
 ) STRICT;
-CREATE TABLE IF NOT EXISTS documents (name TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS documents (
+    name TEXT PRIMARY KEY, body TEXT NOT NULL, checksum INTEGER NOT NULL
+) STRICT;
 CREATE TABLE IF NOT EXISTS cursors (name TEXT PRIMARY KEY, seq INTEGER NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS fence (id INTEGER PRIMARY KEY CHECK (id = 0), epoch INTEGER NOT NULL) STRICT;
 INSERT OR IGNORE INTO fence VALUES (0, 0);
@@ -36,9 +48,12 @@ CREATE TABLE IF NOT EXISTS requests (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     at_s REAL NOT NULL,
     by TEXT NOT NULL,
-    body TEXT NOT NULL
+    body TEXT NOT NULL,
+    checksum INTEGER NOT NULL
 ) STRICT;
-CREATE TABLE IF NOT EXISTS checkpoint (part INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS checkpoint (
+    part INTEGER PRIMARY KEY, body BLOB NOT NULL, checksum INTEGER NOT NULL
+) STRICT;
 CREATE TRIGGER IF NOT EXISTS events_stay BEFORE UPDATE ON events BEGIN SELECT RAISE(ABORT, 'events stay'); END;
 CREATE TRIGGER IF NOT EXISTS events_keep BEFORE DELETE ON events BEGIN SELECT RAISE(ABORT, 'events stay'); END;
 """
@@ -50,8 +65,14 @@ _BUSY_S = 30.0
 MAX_RECENT = 4096
 """Entries the writer keeps at hand for whoever follows closely: they need not be read and decoded again."""
 
+_SELECT_EVENTS = "SELECT seq, kind, body, checksum FROM events"
 _PAGE_SIZE = 64
 """Events read at once when going backwards."""
+_INSERT_EVENT = """INSERT INTO events (seq, kind, body, checksum)
+SELECT next, ?1, ?2, checksum(next, ?1, ?2)
+FROM (SELECT coalesce(max(seq), 0) + 1 AS next FROM events), fence
+WHERE ?3 IS NULL OR epoch = ?3
+"""
 
 
 class LedgerError(RuntimeError):
@@ -63,7 +84,25 @@ class SweepBusyError(LedgerError):
 
 
 class FencedError(LedgerError):
-    """Another controller has taken the sweep over since; what this one has to say is not stored any more."""
+    """Another controller has taken over the sweep; events of this one are no longer stored."""
+
+
+class LedgerGoneError(LedgerError):
+    """The file was deleted or replaced while it was open: what is written to it now is lost."""
+
+
+class DiskFullError(LedgerError):
+    """There is no space for what is to be written; nothing of it was."""
+
+
+class DamagedError(LedgerError):
+    """Rows are missing or were changed after they were written."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(
+            f"{path} is damaged: {what}. Restore the file from a backup; without one, move the folder {path.parent} "
+            "away and submit the sweep again"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +113,7 @@ class Request:
     at_s: float
     by: str
     body: Any
-    """JSON; see :mod:`orchestrator.sweep.requests`."""
+    """JSON; see :mod:`orchestrator.sweep.checkpoint`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +133,19 @@ class Ledger:
         self.path = folder / FILE_NAME
         self._recent: deque[LedgerEntry] = deque(maxlen=MAX_RECENT)
         self._epoch: int | None = None
+        self._file: tuple[int, int] | None = None
+        """Device and inode of the file that is written to."""
         with self._errors("open"):
             if read_only:
                 self._db = _connect_to_read(self.path)
                 return
             make_private_folder(folder)
             self._db = sqlite3.connect(self.path, isolation_level=None, timeout=_BUSY_S)
+            self._db.create_function("checksum", -1, _checksum, deterministic=True)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
+            self._file = _identity(self.path)
 
     @classmethod
     def open_existing(cls, folder: Path, *, read_only: bool = False) -> Self:
@@ -120,7 +163,7 @@ class Ledger:
 
     def is_held(self) -> bool:
         """Whether a controller is at work on the sweep."""
-        return processes.is_held(self.folder / _LOCK_NAME)
+        return process_support.is_held(self.folder / _LOCK_NAME)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -130,30 +173,51 @@ class Ledger:
             SweepBusyError: another process holds it.
         """
         with (self.folder / _LOCK_NAME).open("a+", encoding="utf-8") as lock:
-            if not processes.take(lock):
-                raise SweepBusyError(f"another controller runs this sweep: process {_holder(lock)}")
-            lock.truncate(0)
-            lock.write(f"{os.getpid()}\n")
-            lock.flush()
+            if not process_support.take(lock):
+                name = self.folder.name
+                raise SweepBusyError(
+                    f"another controller runs the sweep {name}: process {_holder(lock)}. Follow it with"
+                    f" `tune-cluster watch {name}`, or stop it with `tune-cluster pause {name}`"
+                )
+            with contextlib.suppress(OSError):  # a full disk: the lock counts, the number is for people
+                lock.truncate(0)
+                os.write(lock.fileno(), f"{os.getpid()}\n".encode())
             yield
+
+    def require_in_place(self) -> None:
+        """Check that the file opened is still the one at its path.
+
+        Raises:
+            LedgerGoneError: it was deleted, moved or replaced.
+        """
+        try:
+            is_there = self._file is None or _identity(self.path) == self._file
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        except OSError:  # a file system that does not answer: the next write reports it
+            is_there = True
+        if not is_there:
+            raise LedgerGoneError(
+                f"{self.path} was deleted or replaced while the sweep was running: its results are no longer saved. "
+                f"Restore the folder {self.folder} from a backup, or submit the sweep again to start over"
+            )
 
     def append(self, event: LedgerEvent) -> LedgerEntry:
         """Store one event durably and return it with its number.
 
         Raises:
             FencedError: another controller has begun a later epoch; the event is not stored.
+            LedgerGoneError: the file was deleted or replaced.
             LedgerError: the disk is full or read-only; the event is not stored.
         """
         body = json.dumps(to_json(event), separators=(",", ":"))
         with self._errors("write"), self._atomic(isinstance(event, ControllerStarted)):
             if isinstance(event, ControllerStarted):
                 self._begin_epoch(event.epoch)
-            cursor = self._db.execute(
-                "INSERT INTO events (kind, body) SELECT ?, ? FROM fence WHERE ? IS NULL OR epoch = ?",
-                (event.kind, body, self._epoch, self._epoch),
-            )
+            cursor = self._db.execute(_INSERT_EVENT, (event.kind, body, self._epoch))
         if cursor.rowcount != 1 or cursor.lastrowid is None:
             raise self._fenced()
+        self.require_in_place()
         entry = LedgerEntry(cursor.lastrowid, event)
         if self._recent and self._recent[-1].seq != entry.seq - 1:
             self._recent.clear()  # somebody else has written in between
@@ -185,9 +249,11 @@ class Ledger:
 
     def ask(self, body: Any, *, by: str, at_s: float) -> int:
         """Leave a request for the controller; return its id. Needs no lock."""
+        text, at_s = json.dumps(body), float(at_s)
         with self._errors("write"):
             cursor = self._db.execute(
-                "INSERT INTO requests (at_s, by, body) VALUES (?, ?, ?)", (at_s, by, json.dumps(body))
+                "INSERT INTO requests (at_s, by, body, checksum) VALUES (?, ?, ?, ?)",
+                (at_s, by, text, _checksum(at_s, by, text)),
             )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
@@ -195,25 +261,38 @@ class Ledger:
     def requests(self, after: int) -> list[Request]:
         """Requests with an id above ``after``, in order."""
         with self._errors("read"):
-            rows = self._db.execute("SELECT id, at_s, by, body FROM requests WHERE id > ? ORDER BY id", (after,))
-            return [Request(number, at_s, by, json.loads(body)) for number, at_s, by, body in rows]
+            rows = self._db.execute(
+                "SELECT id, at_s, by, body, checksum FROM requests WHERE id > ? ORDER BY id", (after,)
+            ).fetchall()
+        for number, *parts, checksum in rows:
+            self._check(f"request {number}", checksum, *parts)
+        return [Request(number, at_s, by, json.loads(body)) for number, at_s, by, body, _ in rows]
 
     def entries(self, after: int = 0) -> Iterator[LedgerEntry]:
-        """Stored events with a number above ``after``, in order."""
+        """Stored events with a number above ``after``, in order.
+
+        Raises:
+            DamagedError: an event is missing or was changed.
+        """
         with self._errors("read"):
-            rows = self._db.execute("SELECT seq, body FROM events WHERE seq > ? ORDER BY seq", (after,)).fetchall()
-        for seq, body in rows:
-            yield LedgerEntry(seq, self._decode(seq, body))
+            highest = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
+            rows = self._db.execute(f"{_SELECT_EVENTS} WHERE seq > ? ORDER BY seq", (after,)).fetchall()
+        for expected, row in enumerate(rows, after + 1):
+            if row[0] != expected:
+                raise DamagedError(self.path, f"event {expected} is missing")
+            yield self._entry(*row)
+        if highest is not None and after + len(rows) < highest[0]:
+            raise DamagedError(self.path, f"event {after + len(rows) + 1} is missing")
 
     def backwards(self, before: int) -> Iterator[LedgerEntry]:
         """Stored events with a number below ``before``, the last one first; read as far as somebody asks."""
         while before > 1:
             with self._errors("read"):
                 rows = self._db.execute(
-                    "SELECT seq, body FROM events WHERE seq < ? ORDER BY seq DESC LIMIT ?", (before, _PAGE_SIZE)
+                    f"{_SELECT_EVENTS} WHERE seq < ? ORDER BY seq DESC LIMIT ?", (before, _PAGE_SIZE)
                 ).fetchall()
-            for seq, body in rows:
-                yield LedgerEntry(seq, self._decode(seq, body))
+            for row in rows:
+                yield self._entry(*row)
             before = rows[-1][0] if rows else 0
 
     def following(self, after: int) -> Sequence[LedgerEntry]:
@@ -230,20 +309,27 @@ class Ledger:
     def document(self, name: str) -> Any:
         """A JSON document kept beside the events, or None."""
         with self._errors("read"):
-            row = self._db.execute("SELECT body FROM documents WHERE name = ?", (name,)).fetchone()
-        return json.loads(row[0]) if row else None
+            row = self._db.execute("SELECT body, checksum FROM documents WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            return None
+        self._check(f"document {name!r}", row[1], name, row[0])
+        return json.loads(row[0])
 
     def put_document(self, name: str, body: Any) -> None:
         """Store a JSON document under ``name``, replacing an older one."""
+        text = json.dumps(body)
         with self._errors("write"):
-            self._db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?)", (name, json.dumps(body)))
+            row = (name, text, _checksum(name, text))
+            self._db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", row)
 
     def checkpoint(self) -> list[bytes]:
-        """The parts of what was last kept by :meth:`put_checkpoint`, in order; none in ledgers of old."""
+        """The parts of what was last kept by :meth:`put_checkpoint`, in order; none where one of them is damaged."""
         with self._errors("read"):
-            if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'checkpoint'").fetchone() is None:
-                return []
-            return [body for (body,) in self._db.execute("SELECT body FROM checkpoint ORDER BY part")]
+            rows = self._db.execute("SELECT part, body, checksum FROM checkpoint ORDER BY part").fetchall()
+        is_whole = all(
+            number == part and _checksum(part, body) == checksum for number, (part, body, checksum) in enumerate(rows)
+        )
+        return [body for _, body, _ in rows] if is_whole else []
 
     def put_checkpoint(self, parts: Mapping[int, bytes], num_parts: int) -> None:
         """Replace these parts, and keep ``num_parts`` in all; all of it happens or nothing.
@@ -256,7 +342,8 @@ class Ledger:
             (epoch,) = self._db.execute("SELECT epoch FROM fence").fetchone()
             if self._epoch not in (None, epoch):
                 raise self._fenced()
-            self._db.executemany("INSERT OR REPLACE INTO checkpoint VALUES (?, ?)", parts.items())
+            rows = [(part, body, _checksum(part, body)) for part, body in parts.items()]
+            self._db.executemany("INSERT OR REPLACE INTO checkpoint VALUES (?, ?, ?)", rows)
             self._db.execute("DELETE FROM checkpoint WHERE part >= ?", (num_parts,))
 
     def cursor(self, name: str) -> int:
@@ -298,38 +385,227 @@ class Ledger:
             row = self._db.execute("SELECT max(seq) FROM events").fetchone()
         return int(row[0] or 0)
 
+    def _entry(self, seq: int, kind: str, body: str, checksum: int) -> LedgerEntry:
+        self._check(f"event {seq} ({kind})", checksum, seq, kind, body)
+        return LedgerEntry(seq, self._decode(seq, body))
+
     def _decode(self, seq: int, body: str) -> LedgerEvent:
         try:
             event: LedgerEvent = from_json(LedgerEvent, json.loads(body))
         except ValueError as error:
-            raise LedgerError(
-                f"event {seq} of {self.path} is not understood, another version wrote it: {error}"
-            ) from None
+            raise LedgerError(f"event {seq} of {self.path} was written by another version: {error}") from None
         return event
+
+    def _check(self, what: str, checksum: int, *parts: object) -> None:
+        if _checksum(*parts) != checksum:
+            raise DamagedError(self.path, f"the checksum of {what} does not match")
 
     @contextmanager
     def _errors(self, action: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
-            raise LedgerError(
-                f"cannot {action} {self.path}: {error}; free space or mend the folder's permissions, then submit again"
+        except (sqlite3.OperationalError, OSError) as error:
+            if isinstance(error, sqlite3.Error) and not hasattr(error, "sqlite_errorcode"):  # text that is no UTF-8
+                raise DamagedError(self.path, f"cannot {action} it: {error}") from error
+            if "no such column" in str(error):
+                raise LedgerError(f"{self.path} was written by another version; read it with that one") from error
+            kind = DiskFullError if _is_for_space(error, self.folder) else LedgerError
+            raise kind(
+                f"cannot {action} {self.path}: {error}; free space or fix the folder's permissions, then submit again"
             ) from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError, OverflowError) as error:
+            raise DamagedError(self.path, f"cannot {action} it: {error}") from error
+
+
+def _checksum(*parts: object) -> int:
+    """CRC-32 of a row's values: finds damage, not manipulation."""
+    return zlib.crc32(b"\0".join(part if isinstance(part, bytes) else str(part).encode() for part in parts))
+
+
+def _is_for_space(error: sqlite3.OperationalError | OSError, folder: Path) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    primary = error.sqlite_errorcode & 0xFF
+    return primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and is_disk_full(folder))
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A log that has been left behind on a disk that cannot be written to is looked past: nobody can be writing it."""
+    """A read-only connection. SQLite needs room for an index beside the file: on a disk that is full or read-only, a
+    ledger that no controller holds is read from a copy in memory."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=_BUSY_S)
     try:
         db.execute("SELECT max(seq) FROM events")
     except sqlite3.OperationalError:
         db.close()
-        if os.access(path.parent, os.W_OK):
+        if process_support.is_held(path.with_name(_LOCK_NAME)):
             raise
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
+        return _read_into_memory(path)
     return db
+
+
+def _read_into_memory(path: Path) -> sqlite3.Connection:
+    """The database with its write-ahead log, copied. The way leads through a file system in memory: a full disk has no
+    room for another file."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="tune-", dir=shared if os.access(shared, os.W_OK) else None) as folder:
+        copy = Path(folder) / path.name
+        for name in (path.name, f"{path.name}-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(path.with_name(name), copy.with_name(name))
+        with contextlib.closing(sqlite3.connect(copy)) as db:
+            memory = sqlite3.connect(":memory:", isolation_level=None)
+            db.backup(memory)
+            return memory
 
 
 def _holder(lock: IO[str]) -> str:
     lock.seek(0)
     return lock.read().strip() or "unknown"
+
+
+# What a ledger keeps beside its events: typed values, each under a name of its own, the latest one only.
+#
+# ``spec`` (the sweep file written out) and ``plan`` stay plain JSON here: they belong to :mod:`orchestrator.config`
+# and :mod:`orchestrator.planning`, which stand above this room.
+
+
+SPEC, PLAN = "spec", "plan"
+"""Names of the documents that their owners read: the sweep file written out, and the plan."""
+
+MODE_VARIABLE, JOB_VARIABLE = "TUNE_CLUSTER_CONTROLLER_MODE", "TUNE_CLUSTER_JOB"
+"""Set for controllers that run in the background: the :data:`Mode`, and the Ray job's id."""
+
+
+Mode = Literal["foreground", "detached", "ray job"]
+"""Where a controller runs: in a terminal, in the background on a host, or on a cluster's head."""
+
+
+class Document:
+    """Base of the values below: reads and writes them as JSON through the codec."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    @classmethod
+    def read(cls, ledger: Ledger) -> Self | None:
+        """The document as last written; None where there is none.
+
+        Raises:
+            LedgerError: another version of this program wrote it, and it is not understood.
+        """
+        body = ledger.document(cls.name)
+        if not body:
+            return None
+        try:
+            return from_json(cls, body)
+        except CodecError as error:
+            problem = f"{cls.name} of {ledger.path} is not understood, another version wrote it: {error}"
+            raise LedgerError(problem) from None
+
+    def put(self, ledger: Ledger) -> None:
+        """Store it in place of an older one.
+
+        Raises:
+            LedgerError: the ledger cannot be written.
+        """
+        ledger.put_document(self.name, to_json(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controller(Document):
+    """The controller that was last at work."""
+
+    name: ClassVar[str] = "controller"
+    host: str = "?"
+    pid: int | None = None
+    mode: Mode = "foreground"
+    job: str | None = None
+    address: str | None = None
+    """Address of its Ray cluster; None where it uses none."""
+    started_at_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form, in ``ps --json`` and elsewhere."""
+        body: dict[str, Any] = to_json(self)
+        return body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldNodes(Document):
+    """The nodes a sweep holds, and why they are fewer than it could use."""
+
+    name: ClassVar[str] = "lease"
+    nodes: tuple[str, ...] = ()
+    waiting: str = ""
+    """What is waited for; empty where nothing is."""
+    at_s: float | None = None
+    """When it was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRank:
+    """What the slowest rank of a running trial was last seen doing."""
+
+    phase: str = "starting"
+    """Phase that its ranks go through, see :data:`trials.outcome.Phase`."""
+    step: int = 0
+    step_time_s: float | None = None
+    at_s: float = 0.0
+    """When it was seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveProgress(Document):
+    """How far the running trials are."""
+
+    name: ClassVar[str] = "live"
+    trials: Mapping[str, LiveRank] = field(default_factory=dict)
+    """By the trial's number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFile(Document):
+    """The sweep file as the user wrote it, without secrets."""
+
+    name: ClassVar[str] = "sweep_yaml"
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredProgram(Document):
+    """The source of the user's own training program when the sweep was created."""
+
+    name: ClassVar[str] = "measured_program"
+    sha256: str
+    commit: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of each file by its path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracking(Document):
+    """The MLflow store that the sweep's file named when the sweep was created."""
+
+    name: ClassVar[str] = "tracking"
+    uri: str | None = None
+    """None: the home's own store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded(Document):
+    """Where MLflow holds a sweep: the experiment and the sweep's own run. Written when it first is in MLflow."""
+
+    name: ClassVar[str] = "mlflow"
+    experiment_id: str
+    run_id: str
+
+
+def tracking_uri(ledger: Ledger, home: Home) -> str:
+    """Where the sweep is recorded: the store its file named when it was created, else that of the home."""
+    tracking = Tracking.read(ledger)
+    return (tracking.uri if tracking else None) or home.default_tracking_uri

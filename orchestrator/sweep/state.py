@@ -4,7 +4,7 @@
 
     trial:    proposed --> running --> measured
                  ^            |------> stopped_early                    (told as slower than the best)
-                 |            |------> oom | infeasible | diverged      (told to the search as constraints)
+                 |            |------> oom | infeasible | diverged | not_believed   (constraints for the search)
                  |            |------> crashed | timed_out              (a fault of the candidate; not told)
                  +------------+        gang_lost | host_oom             (launched again, each on its own budget)
 
@@ -18,20 +18,48 @@ State is a fold over events and nothing else, so replaying the ledger after a cr
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from cluster.hardware.topology import Device
+from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Figures, Objective
-from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
-from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict
+from orchestrator.sweep.events import (
+    Action,
+    CandidatesPruned,
+    Check,
+    Disqualified,
+    End,
+    Evaluation,
+    FinishCause,
+    Origin,
+    PredictedResult,
+    ProfileRun,
+    Promoted,
+    SweepCreated,
+    Verdict,
+)
 from orchestrator.units import trial_id
 from orchestrator.vector import Vector
-from orchestrator.virtual import Virtual
-from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
+from orchestrator.watermark import Virtual
+from trials.outcome import (
+    Crashed,
+    Failure,
+    GangLost,
+    HostOutOfMemory,
+    Infeasible,
+    Measured,
+    Measurement,
+    NotBelieved,
+    Outcome,
+    StoppedEarly,
+    TimedOut,
+)
 from trials.spec import Candidate
 
 SweepStatus = Literal["running", "paused", "finished", "failed", "cancelled"]
@@ -45,6 +73,7 @@ TrialStatus = Literal[
     "oom",
     "infeasible",
     "diverged",
+    "not_believed",
     "timed_out",
     "crashed",
     "host_oom",
@@ -113,9 +142,10 @@ class Trial:
 
     @property
     def num_lost(self) -> int:
-        """Attempts lost to the infrastructure; those ended by their controller or for another sweep do not count."""
+        """Attempts lost to the infrastructure or to a signal from outside; those ended by their controller or for
+        another sweep do not count."""
         outcomes = [attempt.outcome for attempt in self.attempts]
-        return sum(isinstance(outcome, GangLost) and outcome.cause == "infrastructure" for outcome in outcomes)
+        return sum(isinstance(outcome, GangLost) and outcome.is_counted for outcome in outcomes)
 
     @property
     def num_host_ooms(self) -> int:
@@ -133,7 +163,11 @@ class ProofState:
     """Why the search ended."""
     first_check: int
     """Number from which on checks belong to it."""
-    cause: FinishCause = FinishCause.UNKNOWN
+    cause: FinishCause
+    end_check: int | None = None
+    """Number from which on they no longer do; None unless it was set aside."""
+    gate_from: int = 0
+    """Number from which on gate runs count: those of the proof whose finalists it replaces serve it, too."""
     is_asked: bool = False
     """Whether a person asked for it, so that the sweep's budget does not bound it."""
     evaluations: tuple[Evaluation, ...] = ()
@@ -148,11 +182,28 @@ class RankedTrial:
     number: int
     score: float
     """By the sweep's objective."""
+    sure_score: float
+    """The same at the slow end of the interval of its step time."""
 
     @property
     def key(self) -> tuple[float, int]:
         """Sorts the best first, the lower number first on a tie."""
         return -self.score, self.number
+
+
+def rank(number: int, measurement: Measurement, objective: Objective) -> RankedTrial:
+    """Its place is by its score. That at the end of its interval takes a bootstrap: rank none but the fastest."""
+    from orchestrator.statistics import slowest_likely_step_s  # numpy, which few commands need
+
+    step_s = slowest_likely_step_s(measurement)
+    sure_score = objective.score_of(measurement.tokens_per_step, step_s, measurement.world_size)
+    return RankedTrial(number=number, score=objective.score(measurement), sure_score=sure_score)
+
+
+def rank_fastest(found: Iterable[tuple[int, Measurement]], objective: Objective) -> tuple[RankedTrial, ...]:
+    """The fastest of these trials, numbers with their measurements, as :attr:`SweepState.fastest`."""
+    by_score = heapq.nsmallest(MAX_FASTEST, found, key=lambda one: (-objective.score(one[1]), one[0]))
+    return tuple(rank(number, measurement, objective) for number, measurement in by_score)
 
 
 MAX_FAILURES, MAX_FASTEST = 5, 12
@@ -190,8 +241,8 @@ class SweepState:
     running: frozenset[int] = frozenset()
     """Numbers of the trials that run."""
     fastest: tuple[RankedTrial, ...] = ()
-    """The measured trials with the highest scores, checks left out, the lower number first on a tie;
-    :data:`MAX_FASTEST` at most."""
+    """The measured trials with the highest scores, checks and disqualified ones left out, the lower number first on a
+    tie; :data:`MAX_FASTEST` at most."""
     pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
     exhausted: str = ""
     """Why there is nothing left to propose; empty while there is."""
@@ -199,6 +250,14 @@ class SweepState:
     """Numbers of the trials that test an earlier one, in order."""
     proof: ProofState | None = None
     """The proof that was begun last."""
+    set_aside: tuple[ProofState, ...] = ()
+    """Proofs without a finalist left, each with its verdict, whose finalists were replaced by the next best."""
+    disqualified: tuple[Disqualified, ...] = ()
+    """Trials that a proof ruled out: never the best, never an incumbent, nothing is learned from their speed."""
+    left_out: tuple[int, ...] = ()
+    """Trials that have all that the disqualified ones share, and are treated like them."""
+    patience_from: int = 0
+    """Index in ``end_order`` from which on patience counts: before, the best trial was one since disqualified."""
     to_confirm: tuple[int, ...] = ()
     """Trials that somebody wants to have confirmed."""
     to_profile: tuple[int, ...] = ()
@@ -310,6 +369,10 @@ class SweepState:
         """What the last proof came to; None while there is none."""
         return self.proof.verdict if self.proof else None
 
+    def is_disqualified(self, number: int) -> bool:
+        """Whether a proof ruled the trial out, or it has all that those share which a proof ruled out."""
+        return number in self.left_out or any(one.trial == number for one in self.disqualified)
+
     @property
     def winner(self) -> Trial | None:
         """The trial to use: the confirmed finalist; the baseline where none is; where nothing was to be confirmed or it
@@ -320,8 +383,10 @@ class SweepState:
 
     @property
     def best_trial(self) -> int | None:
-        """Number of the best trial; None while nothing was measured."""
-        return self.fastest[0].number if self.fastest else None
+        """Number of the best trial: of the fastest, that with the highest score at the lower end of its interval, so
+        that a trial which was lucky once is not it. None while nothing was measured."""
+        found = min(self.fastest, key=lambda one: (-one.sure_score, one.number), default=None)
+        return None if found is None else found.number
 
     @property
     def baseline(self) -> Trial | None:
@@ -329,8 +394,9 @@ class SweepState:
 
     @property
     def best(self) -> Trial | None:
-        """The measured trial with the highest score; the lower number on a tie."""
-        return None if self.best_trial is None else self.trials[self.best_trial]
+        """The measured trial that is surely the fastest, see :attr:`best_trial`."""
+        number = self.best_trial
+        return None if number is None else self.trials[number]
 
     @property
     def last_words(self) -> tuple[str, ...]:
@@ -397,3 +463,118 @@ def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
 def nodes_of(attempt: Attempt) -> tuple[str, ...]:
     """The nodes its ranks are on, in the order of the ranks."""
     return tuple(dict.fromkeys(device.node for device in attempt.ranks))
+
+
+# When and why a sweep ends: budgets, patience, and failures that will not stop. Pure functions of its state.
+
+
+CONVERGED = "no candidate left is expected to beat the best one"
+"""Why nothing more is proposed where the search has converged."""
+SAME_ERROR_LIMIT = 3
+"""The same deterministic error on this many first attempts stops the sweep."""
+
+
+def spent_budget(state: SweepState, share: float = 1.0) -> str:
+    """Which budget of time is spent, or this share of it, in words; empty while some is left."""
+    return _reason(_spent_budget(state, share))
+
+
+def _spent_budget(state: SweepState, share: float = 1.0) -> End | None:
+    budget, part = state.sweep.budget, "the" if share == 1.0 else f"{share:.0%} of the"
+    if budget.device_hours is not None and state.budgeted_device_seconds >= share * budget.device_hours * 3600:
+        words = f"{part} budget of {budget.device_hours:g} device-hours is spent"
+        return End(cause=FinishCause.BUDGET_DEVICE_HOURS, reason=words)
+    if budget.wall_time_s is not None and state.active_s >= share * budget.wall_time_s:
+        words = f"{part} budget of {budget.wall_time_s:g} s of wall time is spent"
+        return End(cause=FinishCause.BUDGET_WALL_TIME, reason=words)
+    return None
+
+
+def _reason(end: End | None) -> str:
+    return end.reason if end else ""
+
+
+def reason_not_to_launch(state: SweepState, trial: Trial) -> str:
+    """Which budget forbids to launch the trial; empty where none does. What a person has asked for is not bounded."""
+    if trial.check is None:
+        return spent_by_search(state)
+    proof = state.proof
+    is_asked = isinstance(trial.check, ProfileRun) or (proof is not None and proof.is_asked)
+    return "" if is_asked else spent_budget(state)
+
+
+def launchable(state: SweepState) -> tuple[int, ...]:
+    """Numbers of the trials that wait and that no budget keeps from being launched."""
+    return tuple(number for number in state.waiting if not reason_not_to_launch(state, state.trials[number]))
+
+
+def spent_by_search(state: SweepState) -> str:
+    """Which budget the search has spent, in words; it leaves the proof its share."""
+    return _reason(_spent_by_search(state))
+
+
+def _spent_by_search(state: SweepState) -> End | None:
+    confirm = state.sweep.proof.confirm
+    return _spent_budget(state, 1.0 if confirm is None else 1.0 - confirm.budget_share)
+
+
+def end_of_search(state: SweepState) -> End | None:
+    """Why nothing more is to be proposed; None while something is. With its finalists chosen the search is over."""
+    if state.proof is not None:
+        return End(cause=state.proof.cause, reason=state.proof.reason)
+    limit = state.sweep.budget.max_trials
+    if limit is not None and state.num_searched >= limit:
+        return End(cause=FinishCause.BUDGET_TRIALS, reason=f"the budget of {units.count(limit, 'trial')} is spent")
+    exhausted = End(cause=FinishCause.EXHAUSTED, reason=state.exhausted) if state.exhausted else None
+    return _spent_by_search(state) or exhausted or _spent_patience(state)
+
+
+def _spent_patience(state: SweepState) -> End | None:
+    patience, best = state.sweep.budget.patience, state.best_trial
+    if patience is None or best is None or best in state.end_order[-patience:]:
+        return None
+    if len(state.end_order) < state.patience_from + patience and state.patience_from:
+        return None
+    words = f"none of the last {patience} trials was faster than the best one"
+    return End(cause=FinishCause.PATIENCE, reason=words)
+
+
+def failure(state: SweepState) -> End | None:
+    """Why the sweep fails: a baseline that is not believed, the same error at first, or too many faults in a row; None
+    where it does not."""
+    baseline = state.baseline
+    if baseline is not None and isinstance(baseline.outcome, NotBelieved) and baseline.number not in state.waiting:
+        why = describe_failure(baseline.outcome)
+        words = f"the baseline is not believed, so nothing can be compared with it: {why}"
+        return End(cause=FinishCause.BASELINE_NOT_BELIEVED, reason=words)
+    judged = state.judged_from
+    first = [_outcome(state, number) for number in state.end_order[judged : judged + SAME_ERROR_LIMIT]]
+    signatures = {_signature(outcome) for outcome in first}
+    if len(first) == SAME_ERROR_LIMIT and len(signatures) == 1 and None not in signatures:
+        words = f"the first {SAME_ERROR_LIMIT} attempts failed with the same error: {describe_failure(first[-1])}"
+        return End(cause=FinishCause.SAME_ERROR, reason=words)
+    limit = state.sweep.budget.consecutive_failures
+    last = (_outcome(state, number) for number in itertools.islice(reversed(state.end_order), limit))
+    if len(state.end_order) - judged >= limit and all(outcome.consequence == "fault" for outcome in last):
+        latest = describe_failure(_outcome(state, state.end_order[-1]))
+        words = f"{limit} trials in a row failed; the last one: {latest}"
+        return End(cause=FinishCause.FAULTS_IN_A_ROW, reason=words)
+    return None
+
+
+def _outcome(state: SweepState, number: int) -> Outcome:
+    outcome = state.trials[number].outcome
+    assert outcome is not None, f"trial {number} is listed as ended but has no outcome"
+    return outcome
+
+
+def _signature(outcome: Outcome) -> tuple[str, ...] | None:
+    """What makes two deterministic errors the same; None for outcomes that are no such error."""
+    match outcome:
+        case Crashed() | Infeasible():
+            lines = outcome.evidence.message.strip().splitlines()
+            return (outcome.kind, outcome.evidence.error_type or "", lines[0] if lines else "")
+        case TimedOut():
+            return (outcome.kind, outcome.phase)
+        case _:
+            return None

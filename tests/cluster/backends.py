@@ -1,19 +1,15 @@
 """The backends under test, each with its own way to make a gang that works, never ends or runs out of memory."""
 
-import csv
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.base import Cluster, Deadlines
+from cluster.base import Cluster, ClusterRequest, Deadlines
 from cluster.connect import connect
-from cluster.cost.published.table import COLUMNS
 from cluster.hardware.discovery import discover_node
 from cluster.hardware.topology import uniform_topology
 from cluster.local import LocalCluster
-from cluster.request import ClusterRequest
-from cluster.virtual.replay import ReplayCluster
-from cluster.virtual.simulated import Behaviour, Cost, SimulatedCluster
+from cluster.virtual import Behaviour, Cost, SimulatedCluster
 from tests.cluster import gangs
 from trials.codec import to_json
 from trials.spec import Candidate, Layout, LlamaModel, Protocol, Recompute, TextData, TrialSpec, Workload
@@ -73,12 +69,7 @@ def simulated(folder):
     return Backend(cluster=cluster, gang=virtual_gang, clock=cluster.clock)
 
 
-def replay(folder):
-    cluster = ReplayCluster(table(folder, *ROWS), "p")
-    return Backend(cluster=cluster, gang=virtual_gang, clock=cluster.clock)
-
-
-MAKERS = {"local": local, "ray": ray, "simulated": simulated, "replay": replay}
+MAKERS = {"local": local, "ray": ray, "simulated": simulated}
 
 
 def process_gang(kind):
@@ -91,35 +82,6 @@ def virtual_gang(kind):
 
 MODEL = LlamaModel(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=4, ffn_hidden_size=128, vocab_size=256)
 WORKLOAD = Workload(model=MODEL, data=TextData(), seq_length=32, global_batch_size=16)
-ROW = dict.fromkeys(COLUMNS, "") | {
-    "problem": "p",
-    "source": "s",
-    "model": "tiny",
-    "layers": "4",
-    "hidden": "64",
-    "heads": "4",
-    "seq_len": "32",
-    "gpu": "A100-80GB",
-    "gpu_mem_GB": "80",
-    "n_gpus": "2",
-    "gpus_per_node": "4",
-    "precision": "bf16",
-    "tp": "1",
-    "pp": "1",
-    "dp": "2",
-    "global_batch": "16",
-    "recompute": "full",
-    "quality": "A",
-}
-ROWS = (
-    {"micro_batch": "1", "step_time_s": "4.0"},
-    {"micro_batch": "1", "step_time_s": "5.0", "other_flags": "another release"},
-    {"micro_batch": "1", "step_time_s": "3.0", "recompute": "none", "n_gpus": "4", "dp": "4"},
-    {"micro_batch": "2", "step_time_s": str(ENDLESS_S)},
-    {"micro_batch": "8", "oom": "true"},
-    {"micro_batch": "1", "step_time_s": "1.0", "problem": "another"},
-)
-"""A published table for the replay."""
 
 
 def trial(world_size=2, *, micro_batch_size=1, num_full=4, num_steps=5):
@@ -144,12 +106,3 @@ def cost(spec):
 def simulated_cluster(num_nodes=1, seed=0, **behaviour):
     topology = uniform_topology(num_nodes, 4, device_name="NVIDIA X", memory_bytes=64 * GB)
     return SimulatedCluster(topology, cost, behaviour=Behaviour(**behaviour), seed=seed)
-
-
-def table(folder, *rows):
-    path = folder / "table.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows({**ROW, "id": f"row-{i}", **row} for i, row in enumerate(rows))
-    return path

@@ -6,9 +6,9 @@ Prints what it waits for, then "holds N"; gives all back at the first line of st
 import sys
 from pathlib import Path
 
+from cluster.base import ClusterRequest
 from cluster.connect import connect
-from cluster.queue.share import Claim
-from cluster.request import ClusterRequest
+from cluster.queue import Claim
 from tests.cluster.gangs import PRELOAD
 
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from tests.cluster.runners import report
-from trials.reports.profile import FOLDER_VARIABLE
+from trials.reports import FOLDER_VARIABLE
 
 
 def write_files(spec, progress):

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
-from cluster.hardware.placement import Placement, Pool
+from cluster.hardware.topology import Placement, Pool
 from cluster.processes import process_info
 
 PRELOAD = ("torch", "torch.distributed", "tests.cluster.runners")

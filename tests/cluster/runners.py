@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from trials.codec import to_json
 from trials.outcome import RankReport, StepBreakdown
-from trials.reports.findings import Findings, GraphReport
 
 FOREVER_S = 600
 
@@ -256,10 +255,10 @@ def raises_one_after_the_other(spec, progress):
 
 def compiles_slowly(spec, progress):
     """A trial of compiled blocks, on whose rank 1 the compiler takes its time, or makes code that never ends."""
-    from trials.kernels import compile_beats
+    from trials import kernels
     from trials.worker import run_rank
 
-    compile_beats.BEAT_S = 0.5
+    kernels.BEAT_S = 0.5
     own_time_s = spec["compile_s"] if os.environ["RANK"] == "1" else 0.0
 
     def slow(graph, inputs):
@@ -268,47 +267,6 @@ def compiles_slowly(spec, progress):
 
     torch._dynamo.register_backend(slow, name="slow")
     return run_rank(spec["trial"], progress)
-
-
-def compiles_cold(spec, progress):
-    """A trial that found nothing compiled, and asks for another run."""
-    del progress
-    join(spec)
-    all_reduce()
-    compile_s = spec.get("compile_s", 9.0)
-    graph = GraphReport(num_graphs=1, num_recompilations=0, compile_s=compile_s, cache_misses=1)
-    again = f"tests.cluster.runners:{spec['again']}"
-    return report(compile_s=compile_s, findings=Findings(graph=graph), again=again)
-
-
-def compiles_warm(spec, progress):
-    """Fresh processes, which meet again."""
-    del progress
-    rank = join(spec)
-    all_reduce()
-    hits, misses = spec.get("found", [[1, 0]] * dist.get_world_size())[rank]
-    graph = GraphReport(num_graphs=1, num_recompilations=0, compile_s=1.0 + rank, cache_hits=hits, cache_misses=misses)
-    return report(compile_s=1.0 + rank, findings=Findings(graph=graph))
-
-
-def fails_again(spec, progress):
-    """One rank fails; the other waits for it."""
-    if os.environ["RANK"] == "1":
-        raise ValueError("no compiler")
-    return hangs_again(spec, progress)
-
-
-def fails_on_the_first_node_again(spec, progress):
-    """The ranks on the other nodes wait for those."""
-    if os.environ["GROUP_RANK"] == "0":
-        raise ValueError("no compiler")
-    return hangs_again(spec, progress)
-
-
-def hangs_again(spec, progress):
-    del progress
-    sign_in(spec)
-    time.sleep(FOREVER_S)
 
 
 def cannot_leave(spec, progress):

@@ -11,7 +11,7 @@ from cluster.candidate_table import CandidateTable
 from cluster.cost.candidates import inputs_of, inputs_of_table
 from cluster.cost.inputs import CostInputs
 from cluster.hardware.accelerators import load_cluster
-from orchestrator.space.naming import feature_columns, flat_params
+from orchestrator.space.notation import feature_columns, flat_params
 from orchestrator.space.rules import RULES, Case, first_broken
 from tests.orchestrator.space.candidate_strategies import SEEDS, random_candidate
 from tests.support.sweep_files import topology

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Cluster, Deadlines, GangEnded, GangProgress
+from cluster.gang.gang_outcome import recover
 from cluster.gang.messages import PHASES
-from cluster.gang.recovery import recover
 from tests.cluster import backends, test_leftovers
 from tests.cluster.gangs import end_of, events_until_end, launch, living, run, wait_for_pids, wait_until
 from tests.cluster.ray import test_backend
@@ -292,8 +292,8 @@ def test_exception(processes, pids):
 def test_killed_rank(processes, pids):
     end = run(processes, "dies", world_size=3, spec={"pids": pids, "rank": 2})
     assert living(pids) == []
-    assert isinstance(end.outcome, Crashed)
-    assert (end.outcome.evidence.rank, end.outcome.evidence.exit_code) == (2, -9)
+    assert isinstance(end.outcome, GangLost)
+    assert (end.outcome.cause, end.outcome.evidence.rank, end.outcome.evidence.exit_code) == ("killed", 2, -9)
 
 
 def test_exit_code(processes):
@@ -352,7 +352,7 @@ def test_disjoint_processes(processes, tmp_path):
     assert isinstance(end_of(processes, first).outcome, GangLost)
 
 
-@pytest.mark.representative("local", "simulated", "replay")  # Ray would start once more
+@pytest.mark.representative("local", "simulated")  # Ray would start once more
 def test_release(fresh):
     first, kept = fresh.nodes[0], fresh.nodes[1:]
     gang = fresh.launch("endless", devices=fresh.cluster.topology.nodes[0].devices)
@@ -367,7 +367,7 @@ def test_release(fresh):
     assert fresh.cluster.waiting != ""
 
 
-@pytest.mark.representative("local", "simulated", "replay")  # Ray would start once more
+@pytest.mark.representative("local", "simulated")  # Ray would start once more
 def test_resize(fresh):
     names = fresh.nodes
     fresh.cluster.resize(0, keep=names)
@@ -380,7 +380,7 @@ def test_resize(fresh):
     assert isinstance(fresh.run("works").outcome, Measured)
 
 
-@pytest.mark.representative("local", "simulated", "replay")  # Ray would start once more
+@pytest.mark.representative("local", "simulated")  # Ray would start once more
 def test_close(fresh):
     fresh.launch("endless")
     fresh.cluster.close()

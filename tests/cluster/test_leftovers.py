@@ -16,7 +16,7 @@ from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
 from cluster.node.guardian import LEASE_VARIABLE, Guardian, environment_of, marked_processes
 from cluster.processes import process_info
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import Home
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
 from tests.support import ROOT
 from trials.outcome import GangLost, Measured

@@ -6,15 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.base import ClusterError, Deadlines
+from cluster.base import ClusterError, ClusterRequest, Deadlines
 from cluster.connect import connect, describe
-from cluster.gang.deadlines import CompileTime, RankClock, due_at_s, overdue_reason
-from cluster.gang.messages import Lines, RankProgress, StopGang, line
+from cluster.gang.messages import CompileTime, Lines, RankClock, RankProgress, StopGang, due_at_s, line, overdue_reason
 from cluster.hardware import topology
 from cluster.hardware.discovery import discover_node
 from cluster.hardware.topology import path_safe
-from cluster.ray.agent import interface_of
-from cluster.request import ClusterRequest
+from cluster.ray.agents import interface_of
 from trials.codec import from_json
 
 DEADLINES = Deadlines(starting_s=10, warmup_s=20, measuring_s=30, stall_s=5)

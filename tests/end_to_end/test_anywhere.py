@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from pathlib import Path
 
@@ -71,6 +72,35 @@ def test_a_folder_full_of_traps_changes_nothing(tmp_path, kind, options):
     assert summary["state"] == "finished"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_a_sweep_waits_for_one_of_another_home_that_holds_its_devices(tmp_path):
+    queue, started = Path(os.environ["XDG_STATE_HOME"]) / "tune-cluster", {}
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "sweep.yaml").write_text(SWEEP.format(name=name, kind="local", gate='"off"'))
+        with (folder / "shown").open("w") as shown:
+            command = [sys.executable, "-P", "-m", "orchestrator", "--home", str(folder / "home"), "submit"]
+            started[name] = subprocess.Popen([*command, "sweep.yaml"], cwd=folder, stdout=shown, stderr=shown)
+        wait_until(lambda name=name: any(f'"{name}"' in file.read_text() for file in queue.glob("queue-*.json")))
+    try:
+        assert {name: process.wait(300) for name, process in started.items()} == {"first": 0, "second": 0}
+    finally:
+        for process in started.values():
+            process.kill()
+    shown = "".join((tmp_path / "second" / "shown").read_text().split())  # long lines are wrapped, even inside a path
+    assert f"waitsfordevicesheldbysweepfirstin{tmp_path / 'first' / 'home'}" in shown
+    assert shown.index("waitsfordevices") < shown.index("t000")
+
+
+def wait_until(holds, timeout_s=120.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
 def test_our_processes_are_started_safely():
     """Only one function makes command lines of interpreters; the guardian's is isolated altogether."""
     may = {"cluster/processes.py", "cluster/node/guardian.py", "orchestrator/invocation.py"}
@@ -78,7 +108,7 @@ def test_our_processes_are_started_safely():
     sources = [path for room in ("cluster", "orchestrator", "trials") for path in (ROOT / room).rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix() for path in sources if starts.search(path.read_text(encoding="utf-8"))}
     # the doctor only shows it, and a draft only writes it down
-    assert found - {"orchestrator/doctor/host.py", "orchestrator/draft/commandline.py"} == may
+    assert found - {"orchestrator/doctor.py", "orchestrator/draft/static_reading.py"} == may
 
 
 @pytest.mark.exhaustive
@@ -113,7 +143,7 @@ def install_wheel(folder):
     source, environment, others = folder / "source", folder / "venv", folder / "others"
     for name in ("orchestrator", "cluster", "trials", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "tune_cluster_report.py"):
         shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     subprocess.run(

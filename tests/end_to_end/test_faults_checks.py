@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, Budget, SweepFinished
+from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, Budget, FinishCause, SweepFinished
 from tests.end_to_end.nodes.checks import Run, Story, leaks, problems
 from tests.end_to_end.nodes.namespaces import Switch, wait_until, why_not
 from tests.support.story import created, ended, evidence, launched, measured, proposed
@@ -30,7 +30,7 @@ def good():
         ended(1, LOST, at_s=5.0),
         launched(1, attempt=1, at_s=6.0),
         ended(1, measured(STEP_TIMES_S[1]), attempt=1, at_s=7.0),
-        SweepFinished(at_s=8.0, status="finished", reason="the budget is spent"),
+        SweepFinished(at_s=8.0, status="finished", reason="the budget is spent", cause=FinishCause.EXHAUSTED),
     )
     runs = tuple(
         Run(trial=number, status="FINISHED", tokens_per_s_per_device=value) for number, value in enumerate(VALUES)

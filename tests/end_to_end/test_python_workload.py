@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from orchestrator.cli.main import main
 from tests.support import ROOT
+
+SWEEPS = ROOT / "configs" / "sweeps"
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
@@ -18,7 +21,11 @@ def run(*words, home):
 
 
 def test_the_shipped_example_is_proven_as_far_as_the_machine_allows_and_promoted(tmp_path):
-    result = run("submit", str(ROOT / "configs" / "sweeps" / "python.yaml"), home=tmp_path)
+    sweep = yaml.safe_load((SWEEPS / "python.yaml").read_text(encoding="utf-8"))
+    sweep["workload"]["cwd"] = str(SWEEPS / sweep["workload"]["cwd"])
+    sweep |= {"budget": {"max_trials": 5}, "confirm": {"finalists": 1, "max_rounds": 4, "soak": "off"}}
+    (tmp_path / "python.yaml").write_text(yaml.safe_dump(sweep), encoding="utf-8")
+    result = run("submit", str(tmp_path / "python.yaml"), home=tmp_path)
     proof = result["proof"]
     if proof["conclusion"] == "confirmed":
         assert proof["speedup"]["low"] > 1

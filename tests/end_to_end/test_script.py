@@ -9,7 +9,7 @@ import yaml
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import controller
 from orchestrator.controller.observer import Observers
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import Home
 from trials.outcome import Measured
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,9 @@ from cluster.connect import connect
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import controller
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, TrialProposed
-from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.terminal.live import LiveView
+from orchestrator.sweep.snapshot import Home
+from orchestrator.terminal.sweep_screen import LiveView
 from tests.support import sweeps
 from tests.support.cli_homes import run
 from tests.support.mlflow_store import new_store
@@ -155,13 +155,16 @@ def test_impossible_figures_are_a_fault_that_nobody_can_promote(tmp_path):
     file = sweeps.write(
         tmp_path,
         runner="tests.support.lying_runner:run_rank",
-        space={"dp_replicate": [2], "micro_batch_size": [1, 2, 4]},
-        budget={"max_trials": 3},
+        workload={"global_batch_size": 16},
+        space={"dp_replicate": [2], "micro_batch_size": [1, 2, 4, 8]},
+        budget={"max_trials": 4},
     )
     home = fresh_home(tmp_path)
     result = submit(file, home)
     found = {trial.candidate.micro_batch_size: trial.outcome for trial in result.state.trials}
-    assert {size: outcome.kind for size, outcome in found.items()} == {1: "measured", 2: "crashed", 4: "crashed"}
+    kinds = {size: outcome.kind for size, outcome in found.items()}
+    assert kinds == {1: "measured", 2: "crashed", 4: "crashed", 8: "not_believed"}
+    assert "1 ms per step by the rank, but " in found[8].evidence.message
     assert "reported step_times_s[1] = -0.1" in found[2].evidence.message
     assert "reported step_times_s[0] = 0.0" in found[4].evidence.message
     explained = run("explain", "tiny", "--home", home)
@@ -201,7 +204,7 @@ def test_the_same_error_on_the_first_three_attempts_stops_the_sweep_with_it(tmp_
     lines = stderr.splitlines()
     assert not any(line.startswith("Traceback") for line in lines)
     assert any(line.startswith("  | ") and "always_raises" in line for line in lines), "the rank's last words"
-    assert body["best"] is None
+    assert body["best_of_search"] is None
 
 
 def num_events(home):
@@ -320,7 +323,7 @@ def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
 def test_another_file_under_the_same_name_is_refused_and_nothing_changes(tmp_path, undisturbed):
     home = undisturbed.home
     before = (home / "sweeps" / "tiny" / "ledger.sqlite").read_bytes()
-    process = command("submit", sweeps.write(tmp_path, budget={"max_trials": 2}), home=home)
+    process = command("submit", sweeps.write(tmp_path, search={"seed": 99}), home=home)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "another name" in stderr

@@ -14,9 +14,9 @@ import pytest
 
 from orchestrator.promotion.records import Records, chain
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
-from orchestrator.tracking.registry import Registry
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.sweep.snapshot import Home
+from orchestrator.tracking.mlflow_store import Registry
+from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.support import ROOT
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -102,7 +102,7 @@ def test_it_is_exported_and_verified(done):
     spec = json.loads((folder / "exported" / "torchrun" / "spec.json").read_text(encoding="utf-8"))
     recipe = json.loads((folder / "exported" / "deepspeed" / "deepspeed.json").read_text(encoding="utf-8"))
     assert spec["candidate"]["micro_batch_size"] == recipe["train_micro_batch_size_per_gpu"]
-    assert "speed-up" in outputs["verify"][0] and "loss" in outputs["verify"][0]
+    assert "x the baseline" in outputs["verify"][0] and "loss" in outputs["verify"][0]
 
 
 def test_production_is_where_it_was_before_the_try(done):

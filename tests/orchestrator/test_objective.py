@@ -12,21 +12,27 @@ from hypothesis import strategies as st
 from cluster.base import GangProgress
 from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
-from orchestrator.controller.early_stop import ALLOWANCE, EarlyStop
+from orchestrator.controller.step import ALLOWANCE, EarlyStop
 from orchestrator.diagnosis.observations import tabulate
 from orchestrator.objective import Objective
 from orchestrator.proof.next_check import choose_finalists
 from orchestrator.proof.progress import confirmation, confirmed_step_times
-from orchestrator.report.series import history
+from orchestrator.report.curves import history
 from orchestrator.report.summary import summarize
-from orchestrator.report.trials import by_speed, make_trial_table
+from orchestrator.report.tables import by_speed, make_trial_table
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.predictor import Predictor
 from orchestrator.search.search import Search
-from orchestrator.space.naming import flat_params
-from orchestrator.sweep.events import Budget, FinalistsChosen
+from orchestrator.space.notation import flat_params
+from orchestrator.sweep.events import (
+    Budget,
+    ConfirmationRun,
+    ConfirmSettings,
+    FinalistsChosen,
+    FinishCause,
+    ProofSettings,
+)
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.values import ConfirmationRun, ConfirmSettings, ProofSettings
 from tests.support.story import WORKLOAD, created, ended, launched, measured, proposed
 from trials.outcome import StoppedEarly
 from trials.spec import Candidate, Layout, Protocol
@@ -77,7 +83,8 @@ def test_ranking_and_ratios_are_those_of_the_formulas(name, found):
     ranked = sorted(range(len(found)), key=lambda number: (-scores[number], number))
     assert [one.number for one in state.fastest] == ranked
     assert [trial.number for trial in by_speed(state)] == ranked == [state.best_trial, *ranked[1:]]
-    assert [row.speed for row in make_trial_table(state, by_speed(state)).rows] == pytest.approx(sorted(scores)[::-1])
+    shown = [row.cells["speed"].by for row in make_trial_table(state, by_speed(state)).rows]
+    assert shown == pytest.approx(sorted(scores)[::-1])
     summary = summarize(state, "")
     assert summary.speedup.ratio.value == pytest.approx(max(scores) / scores[0])
     assert summary.best.speed.value == pytest.approx(max(scores)) == history(state).best.speed
@@ -161,7 +168,11 @@ def test_finalists_and_confirmed_ratios_are_those_of_the_formulas(name, found):
     assert list(finalists) == sorted(finalists, key=lambda number: (-scores[number], number))
     if not finalists:
         return
-    events.append(FinalistsChosen(at_s=4.0, finalists=finalists, reason="test", first_check=len(found)))
+    events.append(
+        FinalistsChosen(
+            at_s=4.0, finalists=finalists, reason="test", first_check=len(found), cause=FinishCause.BUDGET_TRIALS
+        )
+    )
     number = len(found)
     for round_number in range(3):
         for of in (0, *finalists):

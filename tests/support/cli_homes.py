@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from cluster.hardware.topology import Device
 from orchestrator.cli.main import main
 from orchestrator.sweep.events import Budget, LeaseChanged
-from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import Home
 from tests.support import long_story
 from tests.support.story import launched, proposed
 
@@ -40,7 +40,7 @@ def running(name):
     shift_s = now_s - 300.0 - story[0].at_s
     story = [replace(event, at_s=event.at_s + shift_s) for event in story]
     budget = Budget(max_trials=40, device_hours=3.0, wall_time_s=7200.0)
-    story[0] = replace(story[0], budget=budget, hardware="2x2 test CPU")
+    story[0] = replace(story[0], budget=budget, hardware="2x2 test CPU", devices=replace(story[0].devices, num_nodes=2))
     story.append(LeaseChanged(at_s=now_s - 200.0, nodes=("n1", "n2")))
     for trial, node in ((5, "n1"), (6, "n2")):
         story.append(proposed(trial, long_story.candidate(trial), at_s=now_s - 100.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.sweep.events import Budget, ControllerStarted, LedgerEvent, SweepFinished
+from orchestrator.sweep.events import Budget, ControllerStarted, FinishCause, LedgerEvent, SweepFinished
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
@@ -46,7 +46,7 @@ def events(outcomes: Iterable[Outcome], *, finished: bool = True, name: str = "s
         story.append(ended(trial, outcome, at_s=at_s + 9.0))
     if finished:
         reason = f"the budget of {len(outcomes)} trials is spent"
-        story.append(SweepFinished(at_s=at_s + 10.0, status="finished", reason=reason))
+        story.append(SweepFinished(at_s=at_s + 10.0, status="finished", reason=reason, cause=FinishCause.EXHAUSTED))
     return story
 
 

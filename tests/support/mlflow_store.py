@@ -10,7 +10,7 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.tracking.mlflow_tracker import Tracker
 
 
 @cache

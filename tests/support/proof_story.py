@@ -6,26 +6,26 @@ import math
 from dataclasses import replace
 
 from orchestrator.sweep.events import (
-    EvaluationEnded,
-    FinalistsChosen,
-    LedgerEvent,
-    Promoted,
-    SweepFinished,
-    VerdictReached,
-)
-from orchestrator.sweep.values import (
     Check,
     Conclusion,
     ConfirmationRun,
     ConfirmSettings,
     Evaluation,
+    EvaluationEnded,
+    FinalistsChosen,
+    FinishCause,
     GateReport,
     GateRun,
     GateSettings,
+    LedgerEvent,
     ProfileRun,
+    Promoted,
     ProofSettings,
     RatioInterval,
+    StepsJudged,
+    SweepFinished,
     Verdict,
+    VerdictReached,
 )
 from tests.support.long_story import START_S, all_kinds, candidate, events
 from tests.support.story import ended, launched, measured, proposed
@@ -55,6 +55,8 @@ def _verdict(conclusion: Conclusion) -> Verdict:
         grad_norm_tolerance=0.1,
         loss_deviation=0.0004 if conclusion == "confirmed" else 0.03,
         grad_norm_deviation=0.001,
+        loss=StepsJudged(median=0.0004, num_compared=NUM_STEPS, num_beyond=0, num_allowed=0),
+        grad_norm=StepsJudged(median=0.001, num_compared=NUM_STEPS, num_beyond=3, num_allowed=10),
     )
     reasons = {
         "confirmed": f"t001 is faster than the baseline in {NUM_ROUNDS} rounds",
@@ -81,7 +83,11 @@ def proof_events(
     story[0] = replace(story[0], proof=PROOF)  # type: ignore[type-var]
     first = sum(event.kind == "trial_proposed" for event in story)
     at_s = START_S + 10.0 * first + 20.0
-    story.append(FinalistsChosen(at_s=at_s, finalists=(1, 2), reason="the fastest", first_check=first))
+    story.append(
+        FinalistsChosen(
+            at_s=at_s, finalists=(1, 2), reason="the fastest", first_check=first, cause=FinishCause.BUDGET_TRIALS
+        )
+    )
     shift = 0.0 if conclusion == "confirmed" else 0.04
     runs: list[tuple[Check, Outcome]] = []
     for number in range(NUM_ROUNDS):
@@ -101,7 +107,9 @@ def proof_events(
         story.append(replace(event, origin="check", check=check, reason="to be sure"))
         story.append(launched(number, at_s=at_s + 1.0))
         story.append(ended(number, outcome, at_s=at_s + 9.0))
-    story.append(SweepFinished(at_s=at_s + 10.0, status="finished", reason="the verdict is there"))
+    story.append(
+        SweepFinished(at_s=at_s + 10.0, status="finished", reason="the verdict is there", cause=FinishCause.EXHAUSTED)
+    )
     if is_promoted:
         record = {"action": "promote", "name": "llama", "from_version": "", "to_version": "1", "trial": "1"}
         more = {"by": "me@host", "reason": "", "forced": "false", "recipe_sha256": "0" * 64, "record_id": "r"}

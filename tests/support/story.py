@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.hardware.topology import Device
-from orchestrator.space.dominance import Pruner
-from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, Budget, SweepCreated, TrialProposed
+from orchestrator.space.rules import Pruner
+from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, Budget, Hardware, SweepCreated, TrialProposed
 from orchestrator.sweep.state import SweepState
 from trials.outcome import (
     Crashed,
@@ -17,12 +17,13 @@ from trials.outcome import (
     Infeasible,
     Measured,
     Measurement,
+    NotBelieved,
     Outcome,
     OutOfMemory,
     StepBreakdown,
     TimedOut,
 )
-from trials.reports.findings import (
+from trials.reports import (
     Findings,
     GraphReport,
     KernelTuningReport,
@@ -72,6 +73,8 @@ def created(**changes: Any) -> SweepCreated:
         "max_concurrent": 1,
         "num_legal": 8,
         "hardware": "1x2 test CPU",
+        "devices": Hardware(num_nodes=1, devices_per_node=2, device_name="test CPU", device_kind="cuda"),
+        "cluster_kind": "local",
         "fingerprint": {"torch": "2"},
     }
     return SweepCreated(**(fields | changes))
@@ -127,7 +130,7 @@ def evidence(message: str = "boom") -> Evidence:
 
 
 def failures(message: str = "boom") -> dict[str, Outcome]:
-    """One outcome of every failing kind."""
+    """One outcome of most failing kinds."""
     return {
         "oom": OutOfMemory(evidence=evidence(message)),
         "infeasible": Infeasible(evidence=evidence(message)),
@@ -136,6 +139,10 @@ def failures(message: str = "boom") -> dict[str, Outcome]:
         "crashed": Crashed(evidence=evidence(message)),
         "gang_lost": GangLost(evidence=evidence(message)),
     }
+
+
+def not_believed(message: str = "reported 16 ms, but 400 ms passed") -> NotBelieved:
+    return NotBelieved(num_steps=8, reported_s=0.016, seen_s=0.4, compared="report", evidence=evidence(message))
 
 
 def ruled_out(candidates: Sequence[Candidate], state: SweepState) -> dict[Candidate, str]:

@@ -149,7 +149,7 @@ FULL = {
         "consecutive_failures": 2,
         "strikes_per_node": 2,
     },
-    "confirm": {"finalists": 2, "min_rounds": 2, "max_rounds": 5, "budget_share": 0.5, "always": True},
+    "confirm": {"finalists": 2, "min_rounds": 2, "max_rounds": 5, "budget_share": 0.5, "soak": "90s", "always": True},
     "gate": {
         "num_steps": 7,
         "loss_tolerance": 0.5,
@@ -227,17 +227,6 @@ SIMULATED = {
         },
     },
 }
-REPLAY = {
-    **SMALL,
-    "name": "replay",
-    "cluster": {
-        "kind": "replay",
-        "replay": {"table": "table.csv", "problem": "p", "baseline": "row-0", "noise": 0.01, "seed": 1},
-    },
-    "space": {},
-}
-
-
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """Hundreds of files are written, and libyaml is several times faster."""
 

@@ -1,9 +1,9 @@
 """A simulated sweep of some forty candidates for the tests of the search, with a store that needs no migration."""
 
-from orchestrator.commands.submit import submission_of_sweep
+from orchestrator.commands.submission import submission_of_sweep
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import controller
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import Home
 from tests.support.mlflow_store import new_store
 from tests.support.sweep_files import write
 

@@ -13,7 +13,7 @@ def run_rank(spec, progress):
 
 
 def _skip_every_other_backward():
-    from trials.training import accumulation
+    from trials.training import pipeline
 
     backward, calls = torch.autograd.backward, []
 
@@ -22,4 +22,4 @@ def _skip_every_other_backward():
         if len(calls) % 2:
             backward(*args, **kwargs)
 
-    accumulation.torch.autograd.backward = broken
+    pipeline.torch.autograd.backward = broken

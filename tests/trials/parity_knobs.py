@@ -17,7 +17,7 @@ from typing import Any
 from tests.trials.pairwise import Covering, Row
 from tests.trials.tiny import SHAPE, tiny_spec
 from tests.trials.tiny import WORKLOAD as TWO_LAYERS
-from trials.legality.rules import violations
+from trials.legality import violations
 from trials.spec import (
     Counts,
     Kernels,

@@ -9,9 +9,16 @@ import torch
 import torch.distributed as dist
 
 from tests.trials.failure_texts import LAUNCHERS, LOGS, RAISED, UNLIKE, UNSOURCED
-from trials.failure import DataError, InfeasibleSpec, NonFiniteLoss, classify
-from trials.failure.logs import cause_in_log, tells_of_abort
-from trials.failure.signs import SIGNS, FailureSign
+from trials.failure import (
+    SIGNS,
+    DataError,
+    FailureSign,
+    InfeasibleSpec,
+    NonFiniteLoss,
+    cause_in_log,
+    classify,
+    tells_of_abort,
+)
 
 
 def raised(outer: BaseException, inner: BaseException, *, explicit: bool) -> BaseException:

@@ -29,9 +29,8 @@ def _check_initial_values() -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from trials.models.draws import Draws
-    from trials.parallel.seeding import fill
-    from trials.parallel.shards import Piece, plain_name
+    from trials.models.model import Draws
+    from trials.parallel.shards import Piece, fill, plain_name
     from trials.training import step
 
     parallelize = step.parallelize

@@ -16,9 +16,8 @@ from benchmarks.loss_gate.bugs import (
     no_weight_decay,
 )
 from benchmarks.loss_gate.runs import RESNET, spec_of, train
-from orchestrator.proof.loss_gate import GateTrajectories, Trajectory, judge_gate
-from orchestrator.proof.tolerances import ROUNDING
-from orchestrator.sweep.values import GateReport, GateSettings
+from orchestrator.proof.loss_gate import ROUNDING, GateTrajectories, Trajectory, judge_gate
+from orchestrator.sweep.events import GateReport, GateSettings
 from tests.trials.test_sensitivity import BUGS
 from tests.trials.tiny import WORKLOAD
 from trials.spec import Kernels, Layout, TrialSpec

@@ -139,7 +139,15 @@ KNOBS: dict[str, dict[str, Any]] = {
 NOT_FOR = {("qwen3-tied", knob) for knob in KNOBS if "pp" in knob or "zbv" in knob}
 NOT_FOR |= {(model, knob) for model in ("encoder", "headless") for knob in KNOBS if "chunks" in knob}
 NOT_FOR |= {("headless", knob) for knob in KNOBS if "tp" not in knob and knob != "one"}
-"""Combinations that legality refuses; and of the decoder whose head computes no loss, what is like the others."""
+VARIANTS = ("qwen3", "qwen3-tied", "gpt_neox")
+OF_VARIANTS = {
+    *("one", "accumulation", "O1", "block", "zero1", "zero3", "zero3-block", "tp", "tp-full", "tp-zero2", "pp", "zbv"),
+    *("chunks-zero3-O2", "tp-chunks", "tp-chunks-zbv"),
+}
+"""Knobs that another architecture may break: its norms, biases and tied weights are sharded, cut, chunked, compiled."""
+NOT_FOR |= {(model, knob) for model in VARIANTS for knob in KNOBS if knob not in OF_VARIANTS}
+"""Combinations that legality refuses; of decoders like another, and of the one whose head computes no loss, what the
+others show."""
 CASES = [f"{model}/{knob}" for model in MODELS for knob in KNOBS if (model, knob) not in NOT_FOR]
 FEW = [
     *(f"encoder/{knob}" for knob in ("accumulation", "full", "O1", "zero2", "zero3", "ddp", "pp", "tp")),

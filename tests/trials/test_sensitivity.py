@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.parity]
 def _gradients_times_four() -> None:
     import torch
 
-    from trials.training import accumulation
+    from trials.training import pipeline as accumulation
 
     backward = torch.autograd.backward
     accumulation.torch.autograd.backward = lambda loss, seed: backward(loss, 4.0 * seed)
 
 
 def _gradients_not_reduced() -> None:
-    from trials.training import accumulation
+    from trials.training import pipeline as accumulation
 
     begin_backward = accumulation.begin_backward
     accumulation.begin_backward = lambda module, **_: begin_backward(module, is_last=False, each=False)

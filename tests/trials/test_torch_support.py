@@ -71,7 +71,7 @@ def test_only_images_need_the_package_that_decodes_them(tmp_path):
     (tmp_path / "PIL.py").write_text("raise ModuleNotFoundError(\"No module named 'PIL'\", name='PIL')")
     code = """
 import trials.worker
-from trials.datasets.images import open_images
+from trials.datasets import open_images
 from trials.spec import ImageFolderData, ResNetModel
 open_images(ImageFolderData(), ResNetModel())
 """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "npu"]
 """``cuda`` and ``rocm`` are both torch's device ``cuda``, with tools and variables of their own; ``npu`` is Huawei's
@@ -125,3 +128,120 @@ _HIDDEN: Mapping[str, str] = {
 def without_devices(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a process that computes on no accelerator: none is started, no memory of one taken."""
     return {**environment, **_HIDDEN}
+
+
+# Clocks, heat, power and memory errors of a device while it is measured on, as NVML tells them where there is one.
+#
+# A thread asks twice a second, beside the training: steps wait for nothing. Where the package or the driver is
+# missing, or does not answer, all of this is unknown, and no error; so it is on other makers' devices, whose own
+# interfaces nobody asks. Standard library only; the package ``nvidia-ml-py`` is imported when watching is prepared.
+
+
+PERIOD_S = 0.5
+"""Seconds between two samples."""
+MAX_SAMPLES = 4096
+"""Most samples that are kept: half an hour of them."""
+_PATIENCE_S = 2.0
+"""How long the last sample is waited for: a driver in trouble may take for ever."""
+POWER_CAP = 0x04
+"""NVML's bit for clocks lowered by the software power cap (nvml.h, nvmlClocksThrottleReasonSwPowerCap)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthSample:
+    """A device at one moment; None for what it does not tell."""
+
+    sm_clock_mhz: int | None = None
+    """Clock of the multiprocessors."""
+    max_sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    throttle_mask: int | None = None
+    """NVML's bits for the reasons why the clocks are not higher."""
+    temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    corrected_errors: int | None = None
+    """Errors of the memory that ECC has corrected since the driver was loaded."""
+    uncorrected_errors: int | None = None
+
+
+class HealthWatch:
+    """Samples one device, by its UUID, from :meth:`begin` to :meth:`end`; nothing without a UUID."""
+
+    def __init__(self, uuid: str | None, period_s: float = PERIOD_S) -> None:
+        self._uuid = uuid
+        self._period_s = period_s
+        self._may_sample = threading.Event()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._samples: list[HealthSample] = []
+
+    def prepare(self) -> None:
+        """Import the package and start NVML, which take longer than a step may; only the first call counts."""
+        if self._thread is None and self._uuid is not None:
+            self._thread = threading.Thread(target=self._watch, name="device-health", daemon=True)
+            self._thread.start()
+
+    def begin(self) -> None:
+        """Start to sample."""
+        self.prepare()
+        self._may_sample.set()
+
+    def end(self) -> tuple[HealthSample, ...]:
+        """Stop, and what was seen."""
+        has_begun = self._may_sample.is_set()
+        self._over.set()
+        self._may_sample.set()
+        if self._thread is not None and has_begun:
+            self._thread.join(_PATIENCE_S)
+        return tuple(self._samples) if has_begun else ()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(ImportError), contextlib.ExitStack() as stack:
+            nvml: Any = importlib.import_module("pynvml")
+            with contextlib.suppress(nvml.NVMLError):
+                nvml.nvmlInit()
+                stack.callback(nvml.nvmlShutdown)
+                device = _handle(nvml, self._uuid or "")
+                self._may_sample.wait()
+                is_over = False
+                while not is_over and len(self._samples) < MAX_SAMPLES:
+                    is_over = self._over.is_set()  # then this is the last
+                    self._samples.append(sample(nvml, device))
+                    self._over.wait(0 if is_over else self._period_s)
+
+
+def _handle(nvml: Any, uuid: str) -> Any:
+    """The device that NVML tells clocks of: of a MIG slice, the one it is a part of."""
+    found = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    if uuid.startswith("MIG-"):
+        return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(found)
+    return found
+
+
+def sample(nvml: Any, device: Any) -> HealthSample:
+    """What the device tells now; each figure that it refuses is left out."""
+
+    def ask(function: str, *arguments: Any) -> Any:
+        with contextlib.suppress(nvml.NVMLError, AttributeError):
+            return getattr(nvml, function)(device, *arguments)
+        return None
+
+    def errors(kind: int) -> Any:
+        return ask("nvmlDeviceGetTotalEccErrors", kind, nvml.NVML_VOLATILE_ECC)
+
+    return HealthSample(
+        sm_clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        max_sm_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        memory_clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        throttle_mask=ask("nvmlDeviceGetCurrentClocksThrottleReasons"),
+        temperature_c=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        power_w=_watts(ask("nvmlDeviceGetPowerUsage")),
+        power_limit_w=_watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
+        corrected_errors=errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+        uncorrected_errors=errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+    )
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1e3

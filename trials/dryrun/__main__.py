@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trials.codec import from_json, to_json
-from trials.dryrun.records import DryRunRequest, RankRun, Reply, RunFailure
+from trials.dryrun.estimate import DryRunRequest, RankRun, Reply, RunFailure
 from trials.failure import classify
 
 Work = Callable[[DryRunRequest], RankRun]

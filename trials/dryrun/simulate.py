@@ -1,4 +1,4 @@
-"""Takes one rank of a trial through the real build, forward, backward and optimiser code, on fake tensors."""
+"""Takes note of every forward and backward pass of a simulated step: what is live as it begins, what work follows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,24 +18,243 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trials.dryrun import fake
-from trials.dryrun.passes import PassLog
-from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
-from trials.dryrun.records import DryRunRequest, RankRun
-from trials.dryrun.small.layer_runs import runs_of_chunk
-from trials.dryrun.tracker import MemoryTracker
-from trials.kernels.settings import expected_attention
-from trials.legality.rules import check
-from trials.models.draws import DEVICE_TILE_WORDS
+from trials.dryrun import tracker as fake
+from trials.dryrun.estimate import CATEGORIES, DryRunRequest, PassKind, PassRun, RankRun, Traffic
+from trials.dryrun.small import runs_of_chunk
+from trials.dryrun.tracker import MemoryTracker, TrafficCounter, replaced
+from trials.failure import InfeasibleSpec
+from trials.kernels import expected_attention
+from trials.legality import check
+from trials.models.model import DEVICE_TILE_WORDS
 from trials.operators import in_backward
 from trials.parallel.data_parallel import finish_gradients
 from trials.parallel.mesh import build_mesh
 from trials.parallel.shards import stored_part
+from trials.precision import parameter_dtype
 from trials.spec import LinearModel, LlamaModel, Recompute, ResNetModel, TrialSpec
 from trials.stages import coordinates
 from trials.training.build import ModelPart
-from trials.training.pipeline import Pipeline
+from trials.training.pipeline import Pipeline, Stage
 from trials.training.step import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moment:
+    """The tracker's counts as a pass begins."""
+
+    kind: PassKind
+    chunk: int
+    live: dict[str, int]
+    host_bytes: int
+    flops: Counter[str]
+    tally: TrafficCounter
+
+
+class PassLog:
+    """The passes of a step so far."""
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+        self._moments: list[_Moment] = []
+        self._host_peaks: list[int] = []
+        """Those of passes that are over."""
+
+    def watch(self, stages: list[Stage]) -> None:
+        """Log the passes of a pipeline's stages."""
+        for chunk, stage in enumerate(stages):
+            for name, function in (
+                ("forward_one_chunk", self._forward),
+                ("backward_one_chunk", self._backward),
+                ("backward_weight_one_chunk", self._weights),
+            ):
+                setattr(stage, name, function(chunk, getattr(stage, name)))
+
+    def begin(self, kind: PassKind, chunk: int) -> None:
+        """Note that a pass begins, and with that the one before is over."""
+        tracker = self._tracker
+        if self._moments:
+            self._host_peaks.append(tracker.peak_host_bytes)
+        self._moments.append(
+            _Moment(
+                kind=kind,
+                chunk=chunk,
+                live={name: tracker.live_bytes[name] for name in CATEGORIES},
+                host_bytes=tracker.host_bytes,
+                flops=Counter(tracker.flops),
+                tally=tracker.tally(),
+            )
+        )
+        tracker.begin_pass()
+
+    def count(self, kind: PassKind) -> int:
+        """How many passes of that kind have begun."""
+        return sum(moment.kind == kind for moment in self._moments)
+
+    def runs(self) -> tuple[PassRun, ...]:
+        """All passes, once the step is over."""
+        ends = [(moment.flops, moment.tally) for moment in self._moments[1:]]
+        ends.append((Counter(self._tracker.flops), self._tracker.tally()))
+        peaks = [*self._host_peaks, self._tracker.peak_host_bytes]
+        return tuple(
+            PassRun(
+                kind=moment.kind,
+                chunk=moment.chunk,
+                live=moment.live,
+                host_bytes=moment.host_bytes,
+                peak_host_bytes=peak,
+                flops=flops - moment.flops,
+                collectives=_traffic(tally - moment.tally),
+            )
+            for moment, (flops, tally), peak in zip(self._moments, ends, peaks, strict=False)
+        )
+
+    def _forward(self, chunk: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            self.begin("forward", chunk)
+            return function(*args, **options)
+
+        return run
+
+    def _backward(self, chunk: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> Any:
+            self.begin("backward" if full_backward else "input", chunk)
+            return function(number, loss, full_backward, last_backward)
+
+        return run
+
+    def _weights(self, chunk: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            self.begin("weights", chunk)
+            return function(*args, **options)
+
+        return run
+
+
+def _traffic(counter: TrafficCounter) -> dict[str, Traffic]:
+    names = sorted({name for name, _ in counter})
+    return {name: Traffic(num_calls=counter[name, "calls"], num_bytes=counter[name, "bytes"]) for name in names}
+
+
+# Lets pipeline schedules run on one rank alone: shapes at stage boundaries are told, not asked of the neighbours.
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.pipelining import _utils, schedules
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+_VOTES = hasattr(_PipelineSchedule, "_warmup_p2p")
+"""Whether stages agree on what is known of shapes before the first step, as they do since torch 2.12."""
+
+
+@contextlib.contextmanager
+def static_shapes() -> Iterator[None]:
+    """Skip the vote of all stages on whether shapes are known: it reads numbers the neighbours sent.
+
+    Torch before 2.12 has no vote: it sends a number to each neighbour, and asks for shapes that it was not told.
+    """
+    if not _VOTES:
+        with replaced(Stage, "_get_init_p2p_neighbors_ops", lambda _: []):
+            yield
+        return
+
+    def agree(_schedule: Any, stages: list[Stage], *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = _utils.InferenceMode.STATIC
+
+    with replaced(_PipelineSchedule, "_warmup_p2p", agree):
+        yield
+
+
+class _HeldWorks:
+    """Works that hold what they send until somebody waits for them, as those of real groups do."""
+
+    def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._tensors.clear()
+
+
+@contextlib.contextmanager
+def held_sends() -> Iterator[None]:
+    """Schedules of several chunks wait for their sends at the end of the step; until then the tensors live."""
+    original = schedules._batch_p2p
+
+    def batch_p2p(operations: list[Any], desc: str | None = None) -> list[_HeldWorks]:
+        works = original(operations, desc)
+        return [_HeldWorks(works, [operation.tensor for operation in operations])] if works else []
+
+    with replaced(schedules, "_batch_p2p", batch_p2p):
+        yield
+
+
+def tell_shapes(stages: list[Stage], parts: list[ModelPart], spec: TrialSpec) -> None:
+    """Give each stage the shapes and types that cross its boundaries."""
+    hidden = _meta(boundary_size(spec), _boundary_dtype(spec)).requires_grad_()
+    for stage, part in zip(stages, parts, strict=True):
+        first, last = part.chunk.is_first, part.chunk.is_last
+        if not _VOTES:
+            older: Any = stage
+            older.inputs_meta = (_meta(_input_size(spec), torch.long) if first else hidden,)
+            older._configure_outputs_meta((_output(spec) if last else hidden,))
+            continue
+        stage._user_meta = _utils._StageMeta(
+            inputs=_metas(_meta(_input_size(spec), torch.long) if first else hidden),
+            outputs=_metas(_output(spec) if last else hidden),
+            input_grads=None if first else _metas(hidden.detach()),
+            output_grads=None if last else _metas(hidden.detach()),
+        )
+
+
+def boundary_size(spec: TrialSpec) -> tuple[int, ...]:
+    """Hidden states of one micro-batch as one rank sends them.
+
+    Raises:
+        InfeasibleSpec: for a model whose stages exchange tensors of different shapes.
+    """
+    model, candidate = spec.workload.model, spec.candidate
+    layout, rows = candidate.layout, candidate.micro_batch_size
+    if isinstance(model, LlamaModel):
+        split = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+        return (rows, spec.workload.seq_length // split, model.hidden_size)
+    if isinstance(model, LinearModel):
+        return (rows, model.size)
+    raise InfeasibleSpec(f"the dry run does not simulate pipelines of model kind {model.kind}")
+
+
+def _boundary_dtype(spec: TrialSpec) -> torch.dtype:
+    """Residual streams stay fp32 under autocast; O2 computes in 16 bits."""
+    precision = spec.candidate.precision
+    if precision.level in ("O1", "O1-fp8") and isinstance(spec.workload.model, LinearModel):
+        return getattr(torch, precision.dtype)  # type: ignore[no-any-return]
+    return parameter_dtype(precision, sharded=False)
+
+
+def _input_size(spec: TrialSpec) -> tuple[int, ...]:
+    return (spec.candidate.micro_batch_size, spec.workload.seq_length // spec.candidate.layout.cp)
+
+
+def _output(spec: TrialSpec) -> torch.Tensor:
+    """What the last stage gives: a Llama its loss."""
+    if isinstance(spec.workload.model, LlamaModel):
+        return _meta((), torch.float32).requires_grad_()
+    return _meta(boundary_size(spec), getattr(torch, spec.candidate.precision.dtype)).requires_grad_()
+
+
+def _meta(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def _metas(tensor: torch.Tensor) -> Any:
+    return _utils.extract_tensor_metas((tensor,))
+
+
+# Takes one rank of a trial through the real build, forward, backward and optimiser code, on fake tensors.
+
 
 CUDA_GRANULE_BYTES = 512
 """Multiple to which CUDA's caching allocator rounds sizes up."""
@@ -110,7 +332,7 @@ class SimulatedRank:
         with tracker:
             self.trainer = DryTrainer(spec, mesh, CPU, place=place)
         self.build_peaks = tracker.peaks()
-        """What building took, at the one place :data:`~trials.dryrun.records.BUILD`."""
+        """What building took, at the one place :data:`~trials.dryrun.estimate.BUILD`."""
         tracker.phase = "forward"
         self._is_pipeline = isinstance(self.trainer.engine, Pipeline)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trials.models.base import Initial, Loss, TrainModel
-from trials.models.hugging_face import build_hugging_face
-from trials.models.linear import LinearChain, squared_error
 from trials.models.llama import Llama, next_token_loss
-from trials.models.own import Built, GivenModel, build_python, loss_of_python, part_of, seeded
-from trials.models.resnet import ResNet, class_loss
-from trials.own_code.functions import load_function
+from trials.models.model import Initial, Loss, TrainModel
+from trials.models.own_model import Built, GivenModel, build_hugging_face, build_python, loss_of_python, part_of, seeded
+from trials.models.resnet import LinearChain, ResNet, class_loss, squared_error
+from trials.own_code import load_function
 from trials.spec import (
     HuggingFaceModel,
     LinearModel,

@@ -23,14 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from trials.codec import from_json, to_json
-from trials.datasets.own import collated, open_own
+from trials.datasets import collated, open_own
 from trials.failure import InfeasibleSpec
 from trials.models import build_own, loss_of
-from trials.models.hugging_face import head_of, shape_of
-from trials.models.own import Built, part_of
-from trials.models.stage_cut import layers_in, pipeline_problem
-from trials.models.tensor_plan import plan_problem
-from trials.own_code.functions import described
+from trials.models.model import layers_in, pipeline_problem, plan_problem
+from trials.models.own_model import Built, head_of, part_of, shape_of
+from trials.own_code import described
 from trials.spec import Data, HuggingFaceModel, LlamaModel, ModuleFacts, OwnModel, PythonData, PythonModel
 from trials.stages import Chunk
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trials.attention.kernels import causal_attention
-from trials.models.base import Initial, TrainModel
+from trials.attention import causal_attention
+from trials.models.model import Initial, TrainModel
 from trials.spec import LlamaModel
 from trials.stages import Chunk
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trials.models.base import Initial, TrainModel
+from trials.models.model import Initial, TrainModel
 from trials.operators import in_backward
-from trials.spec import ResNetModel
+from trials.spec import LinearModel, ResNetModel
 from trials.stages import Chunk
 
 
@@ -171,3 +171,38 @@ class ResNet(TrainModel):
 def class_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in fp32 of logits ``[B, K]`` against class numbers ``[B]``."""
     return F.cross_entropy(outputs.float(), targets)
+
+
+# A model that is a chain of square Linear layers: pure matrix multiplication.
+
+
+class Layer(nn.Linear):
+    """A Linear layer that block-wise compilation finds: Dynamo skips frames of torch's own modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class LinearChain(TrainModel):
+    """Maps vectors ``[B, size]`` to vectors ``[B, size]``."""
+
+    def __init__(self, shape: LinearModel, chunk: Chunk) -> None:
+        super().__init__()
+        self.shape = shape
+        self.layers = nn.ModuleDict({str(i): Layer(shape.size, shape.size, bias=False) for i in chunk.layer_ids})
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The vectors come in fp32, whatever type the weights have.
+        x = x.to(next(self.parameters()).dtype)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+    def initial(self, name: str) -> Initial:  # noqa: ARG002  # all alike
+        """The standard deviation that keeps the variance from layer to layer."""
+        return Initial(std=1.0 / math.sqrt(self.shape.size))
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error in fp32."""
+    return F.mse_loss(outputs.float(), targets)

@@ -1,27 +1,350 @@
-"""Data parallelism: DDP, buckets for ZeRO-1, FSDP2 sharding and FSDP2 replication of one part of the model."""
+"""ZeRO stage 1 on plain tensors: buckets of gradients are reduced to who updates them, new weights gathered back.
+
+Weights and gradients lie one after the other in flat buckets, in the order in which the backward pass makes gradients.
+Of every bucket each rank updates one slice (Rajbhandari et al., arXiv 1910.02054). So a step sends what an all-reduce
+does: each rank a bucket's bytes once to reduce it and once to gather it, whatever the number of parameters.
+
+Reductions run beside the backward pass, gathers beside the update of other buckets and the next forward pass: each
+layer waits for its own weights (Megatron-LM's ``--overlap-param-gather``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from trials.accelerator.device import is_host
-from trials.legality.rules import holds_plain
-from trials.models.base import TrainModel
-from trials.parallel.buckets import BucketedReplica, Kind, Peers
-from trials.parallel.held import HeldTensor, held_parameters
+from trials.accelerator.device import current_stream, is_host, new_stream, on_stream
+from trials.legality import holds_plain
+from trials.models.model import TrainModel
 from trials.parallel.mesh import DATA_AXES, SHARD_AXES, flat_mesh, shard_mesh
-from trials.parallel.shards import ShardMap
-from trials.precision.mixed import mixed_precision_policy
+from trials.parallel.shards import HeldTensor, ShardMap, held_parameters
+from trials.precision import mixed_precision_policy
 from trials.spec import Layout, Precision
 from trials.torch_support import parameter_groups, replicas_keep_buffers
+
+# Older releases have them by other names.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+BUCKET_BYTES = 25 << 20
+"""Bytes from which on a bucket takes no more parameters: those of DDP."""
+SLICE_BYTES = 1 << 20
+"""Bytes of a rank's slice from which on collectives are worth their start: with many ranks buckets are larger."""
+ALIGNMENT_BYTES = 128
+"""Where parameters and slices begin: what kernels and collectives read fastest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What parameters have to have in common to lie in one bucket."""
+
+    dtype: torch.dtype
+    num_replicas: int
+    """Ranks of the gang that hold the same elements."""
+    is_partial: bool
+    """Whether gradients arrive as partial sums over the tensor-parallel group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The process groups that share the work on a bucket."""
+
+    shards: dist.ProcessGroup
+    """Ranks that update a slice each."""
+    replicas: dist.ProcessGroup | None
+    """Ranks that update the same slice, in other copies of all of that; None where there are no other copies."""
+
+    @property
+    def count(self) -> int:
+        """All data-parallel ranks."""
+        return self.shards.size() * (1 if self.replicas is None else self.replicas.size())
+
+
+class Bucket:
+    """Some parameters and their gradients, each one after the other; the slice this rank updates is a held tensor.
+
+    It takes memory for values when the parameters move in, for gradients when the first of them comes.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], kind: Kind, peers: Peers) -> None:
+        self.parameters = tuple(parameters)
+        self.is_partial = kind.is_partial
+        self._peers = peers
+        # Sums of float16 overflow where their averages do not, and not every backend divides first.
+        self._op = dist.ReduceOp.SUM if kind.dtype == torch.float16 else dist.ReduceOp.AVG
+        num_shards = peers.shards.size()
+        self.num_replicas = kind.num_replicas // num_shards
+        align = ALIGNMENT_BYTES // kind.dtype.itemsize
+        self._starts = []
+        size = 0
+        for parameter in parameters:
+            self._starts.append(size)
+            size += -(-parameter.numel() // align) * align
+        self._size = -(-size // (align * num_shards)) * align * num_shards
+        share = self._size // num_shards
+        self._own = slice(share * peers.shards.rank(), share * (peers.shards.rank() + 1))
+        self._values: Tensor
+        self._gradients: Tensor
+        self._views: list[Tensor] = []
+        """Gradients by parameter, once there are any."""
+        self._reducing: Any = None
+        self._gathering: Any = None
+        self.num_missing = len(self.parameters)
+        """Gradients that have not come in this step's last backward pass."""
+
+    @torch.no_grad()
+    def bind(self) -> None:
+        """Move the parameters here, in the memory format they have. Each one's own memory is free at once."""
+        self._values = self._zeros()
+        for i, parameter in enumerate(self.parameters):
+            parameter.data = self._view(self._values, i).copy_(parameter)
+
+    def _zeros(self) -> Tensor:
+        """Room for all elements. What lies between parameters stays 0: only sums and averages of it are written."""
+        return torch.zeros(self._size, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
+
+    def _view(self, flat: Tensor, index: int) -> Tensor:
+        parameter = self.parameters[index]
+        if _is_dense(parameter):
+            return flat.as_strided(parameter.shape, parameter.stride(), self._starts[index])
+        return flat[self._starts[index] :][: parameter.numel()].view(parameter.shape)
+
+    def take(self, index: int) -> None:
+        """Move the gradient of parameter ``index`` here, unless it has been added up here already.
+
+        The copy reads and writes each element once. To have autograd add to a view of zeros instead would write it
+        twice and read it twice.
+        """
+        if not self._views:
+            self._gradients = self._zeros()
+            self._views = [self._view(self._gradients, i) for i in range(len(self.parameters))]
+        parameter, view = self.parameters[index], self._views[index]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+        parameter.grad = view
+
+    def reduce(self) -> None:
+        """Begin to average gradients over the ranks that share the states; this rank gets those of its slice."""
+        if self._op == dist.ReduceOp.SUM:
+            self._gradients.div_(self._peers.count)
+        own = self._gradients[self._own]
+        self._reducing = _reduce_scatter(own, self._gradients, op=self._op, group=self._peers.shards, async_op=True)
+
+    def reduce_replicas(self) -> None:
+        """Once that is done, begin to average the slice over its replicas."""
+        if self._peers.replicas is not None:
+            self.wait()
+            own = self._gradients[self._own]
+            self._reducing = dist.all_reduce(own, op=self._op, group=self._peers.replicas, async_op=True)
+
+    def wait(self) -> None:
+        """Wait until the gradients are reduced."""
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing = None
+
+    def values(self) -> Tensor:
+        return self._values[self._own]
+
+    def gradient(self) -> Tensor | None:
+        return self._gradients[self._own]
+
+    def publish(self) -> None:
+        own = self._values[self._own]
+        self._gathering = _all_gather(self._values, own, group=self._peers.shards, async_op=True)
+
+    def settle(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+
+class BucketedReplica(nn.Module):
+    """Wraps a model as DDP does; gradients are whole while micro-batches add up, and slices after the last one.
+
+    Reductions begin as soon as a bucket's gradients are there, beside the rest of the backward pass, always in the
+    order of the buckets, on which all ranks agree.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kinds: dict[nn.Parameter, Kind],
+        peers: Peers,
+        device: torch.device,
+        units: Iterable[nn.Module] = (),
+    ) -> None:
+        """``units`` are modules whose parameters nobody reads before they are called, outside of compiled graphs: they
+        wait for their weights when they are. All other weights are waited for before the model is called."""
+        super().__init__()
+        self.module = model
+        self.reduces = True
+        """Whether the next backward pass is the step's last."""
+        self.bucket_bytes_cap = max(BUCKET_BYTES, SLICE_BYTES * peers.shards.size())
+        self.buckets = [Bucket(some, kind, peers) for some, kind in _dealt_out(kinds, self.bucket_bytes_cap)]
+        self._device = device
+        self._stream = new_stream(device)
+        self._is_bound = False
+        self._num_reduced = 0
+        for bucket in self.buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(_Arrival(self, bucket, i))  # type: ignore[no-untyped-call]
+        self._needed_first = self._let_wait(units)
+        # Weights of convolutions find their memory format in trial passes, before the first forward pass.
+        if not any(parameter.dim() == 4 for parameter in kinds):
+            self.bind()
+
+    def _let_wait(self, units: Iterable[nn.Module]) -> list[Bucket]:
+        """Have every unit wait for the buckets that it has weights in; those that something else has weights in too."""
+        bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        others = set(bucket_of)
+        for unit in units:
+            held = [parameter for parameter in unit.parameters() if parameter in bucket_of]
+            others -= set(held)
+            call = unit._compiled_call_impl or unit._call_impl
+            own = tuple(dict.fromkeys(bucket_of[parameter] for parameter in held))
+            unit._compiled_call_impl = functools.partial(_call_settled, call, own)
+        return list(dict.fromkeys(bucket_of[parameter] for parameter in others))
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        self.bind()
+        _settle(self._needed_first)
+        with _as_ddp(self):
+            return self.module(*args, **options)
+
+    def bind(self) -> None:
+        """Move the parameters into their buckets, one bucket after the other, if they are not there yet."""
+        if not self._is_bound:
+            self._is_bound = True
+            for bucket in self.buckets:
+                bucket.bind()
+
+    def arrived(self, bucket: Bucket, index: int) -> None:
+        """Take in a gradient that a backward pass has completed, and reduce the buckets that are full."""
+        if not self._is_bound:
+            return  # a trial pass of the bare model
+        bucket.take(index)
+        if self.reduces:
+            bucket.num_missing -= 1
+            while self._num_reduced < len(self.buckets) and self.buckets[self._num_reduced].num_missing == 0:
+                self._reduce_next()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce what is left after the step's last backward pass, and wait for all.
+
+        What has not arrived by itself are gradients that a schedule has added up without autograd's hooks, and those of
+        parameters that were not used, which are 0.
+        """
+        self.bind()
+        _settle(self.buckets)
+        for bucket in self.buckets[self._num_reduced :]:
+            for i in range(len(bucket.parameters)):
+                bucket.take(i)
+        while self._num_reduced < len(self.buckets):
+            self._reduce_next()
+        with self._beside():
+            self.buckets[-1].reduce_replicas()
+            for bucket in self.buckets:
+                bucket.wait()
+        if self._stream is not None:
+            self._compute_stream().wait_stream(self._stream)
+        for bucket in self.buckets:
+            bucket.num_missing = len(bucket.parameters)
+        self._num_reduced = 0
+
+    def _reduce_next(self) -> None:
+        """Begin to reduce the next bucket. The one before, most likely through by now, goes on to its replicas."""
+        with self._beside():
+            if self._num_reduced:
+                self.buckets[self._num_reduced - 1].reduce_replicas()
+            self.buckets[self._num_reduced].reduce()
+        self._num_reduced += 1
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """A stream for waiting in, so that the one that computes does not wait; the CPU has none."""
+        if self._stream is not None:
+            self._stream.wait_stream(self._compute_stream())
+        with on_stream(self._stream):
+            yield
+
+    def _compute_stream(self) -> torch.Stream:
+        stream = current_stream(self._device)
+        assert stream is not None
+        return stream
+
+
+def _settle(buckets: Iterable[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.settle()
+
+
+def _call_settled(call: Callable[..., Any], buckets: tuple[Bucket, ...], *args: Any, **options: Any) -> Any:
+    """Call a module once the weights in ``buckets`` are there."""
+    _settle(buckets)
+    return call(*args, **options)
+
+
+class _Arrival:
+    """Tells its replica that a parameter's gradient is complete."""
+
+    def __init__(self, replica: BucketedReplica, bucket: Bucket, index: int) -> None:
+        self._replica, self._bucket, self._index = replica, bucket, index
+
+    def __call__(self, _parameter: Tensor) -> None:
+        self._replica.arrived(self._bucket, self._index)
+
+
+def _dealt_out(kinds: dict[nn.Parameter, Kind], bucket_bytes: int) -> list[tuple[list[nn.Parameter], Kind]]:
+    """Parameters by bucket, in the order in which buckets fill: the last module's gradients come first."""
+    filled: list[tuple[list[nn.Parameter], Kind]] = []
+    open_: dict[Kind, list[nn.Parameter]] = {}
+    for parameter in reversed(list(kinds)):
+        kind = kinds[parameter]
+        some = open_.setdefault(kind, [])
+        some.append(parameter)
+        if sum(one.nbytes for one in some) >= bucket_bytes:
+            filled.append((open_.pop(kind), kind))
+    position = {parameter: i for i, parameter in enumerate(reversed(list(kinds)))}
+    filled += [(some, kind) for kind, some in open_.items()]
+    return sorted(filled, key=lambda one: position[one[0][-1]])
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether elements fill the tensor's memory without gaps, in whatever order."""
+    strides = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    expected = 1
+    for stride, size in strides:
+        if stride != expected:
+            return False
+        expected *= size
+    return expected == max(1, math.prod(tensor.shape))
+
+
+def _as_ddp(replica: BucketedReplica) -> AbstractContextManager[None]:
+    """Let torch.compile cut a whole model's graph at ``bucket_bytes_cap``, as for DDP, so that gradients come piece by
+    piece."""
+    return DistributedDataParallel._inside_ddp_forward(replica)  # type: ignore[arg-type]
+
+
+# Data parallelism: DDP, buckets for ZeRO-1, FSDP2 sharding and FSDP2 replication of one part of the model.
+
 
 _ENDS = ("tok_embeddings", "output")
 """Names of the modules with a weight of the size of the vocabulary."""

@@ -1,11 +1,12 @@
-"""Watches the operators of a step: counts its collectives per module and has the redundant ones found."""
+"""Tells which module is at work: forward by hooks, backward by when its autograd nodes were made."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,16 +14,289 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trials.operators import leaves_in
-from trials.profiling.modules import ModuleTracker
-from trials.profiling.redundancy import Flow, StartedCollective, TensorId
-from trials.reports.profile import CollectiveCount, Redundancy
+from trials.operators import in_backward, leaves_in
+from trials.parallel.shards import plain_name
+from trials.reports import CollectiveCount, Redundancy
 from trials.spec import AXES, Layout
 from trials.stages import coordinates
+from trials.torch_support import parameter_groups
+
+GRADIENTS = "gradients"
+"""Stands for a module where gradients are reduced outside of any: in DDP's buckets."""
+STEP = "step"
+"""Stands for the module and the phase outside of the passes, and for the model itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePlace:
+    """Where in the step the program is; as in :class:`trials.reports.CollectiveCount`."""
+
+    module: str
+    phase: str
+
+
+class ModuleTracker:
+    """Follows the modules of ``models`` while entered.
+
+    Autograd numbers its nodes in the order of their making, so the numbers drawn during a module's forward pass tell
+    whose a node is that runs in the backward pass. That needs no hooks on tensors, which would change the graph.
+    """
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        self._models = models
+        self._running: list[tuple[str, str | None]] = []
+        self._starts: list[int] = []
+        self._nodes: list[tuple[int, int, str]] = []
+        """First number of a module's nodes, the end of its numbers, its name; inner modules before outer ones."""
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> ModuleTracker:
+        for model in self._models:
+            for name, module in model.named_modules():
+                self._follow(module, general_name(name))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+
+    def place(self) -> ModulePlace:
+        """Where the program is now."""
+        if self._running:
+            module, phase = self._running[-1]
+            return ModulePlace(module=module, phase=phase or ("recompute" if in_backward() else "forward"))
+        if in_backward():
+            return ModulePlace(module=self._module_of_node(), phase="backward")
+        return ModulePlace(module=STEP, phase=STEP)
+
+    def _module_of_node(self) -> str:
+        node: Any = torch._C._current_autograd_node()
+        if node is None or node.name().endswith("AccumulateGrad"):
+            return GRADIENTS
+        number = node._sequence_nr()
+        return next((name for first, end, name in self._nodes if first <= number < end), STEP)
+
+    def _follow(self, module: nn.Module, name: str) -> None:
+        for handle in (
+            module.register_forward_pre_hook(lambda *_: self._enter(name), prepend=True),
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True),
+        ):
+            self._undo.callback(handle.remove)
+        if isinstance(module, FSDPModule):
+            # It gathers ahead, for a module that is not running yet, and reduces after.
+            for group in parameter_groups(module._get_fsdp_state()):
+                self._undo.enter_context(self._named(group, "unshard", name, None))
+                self._undo.enter_context(self._named(group, "post_backward", name, "backward"))
+
+    def _enter(self, name: str) -> None:
+        self._running.append((name, None))
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+
+    def _leave(self) -> None:
+        name, _ = self._running.pop()
+        start = self._starts.pop()
+        if not in_backward():
+            self._nodes.append((start, torch._C._autograd._get_sequence_nr(), name))
+
+    @contextlib.contextmanager
+    def _named(self, owner: Any, method: str, module: str, phase: str | None) -> Iterator[None]:
+        """Have calls of the method count as the module's."""
+        original: Callable[..., Any] = getattr(owner, method)
+
+        @functools.wraps(original)
+        def named(*args: Any, **options: Any) -> Any:
+            here = phase or self.place().phase
+            self._running.append((module, "backward" if here == "recompute" else here))
+            try:
+                return original(*args, **options)
+            finally:
+                self._running.pop()
+
+        setattr(owner, method, named)
+        try:
+            yield
+        finally:
+            delattr(owner, method)
+
+
+def general_name(name: str) -> str:
+    """A module's path with ``*`` for numbers, so that equal layers have one name; :data:`STEP` for the model."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", plain_name(name)) or STEP
+
+
+# Finds communication that need not be, by following values from one collective to the next. Pure.
+#
+# A value is followed as long as it is only moved: viewed, copied, cut, joined. Two values with the same history have
+# the same number, so that a tensor gathered twice is known even where a copy was made before each time. Values are
+# named by keys of the caller's choice; a key always means the same value.
+
+
+IDENTITY = frozenset({"clone", "contiguous", "alias", "detach", "lift_fresh", "wait_tensor", "_wrap_tensor_autograd"})
+"""Moves whose result equals their input."""
+_ROUND_TRIPS = {
+    ("all_gather", "all_gather"): "gathers again what had been gathered and cut before, with nothing computed between",
+    ("all_to_all", "all_to_all"): "exchanges back what had just been exchanged, with nothing computed between",
+    ("reduce_scatter", "all_gather"): "gathers what had just been reduced and scattered: one all_reduce does both",
+    ("all_reduce", "all_reduce"): "sums over the group again what had been summed over it already",
+    ("all_reduce", "reduce_scatter"): "scatters the sum of what had been summed over the group already",
+}
+_LINEAR = frozenset({"all_reduce", "reduce_scatter"})
+_ADDED = "is only added to the result of another {kind}: added first, one {kind} does both"
+_PARTS = {
+    "all_gather": "only this rank's share of what is gathered is used: nothing need be gathered",
+    "all_reduce": "only this rank's share of the sum is used: a reduce_scatter moves half as much",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedCollective:
+    """A collective, as it was started on this rank."""
+
+    module: str
+    phase: str
+    kind: str
+    group: str
+    group_size: int
+    num_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Source:
+    """The collective that a value came from, and which parts of its result are computed with."""
+
+    started: StartedCollective
+    size: int
+    used: dict[int, int] = field(default_factory=dict)
+    num_uses: int = 0
+
+    def use(self, part: int, size: int) -> None:
+        self.used[part] = size
+        self.num_uses += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Value:
+    number: int
+    source: _Source | None = None
+
+
+TensorId = tuple[Hashable, int]
+"""Key of the value that a tensor holds, and its number of elements."""
+
+
+class Flow:
+    """Follows values; is told of every operation of a step, in order."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, _Value] = {}
+        self._sizes: dict[int, int] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._sources: list[_Source] = []
+        self._started: set[Hashable] = set()
+        self._found: list[tuple[StartedCollective, str]] = []
+        self._sums: list[tuple[_Source, _Source]] = []
+
+    def move(self, name: str, arguments: Hashable, inputs: Sequence[TensorId], outputs: Sequence[TensorId]) -> None:
+        """Follow an operation that only moves elements: ``name`` with equal ``arguments`` moves equal values alike."""
+        values = [self._value(value) for value in inputs]
+        sources = {id(value.source): value.source for value in values}
+        if len(sources) > 1:
+            self.compute(inputs)
+        source = next(iter(sources.values())) if len(sources) == 1 else None
+        for i, (key, size) in enumerate(outputs):
+            if key in self._values:
+                continue  # another view of the same elements
+            if name in IDENTITY and len(values) == 1:
+                number = values[0].number
+            else:
+                number = self._number((name, arguments, tuple(value.number for value in values), i))
+            self._bind(key, _Value(number=number, source=source), size)
+
+    def compute(self, inputs: Sequence[TensorId]) -> None:
+        """Take note of any other operation, whose inputs are used and whose results are new values."""
+        for one in inputs:
+            value = self._value(one)
+            if value.source is not None:
+                value.source.use(value.number, self._sizes[value.number])
+
+    def add(self, inputs: Sequence[TensorId], output: TensorId) -> None:
+        """Follow the sum of two tensors of one shape."""
+        self.compute(inputs)
+        first, second = (self._value(one).source for one in inputs)
+        if first is None or second is None or first is second:
+            return
+        kinds = {first.started.kind, second.started.kind}
+        if len(kinds) == 1 and kinds <= _LINEAR and first.started.group == second.started.group:
+            self._sums.append((first, second))
+            total = _Source(started=second.started, size=output[1])
+            self._bind(output[0], _Value(number=self._number(object()), source=total), output[1])
+
+    def communicate(self, started: StartedCollective, sent: TensorId, received: TensorId) -> None:
+        """Follow a collective that gives a new tensor."""
+        value = self._value(sent)
+        same = (started.kind, started.group, started.phase, value.number)
+        if same in self._started:
+            self._found.append((started, f"starts the same {started.kind} of the same tensor again"))
+        self._started.add(same)
+        before = value.source
+        if before is not None:
+            trip = (before.started.kind, started.kind)
+            if before.started.group == started.group and trip in _ROUND_TRIPS:
+                self._found.append((started, _ROUND_TRIPS[trip]))
+            before.use(value.number, before.size)
+        source = _Source(started=started, size=received[1])
+        self._sources.append(source)
+        self._bind(received[0], _Value(number=self._number(object()), source=source), received[1])
+
+    def redundancies(self) -> tuple[Redundancy, ...]:
+        """What was found, equal findings of a module together, the largest first."""
+        totals: dict[tuple[str, str, str], tuple[int, int]] = {}
+        for started, problem in [*self._found, *self._only_added(), *self._partly_used()]:
+            key = started.module, started.phase, problem
+            num_calls, num_bytes = totals.get(key, (0, 0))
+            totals[key] = num_calls + 1, num_bytes + started.num_bytes
+        found = [
+            Redundancy(module=module, phase=phase, problem=problem, num_calls=num_calls, num_bytes=num_bytes)
+            for (module, phase, problem), (num_calls, num_bytes) in totals.items()
+        ]
+        return tuple(sorted(found, key=lambda one: (-one.num_bytes, one.module, one.phase)))
+
+    def _only_added(self) -> list[tuple[StartedCollective, str]]:
+        return [
+            (second.started, _ADDED.format(kind=second.started.kind))
+            for first, second in self._sums
+            if first.num_uses == second.num_uses == 1
+        ]
+
+    def _partly_used(self) -> list[tuple[StartedCollective, str]]:
+        return [
+            (source.started, _PARTS[source.started.kind])
+            for source in self._sources
+            if source.started.kind in _PARTS
+            and source.started.group_size > 1
+            and 0 < sum(source.used.values()) * source.started.group_size <= source.size
+        ]
+
+    def _value(self, one: TensorId) -> _Value:
+        key, size = one
+        if key not in self._values:
+            self._bind(key, _Value(number=self._number(object())), size)
+        return self._values[key]
+
+    def _bind(self, key: Hashable, value: _Value, size: int) -> None:
+        self._values[key] = value
+        self._sizes[value.number] = size
+
+    def _number(self, history: Hashable) -> int:
+        return self._numbers.setdefault(history, len(self._numbers))
+
+
+# Watches the operators of a step: counts its collectives per module and has the redundant ones found.
+
 
 _KINDS = {
     "c10d.allreduce_": "all_reduce",

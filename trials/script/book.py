@@ -1,17 +1,227 @@
-"""Everything that a program told, from all sources, in order: steps, facts, errors. Bounded, whatever it tells."""
+"""What one source told of the steps of a training, and how long they took by it. Pure, and bounded in size."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trials.reports.script import MAX_NOTES
+from trials.reports import MAX_NOTES
 from trials.script.command import ScriptCommand
-from trials.script.logs.base import LogRecord, LogValue, number
-from trials.script.series import FILE, HOOK, LOG, PLAIN_HOOK, REPORT, StepSeries
+from trials.script.logs import LogRecord, LogValue, number
+from trials.step_times import Elapsed
+
+FIRST_STEP_LIMIT = 8
+"""A first step up to this number belongs to a training that began at the beginning: a later one was resumed."""
+ARRIVAL_RESOLUTION_S = 2e-3
+"""How well the arrival of a line tells when it was written."""
+
+REPORT, HOOK, PLAIN_HOOK, FILE, LOG = range(5)
+"""Kinds of sources, the best first; the plain hook knows optimiser steps only, others know the framework."""
+
+
+class StepSeries:
+    """Values by step from one source.
+
+    Args:
+        kind: :data:`REPORT`, ... : the smaller, the better.
+        name: what people are told of it, such as ``hook:torch``.
+        limit: how many different steps are kept; later ones are only counted.
+    """
+
+    def __init__(self, kind: int, name: str, limit: int) -> None:
+        self.kind = kind
+        self.name = name
+        self.values: dict[str, dict[int, LogValue]] = {}
+        """Values by name and step as the source counts it."""
+        self._limit = limit
+        self._at_s: dict[int, LogValue] = {}
+        self._arrived_s: dict[int, float] = {}
+        self._since_s: dict[int, float] = {}
+        """When the line of a step was not there yet, as far as that is known."""
+        self._began: LogValue | None = None
+        self._last = 0
+
+    def begin(self, at_s: LogValue | None) -> None:
+        """The clock of the first step has started."""
+        self._began = self._began or at_s
+
+    def add(
+        self,
+        step: int,
+        values: Mapping[str, LogValue],
+        *,
+        at_s: LogValue | None = None,
+        arrived_s: float,
+        since_s: float | None = None,
+    ) -> None:
+        """Note what was reported of a step; what is known already stays.
+
+        Args:
+            at_s: when the step ended, by the program's clock.
+            arrived_s: when the line arrived, by ours.
+            since_s: when it was not there yet; None: it was seen as it arrived.
+        """
+        self._last = max(self._last, step)
+        if step < 0 or (step not in self._arrived_s and len(self._arrived_s) >= self._limit):
+            return
+        self._arrived_s.setdefault(step, arrived_s)
+        self._since_s.setdefault(step, arrived_s if since_s is None else since_s)
+        if at_s is not None:
+            self._at_s.setdefault(step, at_s)
+        for name, value in values.items():
+            self.values.setdefault(name, {}).setdefault(step, value)
+
+    @property
+    def base(self) -> int:
+        """What is subtracted from the source's step numbers so that the first step is 1."""
+        steps = sorted(self._arrived_s)
+        if not steps or 0 < steps[0] <= FIRST_STEP_LIMIT:
+            return 0
+        if steps[0] == 0:
+            return -1
+        interval = steps[1] - steps[0] if len(steps) > 1 else steps[0]
+        return max(0, steps[0] - interval)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of the last step that it told of, counted from 1."""
+        if self._is_unclear:
+            return 1
+        return self._last - self.base if self._arrived_s else 0
+
+    @property
+    def has_several(self) -> bool:
+        """Whether it told of more than one step."""
+        return len(self._arrived_s) > 1
+
+    @property
+    def _is_unclear(self) -> bool:
+        """Whether one step is known, which may be the last of many or the first after an earlier run."""
+        return len(self._arrived_s) == 1 and min(self._arrived_s) > FIRST_STEP_LIMIT
+
+    def by_step(self, name: str) -> dict[int, LogValue]:
+        """The values of a name by step, counted from 1."""
+        base = self.base
+        return {step - base: value for step, value in sorted(self.values.get(name, {}).items())}
+
+    def times(self, tokens_per_step: int, samples_per_step: int, num_devices: int) -> dict[int, LogValue]:
+        """Seconds of every step for which the source tells them, counted from 1.
+
+        A value that is told once for several steps stands for each of them. Best are times told as such; then clocks
+        that came with the steps; then rates; at last the arrival of lines.
+        """
+        found: dict[int, LogValue] = {}
+        if self._is_unclear:
+            return found
+        gaps = dict(self._arrival_gaps())
+        base = before = self.base
+        for step in sorted(self._arrived_s):
+            time_s = (
+                self._positive("step_time_s", step)
+                or self._by_clock(before, step)
+                or self._by_rate("tokens_per_s", step, tokens_per_step)
+                or self._by_rate("tokens_per_s_per_device", step, tokens_per_step / num_devices)
+                or self._by_rate("samples_per_s", step, samples_per_step)
+                or gaps.get(step)
+            )
+            if time_s is not None:
+                found.update(dict.fromkeys(range(before - base + 1, step - base + 1), time_s))
+            before = step
+        return found
+
+    def intervals(self, times: Mapping[int, LogValue], steps: range) -> Iterator[Elapsed]:
+        """Reported times of these steps, between arrivals of this source's lines.
+
+        Lines that arrived together end one interval.
+        """
+        for (before, began_s), (step, ended_s) in itertools.pairwise(self._ends(steps)):
+            between = range(before + 1, step + 1)
+            if between and all(one in times for one in between):
+                reported_s = sum(times[one].value for one in between)
+                yield Elapsed(num_steps=len(between), reported_s=reported_s, seen_s=ended_s - began_s)
+
+    def together(self, times: Mapping[int, LogValue], steps: range, since_s: float | None = None) -> Elapsed | None:
+        """These steps where all of their lines arrived at once, in the time in which they can have been
+        taken; None where the lines arrived one after the other, and where one line reports on all steps.
+
+        Args:
+            since_s: when the steps can have begun; None: when the lines were not there yet.
+        """
+        ends, base = self._ends(steps), self.base
+        if len(ends) != 1:
+            return None
+        if sum(at_s == ends[0][1] and step - base >= steps[0] for step, at_s in self._arrived_s.items()) < 2:
+            return None
+        began_s = since_s if since_s is not None else min(self._since_s[step] for step in self._arrived_s)
+        reported_s = sum(times[step].value for step in steps)
+        return Elapsed(num_steps=len(steps), reported_s=reported_s, seen_s=max(0.0, ends[0][1] - began_s))
+
+    @property
+    def has_bursts(self) -> bool:
+        """Whether lines arrived together: then a buffer may have held back the last one for a step."""
+        return len(set(self._arrived_s.values())) < len(self._arrived_s)
+
+    def span(self, steps: range) -> tuple[range, float, float] | None:
+        """The steps between the first and the last line that reported on these, and when the two lines arrived; None
+        where one line did."""
+        ends = self._ends(steps)
+        return (range(ends[0][0] + 1, ends[-1][0] + 1), ends[0][1], ends[-1][1]) if len(ends) > 1 else None
+
+    def num_between(self, began_s: float, ended_s: float) -> int:
+        """How many steps it reported in this time."""
+        found = [step for step, at_s in self._arrived_s.items() if began_s < at_s <= ended_s]
+        return max(found) - min(found) + 1 if found else 0
+
+    def _ends(self, steps: range) -> list[tuple[int, float]]:
+        """Last steps of lines that arrived together, counted from 1, and when: from the step before these to the last
+        of them, or to those that arrived with it."""
+        base, found = self.base, dict[float, int]()
+        for step, at_s in sorted(self._arrived_s.items()):
+            found[at_s] = max(step - base, found.get(at_s, 0))
+        ends = [(step, at_s) for at_s, step in sorted(found.items()) if step >= steps[0] - 1]
+        last = next((index for index, (step, _) in enumerate(ends) if step >= steps[-1]), len(ends))
+        return ends[: last + 1]
+
+    def _positive(self, name: str, step: int) -> LogValue | None:
+        value = self.values.get(name, {}).get(step)
+        return value if value is not None and 0 < value.value < math.inf else None
+
+    def _by_clock(self, before: int, step: int) -> LogValue | None:
+        begin = self._at_s.get(before, self._began if before == self.base else None)
+        end = self._at_s.get(step)
+        if begin is None or end is None or not 0 < end.value - begin.value < math.inf:
+            return None
+        return LogValue(end.value - begin.value, end.resolution).times(1 / (step - before))
+
+    def _by_rate(self, name: str, step: int, amount: float) -> LogValue | None:
+        rate = self._positive(name, step)
+        if rate is None or amount <= 0:
+            return None
+        seconds = amount / rate.value
+        return LogValue(seconds, seconds * rate.resolution / rate.value)
+
+    def _arrival_gaps(self) -> Iterator[tuple[int, LogValue]]:
+        """Seconds per step between lines that arrived one after the other; lines that arrived together share theirs."""
+        steps = sorted(self._arrived_s)
+        begin = 0
+        for end in range(1, len(steps) + 1):
+            if end < len(steps) and self._arrived_s[steps[end]] == self._arrived_s[steps[begin]]:
+                continue
+            if begin > 0:
+                gap_s = self._arrived_s[steps[begin]] - self._arrived_s[steps[begin - 1]]
+                covered = steps[end - 1] - steps[begin - 1]
+                resolution_s = ARRIVAL_RESOLUTION_S if end - begin == 1 else gap_s
+                if gap_s > 0:
+                    yield from ((step, LogValue(gap_s / covered, resolution_s / covered)) for step in steps[begin:end])
+            begin = end
+
+
+# Everything that a program told, from all sources, in order: steps, facts, errors. Bounded, whatever it tells.
+
 
 MAX_REPORT_LINE = 8192
 MAX_SERIES = 1024
@@ -68,16 +278,18 @@ class StepBook:
         if len(self.notes) < MAX_NOTES:
             self.notes[text] = None
 
-    def hear_log(self, record: LogRecord, *, format_name: str, origin: str, arrived_s: float) -> None:
-        """Take down what a line of output or of a log file said."""
+    def hear_log(
+        self, record: LogRecord, *, format_name: str, origin: str, arrived_s: float, since_s: float | None = None
+    ) -> None:
+        """Note what a line of output or of a log file says; of a file, ``since_s`` is when it was not there yet."""
         kind, source = (FILE, f"file:{format_name}") if record.is_structured else (LOG, f"log:{format_name}")
         series = self._of(kind, source, origin)
         if series is not None:
-            series.add(record.step, record.values, at_s=record.at_s, arrived_s=arrived_s)
+            series.add(record.step, record.values, at_s=record.at_s, arrived_s=arrived_s, since_s=since_s)
         if record.non_finite and len(self.non_finite) < MAX_NOTES:
             self.non_finite.append((record.step, record.non_finite))
 
-    def hear_report(self, line: str, *, origin: str, arrived_s: float) -> None:
+    def hear_report(self, line: str, *, origin: str, arrived_s: float, since_s: float | None = None) -> None:
         """Take down a JSON line of a report file; one that is none, or is too long, is only counted."""
         if len(line) > MAX_REPORT_LINE:
             self.note(f"{origin}: lines of more than {MAX_REPORT_LINE} characters are ignored")
@@ -89,9 +301,9 @@ class StepBook:
         if not isinstance(told, dict):
             self.note(f"{origin}: not every line is a JSON object")
             return
-        self._take(told, origin, arrived_s)
+        self._take(told, origin, arrived_s, since_s)
 
-    def _take(self, told: dict[str, Any], origin: str, arrived_s: float) -> None:
+    def _take(self, told: dict[str, Any], origin: str, arrived_s: float, since_s: float | None) -> None:
         source = told.get("source")
         source = source[:MAX_TEXT] if isinstance(source, str) and source.startswith("hook:") else "report"
         kind = REPORT if source == "report" else PLAIN_HOOK if source == "hook:torch" else HOOK
@@ -115,7 +327,7 @@ class StepBook:
         if step is not None and math.isfinite(step.value) and event in (None, "log", "step", "end"):
             values = {name: value for name in VALUES if (value := _number(told.get(name))) is not None}
             if values or event is None:
-                series.add(int(step.value), values, at_s=clock, arrived_s=arrived_s)
+                series.add(int(step.value), values, at_s=clock, arrived_s=arrived_s, since_s=since_s)
 
     def _take_error(self, told: dict[str, Any]) -> None:
         if len(self.errors) < MAX_NOTES:

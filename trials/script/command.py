@@ -1,11 +1,26 @@
 """What a rank is told of a training program of the user's own: the command, and how it is watched. Standard library
-only."""
+only.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import getpass
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
+from trials.codec import canonical_json, from_json
+from trials.failure import of_host
+from trials.files import make_private_folder, write_atomically
+from trials.outcome import Phase
+from trials.reports import FOLDER_VARIABLE
+from trials.secrets import is_secret_name
 from trials.spec import Protocol
 
 OUT = "{out}"
@@ -70,6 +85,8 @@ class ScriptCommand:
     hook: bool = True
     """Whether our reporting hook is loaded into its Python."""
     protocol: Protocol
+    fewest_steps: int | None = None
+    """Measured steps that are enough where the program ends by itself with exit code 0; None: all of the protocol."""
     num_devices: int
     """Devices of the whole trial."""
     tokens_per_step: int
@@ -91,3 +108,349 @@ class ScriptCommand:
     def num_required_steps(self) -> int:
         """Steps after which it may end, in whatever way."""
         return self.protocol.min_warmup_steps + self.protocol.num_steps
+
+
+# What goes first on the PYTHONPATH of a training program, so that it can report. Standard library only.
+#
+# ``api/`` holds one file, ``tune_cluster_report.py``, for programs that import it; whichever virtual environment they
+# run in, nothing else of ours becomes visible to them. ``hook/`` makes unchanged programs report: Python imports its
+# ``sitecustomize`` at start, which is silent unless ``TUNE_CLUSTER_REPORT`` names a folder.
+
+
+API_FOLDER = Path(__file__).parent / "api"
+HOOK_FOLDER = Path(__file__).parent / "hook"
+
+REPORT_VARIABLE = "TUNE_CLUSTER_REPORT"
+"""Folder of the lines and of ``stop``."""
+COUNT_FLOPS_VARIABLE = "TUNE_CLUSTER_COUNT_FLOPS"
+"""``1``: the hook counts the floating-point operations of one step."""
+MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"
+"""How much memory a process may take on a CUDA device."""
+
+
+def hook_path(*, hook: bool = True) -> tuple[str, ...]:
+    """Entries for the front of PYTHONPATH.
+
+    Args:
+        hook: Whether programs report without being changed; otherwise only those do that import the report API.
+    """
+    return (str(HOOK_FOLDER), str(API_FOLDER)) if hook else (str(API_FOLDER),)
+
+
+def with_hook(python_path: str | None, *, hook: bool = True) -> str:
+    """The value of PYTHONPATH for a training program.
+
+    Args:
+        python_path: What it would be otherwise; kept behind ours.
+        hook: As for :func:`hook_path`.
+    """
+    return os.pathsep.join([*hook_path(hook=hook), *filter(None, [python_path])])
+
+
+# The environment of the user's program: what of the node's it may see, torchrun's variables, where compilers cache.
+#
+# Programs get an allow-list, not everything: keys, tokens and the addresses of our own services stay out unless the
+# sweep file names them (``env_pass``). Values of the sweep file's ``env`` go over all else.
+
+
+NAMES = frozenset(
+    (
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TMP", "TEMP", "HOSTNAME"),
+        *("VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE"),
+        *("PYTHONWARNINGS", "PYTHONHASHSEED", "LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "CUDACXX"),
+        *("C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "MAX_JOBS"),
+        *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+        *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ENDPOINT"),
+        *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "MODELSCOPE_CACHE", "WANDB_MODE", "NO_COLOR"),
+    )
+)
+"""Variables of the node that programs see."""
+PREFIXES = (
+    *("LC_", "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NVTE_", "NCCL_", "RCCL_", "HCCL_", "GLOO_", "UCX_", "UCC_"),
+    *("FI_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_", "TORCH_", "TORCHINDUCTOR_"),
+    *("TORCHDYNAMO_", "PYTORCH_", "TRITON_", "HIP_", "HSA_", "ROCM_", "ROCR_", "MIOPEN_", "GPU_", "ASCEND_"),
+    *("ONEAPI_", "ZE_", "SYCL_", "HABANA_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "DS_", "FLAGS_", "MS_"),
+)
+"""Beginnings of further names that they see: libraries of devices, of communication, of mathematics, frameworks."""
+DEFAULTS = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+"""What holds where neither node nor sweep file say otherwise."""
+CACHES = {
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
+"""Variables of compilers' caches, and the folder of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRank:
+    """Who this rank is, as the cluster or torchrun told it."""
+
+    rank: int
+    """Number of its slot; with ``launcher: own`` slots are nodes."""
+    num_slots: int
+    local_rank: int
+    local_slots: int
+    node_rank: int
+    num_nodes: int
+    num_devices: int
+    """Devices of this slot."""
+    master_addr: str
+    master_port: str
+
+    @classmethod
+    def from_env(cls, environment: Mapping[str, str]) -> ScriptRank:
+        """Read the variables that the cluster and torchrun set; a process by itself is the only rank."""
+        rank, local_rank = int(environment.get("RANK", "0")), int(environment.get("LOCAL_RANK", "0"))
+        num_slots = int(environment.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=rank,
+            num_slots=num_slots,
+            local_rank=local_rank,
+            local_slots=int(environment.get("LOCAL_WORLD_SIZE", num_slots)),
+            node_rank=int(environment.get("GROUP_RANK", "0")),
+            num_nodes=int(environment.get("GROUP_WORLD_SIZE", "1")),
+            num_devices=int(environment.get("TUNE_CLUSTER_NUM_DEVICES", "1")),
+            master_addr=environment.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=environment.get("MASTER_PORT", "29500"),
+        )
+
+
+def cache_folder(command: ScriptCommand, node: Mapping[str, str]) -> Path:
+    """Where this command's compilers keep what they made, on the node with this environment."""
+    if folder := command.cache_dir or node.get("TUNE_CLUSTER_CACHE_DIR"):
+        return Path(folder)
+    return Path(tempfile.gettempdir()) / f"tune-cluster-{getpass.getuser()}" / "caches"
+
+
+def child_environment(
+    command: ScriptCommand,
+    rank: ScriptRank,
+    node: Mapping[str, str],
+    *,
+    report: Path,
+    error_file: Path,
+) -> dict[str, str]:
+    """All variables of the program.
+
+    Args:
+        node: the environment that the rank itself runs in.
+        report: folder of its report files.
+        error_file: where torch's ``record`` writes an error.
+    """
+    passed = frozenset(command.env_pass)
+    environment = {name: value for name, value in node.items() if name in passed or is_seen_anyway(name)}
+    environment = {**DEFAULTS, **environment}
+    for name, folder in CACHES.items():
+        if name in passed and name in node:
+            continue
+        environment[name] = str(cache_folder(command, node) / folder)
+    environment |= _torchrun(rank) if command.launcher == "env" else _nodes(rank)
+    environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+    environment |= {pair[0]: pair[1] for pair in command.env if len(pair) == 2}
+    environment[REPORT_VARIABLE] = str(report)
+    if command.memory_limit_bytes is not None and command.device != "cpu":
+        environment[MEMORY_LIMIT_VARIABLE] = str(command.memory_limit_bytes)
+    environment["PYTHONPATH"] = with_hook(environment.get("PYTHONPATH"), hook=command.hook)
+    return environment
+
+
+def remember_secrets(pairs: Iterable[Sequence[str]]) -> None:
+    """Have what the sweep file tells the program in confidence redacted from all that this process writes."""
+    for pair in pairs:
+        if len(pair) == 2 and is_secret_name(pair[0]):
+            os.environ[pair[0]] = pair[1]
+
+
+def is_seen_anyway(name: str) -> bool:
+    """Whether programs see this variable of the node without ``env_pass``."""
+    return (name in NAMES or name.startswith(PREFIXES)) and not is_secret_name(name)
+
+
+def _torchrun(rank: ScriptRank) -> dict[str, str]:
+    """What torchrun tells each of its processes."""
+    return {
+        **_meeting(rank),
+        "RANK": str(rank.rank),
+        "WORLD_SIZE": str(rank.num_slots),
+        "LOCAL_RANK": str(rank.local_rank),
+        "LOCAL_WORLD_SIZE": str(rank.local_slots),
+        "GROUP_RANK": str(rank.node_rank),
+        "GROUP_WORLD_SIZE": str(rank.num_nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank.rank),
+        "ROLE_WORLD_SIZE": str(rank.num_slots),
+        "TORCHELASTIC_RUN_ID": "tune-cluster",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def _nodes(rank: ScriptRank) -> dict[str, str]:
+    """What a command that starts its own ranks may want to know; names that LLaMA-Factory and ms-swift read."""
+    return {
+        **_meeting(rank),
+        "NNODES": str(rank.num_slots),
+        "NODE_RANK": str(rank.rank),
+        "NPROC_PER_NODE": str(rank.num_devices),
+    }
+
+
+def _meeting(rank: ScriptRank) -> dict[str, str]:
+    return {"MASTER_ADDR": rank.master_addr, "MASTER_PORT": rank.master_port}
+
+
+# Files of an attempt on a node: what the program gets, what its ranks tell each other, and how all of it goes away.
+#
+# ::
+#
+#     ATTEMPT/script/out         {out}: whatever the program writes; shared by the node's ranks
+#     ATTEMPT/script/files       copies of configuration files
+#     ATTEMPT/script/report/N    $TUNE_CLUSTER_REPORT of rank N, with the file ``stop``
+#     ATTEMPT/script/ranks       what each rank of the node tells the others of itself
+
+
+ATTEMPT_VARIABLE = "TUNE_CLUSTER_ATTEMPT_DIR"
+"""Environment variable by which the cluster tells ranks the attempt's folder."""
+SCRATCH = "script"
+"""Folder in an attempt's folder that is deleted with the attempt's end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerWord:
+    """What a rank lets the others of its node know."""
+
+    state: Literal["training", "measured", "silent"] = "training"
+    """``measured``: it has its steps; ``silent``: others speak for it."""
+    is_gone: bool = False
+    """Whether nothing of its program is left."""
+    phase: Phase | None = None
+    step: int = 0
+    step_time_s: float | None = None
+    number: int = 0
+    """Words of a rank have rising numbers, so that one that repeats the last is a word of its own."""
+
+
+class Places:
+    """Paths of one rank's program."""
+
+    def __init__(self, attempt: Path, rank: ScriptRank, *, is_own_folder: bool) -> None:
+        self.has_own_log = not is_own_folder
+        """Whether standard output is a file of this rank alone."""
+        self.scratch = attempt / SCRATCH
+        self.out = self.scratch / "out"
+        self.files = self.scratch / "files"
+        self.report = report_folder(attempt, rank.rank)
+        self.error_file = self.scratch / f"error{rank.rank}.json"
+        self._ranks = self.scratch / "ranks"
+        self._rank = rank
+        self._last_word = PeerWord()
+        self._attempt = attempt if is_own_folder else None
+
+    @classmethod
+    def from_env(cls, environment: Mapping[str, str], rank: ScriptRank) -> Places:
+        """Those in the attempt's folder, or in a temporary one that local ranks of one launch share."""
+        if folder := environment.get(ATTEMPT_VARIABLE):
+            return cls(Path(folder), rank, is_own_folder=False)
+        if profile := environment.get(FOLDER_VARIABLE):
+            return cls(Path(profile).parent, rank, is_own_folder=False)
+        name = f"tune-cluster-{os.getuid()}-{os.getppid()}-{rank.master_port}"
+        return cls(Path(tempfile.gettempdir()) / name, rank, is_own_folder=True)
+
+    def make(self, command: ScriptCommand) -> None:
+        """Create the folders, the copies of configuration files, and the number of the last step to train."""
+        for folder in (self.out, self.files, self.report, self._ranks):
+            make_private_folder(folder)
+        for file in command.files:
+            write_atomically(self.files / file.file_name, [self.fill(file.text, command).encode()])
+        write_atomically(self.report / "stop", [f"{command.num_required_steps}\n".encode()])
+
+    def fill(self, text: str, command: ScriptCommand) -> str:
+        """``text`` with what only the node knows in the place of its placeholders."""
+        rank = self._rank
+        known = {
+            OUT: str(self.out),
+            **{f"{{{file.name}}}": str(self.files / file.file_name) for file in command.files},
+            "{node_rank}": str(rank.node_rank),
+            "{num_nodes}": str(rank.num_nodes),
+            "{local_devices}": str(rank.num_devices if command.launcher == "own" else rank.local_slots),
+            "{master_addr}": rank.master_addr,
+            "{master_port}": rank.master_port,
+        }
+        for placeholder, value in known.items():
+            text = text.replace(placeholder, value)
+        return text
+
+    def tell(self, word: PeerWord) -> None:
+        """Leave word for the other ranks of this node.
+
+        Raises:
+            OSError: the host's disk is full or broken; peers would wait in vain.
+        """
+        self._last_word = word = replace(word, number=self._last_word.number + 1)
+        if self._rank.local_slots > 1:
+            try:
+                write_atomically(self._ranks / str(self._rank.rank), [canonical_json(word).encode()])
+            except OSError as error:
+                if of_host(error) is not None:
+                    raise
+
+    def told(self) -> list[PeerWord]:
+        """The last words of the ranks of this node, as far as they have left any."""
+        found: list[PeerWord] = []
+        with contextlib.suppress(OSError):
+            for path in self._ranks.iterdir():
+                if not path.name.startswith("."):
+                    with contextlib.suppress(OSError, ValueError):
+                        found.append(from_json(PeerWord, json.loads(path.read_bytes())))
+        return found
+
+    def leave(self) -> None:
+        """Delete the scratch folder, if this is the last rank of the node to leave it."""
+        with contextlib.suppress(OSError):  # the disk is full: the warden removes the folder
+            self.tell(replace(self._last_word, is_gone=True))
+        if self._rank.local_slots == 1 or all_gone(self.told(), self._rank.local_slots):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            if self._attempt is not None:
+                with contextlib.suppress(OSError):
+                    self._attempt.rmdir()
+
+
+def all_gone(words: Sequence[PeerWord], num_ranks: int) -> bool:
+    """Whether all ranks of the node have said that they are gone."""
+    return sum(word.is_gone for word in words) >= num_ranks
+
+
+def report_folder(attempt: Path, rank: int) -> Path:
+    """``$TUNE_CLUSTER_REPORT`` of a rank whose node has this folder for the attempt."""
+    return attempt / SCRATCH / "report" / str(rank)
+
+
+def remove_scratch(attempt: Path) -> None:
+    """Delete what ranks that were killed left in an attempt's folder, once no process of theirs is left."""
+    shutil.rmtree(attempt / SCRATCH, ignore_errors=True)
+
+
+def remove_stale_locks(cache: Path) -> list[Path]:
+    """Delete the lock files under compilers' caches that no process holds any more: whoever came next would wait for
+    them for ever. A compiler holds its lock file open as long as it lives."""
+    found = [path for path in cache.glob("torch_extensions/**/lock") if path.is_file()]
+    if not found:
+        return []
+    held = _open_files()
+    stale = [path for path in found if str(path.resolve()) not in held]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return stale
+
+
+def _open_files() -> set[str]:
+    """Paths of all files that processes of this user hold open."""
+    held: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            for entry in folder.iterdir():
+                with contextlib.suppress(OSError):
+                    held.add(str(entry.readlink()))
+    return held

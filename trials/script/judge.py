@@ -1,21 +1,202 @@
-"""What becomes of what was heard: a report of the measured steps, or the error that says why there is none."""
+"""Why a program ended before its steps were measured: from what it told, printed and left behind.
+
+Out of memory is believed of an error's type, or of the very words in which allocators fail; "out of memory" somewhere
+in what a program prints is none of them. The errors raised here carry the program's own type, by which
+:func:`trials.failure.classify` judges as it does for our own training.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import statistics
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from trials.reports.script import ScriptFacts, ScriptReport, ScriptSource
-from trials.script.book import StepBook
+from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
+from trials.reports import ScriptFacts, ScriptReport, ScriptSource
+from trials.script.book import FILE, HOOK, LOG, PLAIN_HOOK, REPORT, StepBook, StepSeries, ToldError
 from trials.script.command import Expected, ScriptCommand
-from trials.script.failures import NotApplied, TrainingDiverged
-from trials.script.logs.base import LogValue
-from trials.script.series import REPORT, StepSeries
+from trials.script.logs import LogValue
 from trials.secrets import redactor
+from trials.step_times import SLACK_S, TOLERANCE, Contradiction, contradicted
 
+NEEDLES = (
+    b"Error",
+    b"Exception",
+    b"Exit",
+    b"Interrupt",
+    b"lloc",
+    b"emory",
+    b"above exception",
+    b"Traceback",
+    b"in use",
+    b"Ignoring",
+    b"terminate called",
+    b"atchdog",
+)
+"""One of these stands in every line that :class:`OutputWatch` looks at."""
+MAX_CHARS = 2000
+
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]:\s?)?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit))(?::\s*(?P<message>.*))?$"
+)
+_MEMORY = re.compile(
+    r"\b(?:CUDA|HIP|NPU|XPU|MPS|MUSA|MLU|GCU) out of memory\b|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|Cuda failure (?:2 )?'out of memory'|ResourceExhaustedError|Out of memory error on \w+ \d|Memory not enough:"
+    r"|memory isn't enough and alloc failed|Allocate memory failed"
+    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|std::bad_alloc",
+)
+_MEMORY_TYPES = ("OutOfMemoryError", "MemoryError", "ResourceExhaustedError")
+_SURVIVED = re.compile(r"Ignoring this choice|terminate called|watchdog (?:caught|thread terminated)", re.IGNORECASE)
+"""What a program says that has survived what it said of memory before: a kernel was tuned, or an abort begins."""
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_UNHANDLED = "unhandled cuda error"
+_LAUNCHERS = re.compile(
+    r"ChildFailedError|CalledProcessError|ProcessExitedException|Distributed job exited with exception"
+)
+_AMBIGUOUS = ("InfeasibleSpec", "DataError", "NonFiniteLoss", "NodeFault")
+"""Names of errors of ours: a program's own by these names mean something else."""
+NODE_FAULT_CODES = {16: "asks to be run again elsewhere", 17: "found wrong results that do not repeat"}
+"""Exit codes of Megatron-LM's rerun state machine, which suspects the hardware."""
+
+
+class CommandError(RuntimeError):
+    """The command failed, and gave no better reason than how it ended."""
+
+
+class NoMetricsError(RuntimeError):
+    """The command ended well, but said nothing of its steps."""
+
+
+class TooFewStepsError(RuntimeError):
+    """The command ended well, but before the steps that a trial needs."""
+
+
+class NotApplied(InfeasibleSpec):  # named like the outcome it leads to
+    """What the program does is not what the candidate says: its times would be those of something else."""
+
+
+class TrainingDiverged(NonFiniteLoss):  # says what was found
+    """The program's loss or gradient norm became inf or nan."""
+
+
+def is_of_program(error: BaseException) -> bool:
+    """Whether an error is about a program of the user's own: where in our code it was found tells nobody anything."""
+    told = CommandError | NoMetricsError | TooFewStepsError | NotApplied | TrainingDiverged | NodeFault
+    return isinstance(error, told)
+
+
+class OutputWatch:
+    """Remembers what a program's output says of its failure; at most some dozens of lines."""
+
+    def __init__(self) -> None:
+        self._errors: deque[tuple[int, ToldError]] = deque(maxlen=64)
+        self._chain = 0
+        self._is_chained = False
+        self._memory = ""
+        self._is_aborting = False
+        self.is_port_taken = False
+
+    def feed(self, line: str) -> None:
+        """Look at one line."""
+        line = line[:MAX_CHARS]
+        if "above exception" in line:
+            self._is_chained = True
+        elif "Traceback (most recent call last)" in line:
+            self._chain += not self._is_chained
+            self._is_chained = False
+        elif (match := _ERROR.match(line)) and not _LAUNCHERS.search(line):
+            self._errors.append((self._chain, ToldError(match["type"], match["message"] or "")))
+        if not self._is_aborting and (match := _SURVIVED.search(line)):  # from then on, other ranks follow the first
+            self._memory, self._is_aborting = "", not match[0].startswith("Ignoring")
+        if not self._memory and _MEMORY.search(line):
+            self._memory = line.strip()
+        self.is_port_taken = self.is_port_taken or _PORT_TAKEN.search(line) is not None
+
+    def cause(self) -> ToldError | None:
+        """The error that ended the program, as far as its output tells."""
+        roots = [entry for entry in self._errors if not _is_collateral(entry[1])]
+        if self._memory and all(_UNHANDLED in error.message for _, error in roots):  # NCCL says why in another line
+            return ToldError("OutOfMemoryError", self._memory)
+        roots = roots or list(self._errors)
+        if not roots:
+            return None
+        chain, last = roots[-1]
+        return next((error for number, error in roots if number == chain and is_out_of_memory(error)), last)
+
+
+def is_out_of_memory(error: ToldError) -> bool:
+    """Whether an error says by type or words that an allocation failed."""
+    return error.type_name.rpartition(".")[2] in _MEMORY_TYPES or _MEMORY.search(error.message) is not None
+
+
+def _is_collateral(error: ToldError) -> bool:
+    return classify(raised(error)) == "connection"
+
+
+def raised(error: ToldError, suffix: str = "") -> Exception:
+    """The program's error as an exception of ours, whose class is called like the program's."""
+    module, _, name = error.type_name.rpartition(".")
+    name = "OutOfMemoryError" if is_out_of_memory(error) and name != "MemoryError" else name or "Error"
+    if name in _AMBIGUOUS:
+        module, name = module or "program", f"Program{name}"
+    kind = type(name, (CommandError,), {"__module__": module or "builtins"})
+    made: Exception = kind((error.message or name) + suffix)
+    return made
+
+
+def left_behind(path: Path) -> ToldError | None:
+    """The error in the file that torch's ``record`` writes; None where there is none."""
+    try:
+        message = json.loads(path.read_bytes()[: 1 << 20])["message"]
+        text = str(message["message"] if isinstance(message, dict) else message)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    match = _ERROR.match(text[:MAX_CHARS].partition("\n")[0])
+    return ToldError(match["type"], match["message"] or "") if match else ToldError("RuntimeError", text[:MAX_CHARS])
+
+
+def failure(
+    *, told: Iterable[ToldError], file: Path, output: OutputWatch, exit_code: int | None, where: str, is_megatron: bool
+) -> Exception | None:
+    """What to raise for a program that ended before its steps were measured; None where only its exit code speaks.
+
+    Args:
+        where: how far it had come, as a clause: ``after 3 of 10 steps``.
+    """
+    suffix = f" (the command {how_it_ended(exit_code)} {where})"
+    if is_megatron and exit_code in NODE_FAULT_CODES:
+        return NodeFault(f"Megatron-LM {NODE_FAULT_CODES[exit_code]}{suffix}")
+    errors = [error for error in told if error.type_name not in ("SystemExit", "KeyboardInterrupt")]
+    errors = [error for error in errors if not _is_collateral(error)] or errors
+    cause = next((error for error in reversed(errors) if is_out_of_memory(error)), errors[-1] if errors else None)
+    cause = cause or left_behind(file) or output.cause()
+    if output.is_port_taken and (cause is None or _is_collateral(cause)):
+        return NodeFault(f"the port at which ranks were to meet: address already in use{suffix}")
+    if cause is not None:
+        return raised(cause, suffix)
+    if exit_code:
+        return CommandError(f"the command {how_it_ended(exit_code)} {where}")
+    return None
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """The exit code in words, as a predicate."""
+    if exit_code is None:
+        return "was still running"
+    return f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
+
+
+# What becomes of what was heard: a report of the measured steps, or the error that says why there is none.
+
+
+LOOK_SLACK_S = 0.2
+"""How much later than its report, or earlier, the line of a hook may arrive for the same step: files are polled."""
 NORMS_IN_A_ROW = 3
 """So many gradient norms in a row that are not finite mean divergence; fewer are steps that loss scaling skips."""
 SHARDS_TOLERANCE = 0.7
@@ -52,14 +233,74 @@ class Judge:
 
         Of several processes, each step's time is that of the slowest.
         """
-        for source, group in self._groups():
-            tables = [table for series in group if self._covers(table := self._times_of(series))]
-            if not tables and self._reports_otherwise(group):
-                return None
-            if tables:
-                slowest = (max((t[step] for t in tables), key=lambda v: v.value) for step in self._measured)
-                return MeasuredSteps(source=source, values=tuple(slowest))
+        found = self._timed()
+        if not found:
+            return None
+        slowest = (max((table[step] for _, table in found), key=lambda value: value.value) for step in self._measured)
+        return MeasuredSteps(source=found[0][0].name, values=tuple(slowest))
+
+    def contradiction(self, *, began_s: float | None = None) -> Contradiction | None:
+        """How the arrival of lines, or the optimizer steps that a hook saw, contradict the measured steps' times.
+
+        Args:
+            began_s: when (monotonic) a program began that has ended by itself: at its end it writes what a buffer held
+                back, all of its lines perhaps.
+        """
+        for series, table in self._timed():
+            found = self._by_arrival(series, table, began_s if series.kind in (FILE, LOG) else None)
+            for hook in self._book.series.values():
+                if found is None and hook.kind in (HOOK, PLAIN_HOOK) and series.kind not in (HOOK, PLAIN_HOOK):
+                    found = self._by_hook(series, table, hook)
+            if found is not None:
+                return found
         return None
+
+    def _timed(self) -> list[tuple[StepSeries, dict[int, LogValue]]]:
+        """The series of the best source that has times of all measured steps, with these."""
+        for _, group in self._groups():
+            found = [(series, table) for series in group if self._covers(table := self._times_of(series))]
+            if found or self._reports_otherwise(group):
+                return found
+        return []
+
+    def _by_arrival(
+        self, series: StepSeries, table: dict[int, LogValue], began_s: float | None
+    ) -> Contradiction | None:
+        """The reported times against the arrival of the lines that reported them."""
+        steps, source = self._measured, series.name
+        slack_s = SLACK_S + sum(table[step].resolution for step in steps)
+        if (at_once := series.together(table, steps, began_s)) is not None:
+            if at_once.reported_s > slack_s:
+                self._book.note("the step times could not be checked: all lines arrived at once; flush each of them")
+            witness = "the arrival of all lines at once"
+            return contradicted([at_once], slack_s=slack_s, source=source, witness=witness, at_least=False)
+        intervals = list(series.intervals(table, steps))
+        if not intervals:  # one line reports on all of them: the next lines show how long such steps take
+            intervals = list(series.intervals(table, range(steps[0], max(table) + 1)))
+        if intervals and series.has_bursts:
+            num_steps = sum(one.num_steps for one in intervals)
+            slack_s += max(sum(one.reported_s for one in intervals), sum(one.seen_s for one in intervals)) / num_steps
+        return contradicted(intervals, slack_s=slack_s, source=source, witness="the arrival of its lines")
+
+    def _by_hook(self, series: StepSeries, table: dict[int, LogValue], hook: StepSeries) -> Contradiction | None:
+        """The reported times against the optimizer steps of the program: those of the same numbers, and how many there
+        were from the first to the last report."""
+        steps, source, witness = self._measured, series.name, f"the optimizer steps seen by {hook.name}"
+        found = contradicted(list(hook.intervals(table, steps)), source=source, witness=witness, at_most=False)
+        span = series.span(steps)
+        if found is not None or span is None:
+            return found
+        between, began_s, ended_s = span
+        num_seen = hook.num_between(began_s - LOOK_SLACK_S, ended_s + LOOK_SLACK_S)
+        if not num_seen or len(between) <= (num_seen + 1) * (1 + TOLERANCE):
+            return None
+        return Contradiction(
+            num_steps=len(between),
+            reported_s=sum(table[step].value for step in between),
+            seen_s=(ended_s - began_s) * len(between) / num_seen,
+            source=source,
+            witness=witness,
+        )
 
     @property
     def num_steps(self) -> int:
@@ -103,6 +344,34 @@ class Judge:
             if len(seen) == 1 and self._command.samples_per_step not in seen:
                 wanted = f"the candidate wants {self._command.samples_per_step} samples per optimiser step"
                 raise NotApplied(f"not applied: {wanted}, but the program has {seen.pop():g} (seen by {series.name})")
+        self._check_amounts()
+
+    def _check_amounts(self) -> None:
+        """Raises:
+        NotApplied: the program reports more samples or tokens per step than a hook counts.
+        """
+        series = [series for series in self._book.series.values() if series.kind == REPORT]
+        for name in ("samples", "tokens"):
+            reported = max((amount for one in series if (amount := self._mean_of(one, name))), default=None)
+            for counted, hook in self._counted(name):
+                if reported is not None and reported > (1 + TOLERANCE) * counted:
+                    amounts = f"the program reports {reported:g} {name} per optimizer step, but trains on {counted:g}"
+                    raise NotApplied(f"not applied: {amounts} (seen by {hook})")
+
+    def _counted(self, name: str) -> Iterator[tuple[float, str]]:
+        """How many samples or tokens of the global batch hooks count per step, at most."""
+        for series in self._book.series.values():
+            if series.kind in (HOOK, PLAIN_HOOK) and (amount := self._mean_of(series, name)):
+                yield amount, series.name
+        for origin, facts in self._book.facts.items():
+            micro_batch, forwards = facts.get("micro_batch_size"), facts.get("forwards_per_step")
+            if name == "samples" and micro_batch and micro_batch > 1 and forwards:  # one: perhaps many, packed
+                yield micro_batch * forwards * self._command.num_devices, origin
+
+    def _mean_of(self, series: StepSeries, name: str) -> float | None:
+        values = series.by_step(name)
+        known = [values[step].value for step in self._measured if step in values]
+        return statistics.fmean(known) if known and all(map(math.isfinite, known)) else None
 
     def sources(self, times: MeasuredSteps) -> Iterator[ScriptSource]:
         """Where each kind of value comes from."""

@@ -11,22 +11,29 @@ import argparse
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trials.codec import from_json, to_json
+from trials.failure import NodeFault, of_host
 from trials.files import write_json
 from trials.outcome import ProgressSink, RankReport, StepBreakdown, ignore_progress
-from trials.reports.findings import Findings
+from trials.reports import Findings
 from trials.script.child import Child
-from trials.script.command import ScriptCommand
-from trials.script.environment import ScriptRank, cache_folder, child_environment, remember_secrets
-from trials.script.failures import CommandError
-from trials.script.judge import Judge, MeasuredSteps
-from trials.script.logs.tails import FolderTails
-from trials.script.places import Places, remove_stale_locks
+from trials.script.command import (
+    Places,
+    ScriptCommand,
+    ScriptRank,
+    cache_folder,
+    child_environment,
+    remember_secrets,
+    remove_stale_locks,
+)
+from trials.script.judge import CommandError, Judge, MeasuredSteps
+from trials.script.lines import FolderTails
 from trials.script.watch import ProgramWatch, log_files
 
 
@@ -57,6 +64,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
 
 def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: ProgressSink) -> RankReport:
     files = _log_files(command, places)
+    began_s = time.monotonic()
     child = _start(command, rank, places)
     try:
         watch = ProgramWatch(command, rank, places, child, files, progress)
@@ -68,7 +76,9 @@ def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: Pro
     finally:
         child.end()
         child.close()
-    return _report(command, rank, watch.judge, times, exit_code)
+    contradiction = watch.judge.contradiction(began_s=began_s if exit_code is not None else None)
+    report = _report(command, rank, watch.judge, times, exit_code)
+    return report if times is None else replace(report, contradiction=contradiction)
 
 
 def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
@@ -80,6 +90,8 @@ def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
     try:
         return Child(argv, cwd=command.cwd, environment=environment)
     except OSError as error:
+        if of_host(error) is not None:
+            raise NodeFault(f"cannot start the command on {socket.gethostname()}: {error}") from error
         if not Path(command.cwd).is_dir():
             where = f"there is no folder {command.cwd} on node {socket.gethostname()}"
             raise CommandError(f"{where}: a program starts from its own path, which has to be on every node") from error

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import selectors
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from trials.files import is_disk_full
 from trials.outcome import Phase, ProgressSink
 from trials.script.book import StepBook
 from trials.script.child import Child
-from trials.script.command import OUT, ScriptCommand
-from trials.script.environment import ScriptRank
-from trials.script.failures import NEEDLES, NoMetricsError, OutputWatch, TooFewStepsError, failure, how_it_ended
-from trials.script.judge import Judge, MeasuredSteps
-from trials.script.lines import BoundedLog, LineSplitter
-from trials.script.logs import make_parser
-from trials.script.logs.base import LogParser
-from trials.script.logs.tails import FolderTails
-from trials.script.places import PeerWord, Places
+from trials.script.command import OUT, PeerWord, Places, ScriptCommand, ScriptRank
+from trials.script.judge import (
+    NEEDLES,
+    Judge,
+    MeasuredSteps,
+    NoMetricsError,
+    OutputWatch,
+    TooFewStepsError,
+    failure,
+    how_it_ended,
+)
+from trials.script.lines import BoundedLog, FolderTails, LineSplitter
+from trials.script.logs import LogParser, make_parser
 
 LOOK_S = 0.1
 """How often files are looked at."""
+REPORTS_S = 0.02
+"""How often report files are: the arrival of their lines shows how long steps took."""
 PEERS_S = 0.2
 """How often it is looked what the ranks of the node have told."""
+MAX_JUDGING = 0.05
+"""Share of the time that judging the reports may take: the more steps, the longer it takes."""
 LIFE_S = 5.0
 """How often a program that prints but ends no step is told to be alive."""
 READ_BYTES = 1 << 18
@@ -38,6 +49,8 @@ MAX_GRACE_S = 30.0
 PEER_WAIT_S = 5.0
 """How long a rank that told nothing waits for one that speaks for it, after its program has ended well."""
 PEER_WAIT_AFTER_FAILURE_S = 0.5
+DISK_FULL_S = 2.0
+"""How long the disk may be full while the program runs: report files lose lines then."""
 
 
 class ProgramWatch:
@@ -68,7 +81,7 @@ class ProgramWatch:
         self._selector.register(child.pidfd, selectors.EVENT_READ)
         self._output_bytes = 0
         self._is_open = True
-        self._looked_at_s = self._heard_at_s = 0.0
+        self._looked_at_s = self._heard_at_s = self._judge_at_s = 0.0
         self._told_steps = -1
         self._told_at_s = time.monotonic()
         self._heard_bytes = 0
@@ -76,6 +89,7 @@ class ProgramWatch:
         self._has_measured = False
         self._peers: list[PeerWord] = []
         self._asked_at_s = 0.0
+        self._disk_full_since_s: float | None = None
 
     def follow(self) -> MeasuredSteps | None:
         """Follow it until the measured steps are there, and peers have had theirs; None where another rank of this node
@@ -90,7 +104,10 @@ class ProgramWatch:
             if self._child.exit_code is not None:
                 return self._after_end()
             if self._wait(LOOK_S):
+                begin_s = time.monotonic()
+                self._tell()
                 times = self._measured()
+                self._judge_at_s = time.monotonic() + (time.monotonic() - begin_s) / MAX_JUDGING
                 if times is None and self._is_spoken_for():
                     return None
         self._say_measured()
@@ -103,18 +120,19 @@ class ProgramWatch:
         self._log.close()
 
     def _wait(self, timeout_s: float) -> bool:
-        """Sleep until the program prints or ends, at most so long, and take in what is new; whether files were looked
-        at, too, which is done now and then."""
-        for key, _ in self._selector.select(timeout_s):
+        """Sleep until the program prints or ends, at most so long, and read what is new. True: time to judge it, since
+        all files were read and the last time was long enough ago."""
+        for key, _ in self._selector.select(min(timeout_s, REPORTS_S) if self._reports.tails else timeout_s):
             if key.fd == self._child.output:
                 self._read()
             else:
                 self._selector.unregister(self._child.pidfd)
+        self._hear_reports()
         is_due = time.monotonic() - self._looked_at_s >= LOOK_S
         if is_due:
+            self._watch_disk()
             self._look()
-            self._tell()
-        return is_due
+        return is_due and time.monotonic() >= self._judge_at_s
 
     def _read(self) -> bool:
         """Take in what the program has printed; whether there may be more."""
@@ -131,25 +149,33 @@ class ProgramWatch:
             self._heard_at_s = time.monotonic()
             self._log.write(chunk)
             for line in self._lines.feed(chunk):
-                self._hear(line, self._parser, "output")
+                self._hear(line, self._parser, "output", arrived_s=self._heard_at_s)
         return True
 
-    def _hear(self, line: str, parser: LogParser, origin: str) -> None:
+    def _hear(
+        self, line: str, parser: LogParser, origin: str, *, arrived_s: float, since_s: float | None = None
+    ) -> None:
         self._errors.feed(line)
+        name = self._command.log.name
         for record in parser.feed(line):
-            self.book.hear_log(record, format_name=self._command.log.name, origin=origin, arrived_s=self._heard_at_s)
+            self.book.hear_log(record, format_name=name, origin=origin, arrived_s=arrived_s, since_s=since_s)
 
     def _look(self, *, is_last: bool = False) -> None:
         """Take in what has been appended to files."""
-        self._looked_at_s = self._heard_at_s = time.monotonic()
-        for path, line in self._reports.new_lines(is_last=is_last):
-            self.book.hear_report(line, origin=Path(path).name, arrived_s=self._looked_at_s)
+        self._looked_at_s = time.monotonic()
+        self._hear_reports(is_last=is_last)
         for path, line in self._files.new_lines(is_last=is_last):
             if path not in self._file_parsers:
                 self._file_parsers[path] = make_parser(self._command.log)
-            self._hear(line, self._file_parsers[path], path)
+            tail = self._files.tails[path]
+            self._hear(line, self._file_parsers[path], path, arrived_s=tail.written_s, since_s=tail.since_s)
         for path in (*self._reports.full, *self._files.full):
             self.book.note(f"{Path(path).name} is not read to its end: it is too long")
+
+    def _hear_reports(self, *, is_last: bool = False) -> None:
+        for path, line in self._reports.new_lines(is_last=is_last):
+            tail = self._reports.tails[path]
+            self.book.hear_report(line, origin=Path(path).name, arrived_s=tail.written_s, since_s=tail.since_s)
 
     def _measured(self) -> MeasuredSteps | None:
         """Times of the measured steps, once they are there and nothing speaks against them."""
@@ -221,6 +247,9 @@ class ProgramWatch:
             self._say_measured()
             return times
         cause = self._failure()
+        if isinstance(cause, TooFewStepsError) and self._has_enough() and (times := self._measured()) is not None:
+            self._say_measured()
+            return times
         is_good = self._child.exit_code == 0 and isinstance(cause, NoMetricsError | TooFewStepsError)
         end_s = time.monotonic() + (PEER_WAIT_S if is_good else PEER_WAIT_AFTER_FAILURE_S)
         while self._rank.local_slots > 1 and time.monotonic() < end_s:
@@ -234,6 +263,16 @@ class ProgramWatch:
             self._places.tell(PeerWord(state="silent"))
             return None
         raise cause
+
+    def _has_enough(self) -> bool:
+        """Whether the program ended well after fewer steps than it should run, but enough; then these are measured."""
+        command, fewest = self._command, self._command.fewest_steps
+        done = self.judge.num_steps - command.num_warmup_steps
+        if self._child.exit_code != 0 or fewest is None or not fewest <= done < command.protocol.num_steps:
+            return False
+        self._command = replace(command, protocol=replace(command.protocol, num_steps=done, max_steps=done))
+        self.judge = Judge(self._command, self.book)
+        return True
 
     def _say_measured(self) -> None:
         """Tell everybody that this rank has its steps; the last thing that they hear of it."""
@@ -264,12 +303,30 @@ class ProgramWatch:
         while self._is_open and time.monotonic() < end_s and self._read():
             pass
         for line in self._lines.flush():
-            self._hear(line, self._parser, "output")
+            self._hear(line, self._parser, "output", arrived_s=self._heard_at_s)
         self._look(is_last=True)
         self._tell()
 
+    def _watch_disk(self) -> None:
+        """Note when the disk of the attempt's folder is full.
+
+        Raises:
+            OSError: it has been for too long.
+        """
+        if not is_disk_full(self._places.scratch):
+            return
+        now_s = time.monotonic()
+        self._disk_full_since_s = self._disk_full_since_s or now_s
+        if not self._has_measured and now_s - self._disk_full_since_s >= DISK_FULL_S:
+            raise self._disk_error()
+
+    def _disk_error(self) -> OSError:
+        return OSError(errno.ENOSPC, "the disk was full while the program ran", str(self._places.scratch))
+
     def _failure(self) -> Exception:
         """Why the program has ended too early."""
+        if self._disk_full_since_s is not None or is_disk_full(self._places.scratch):
+            return self._disk_error()
         code, done = self._child.exit_code, min(self.judge.num_steps, self._command.num_required_steps)
         found = failure(
             told=self.book.errors,

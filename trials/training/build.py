@@ -9,24 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trials.attention.kernels import causal_attention
-from trials.kernels.graph_mode import apply_compile
-from trials.kernels.settings import attention_plan
-from trials.legality.rules import uses_ddp
+from trials.attention import causal_attention
+from trials.kernels import apply_compile, attention_plan
+from trials.legality import uses_ddp
 from trials.models import TrainModel, build_model
 from trials.models.llama import Llama
-from trials.offload.activations import OffloadMeter, apply_activation_offload
-from trials.parallel.context.apply import apply_context_parallel
+from trials.offload import OffloadMeter, apply_activation_offload
+from trials.parallel.context import apply_context_parallel
 from trials.parallel.data_parallel import apply_buckets, apply_ddp, apply_fsdp, uses_fsdp
-from trials.parallel.seeding import init_parameters, perturb_parameters
-from trials.parallel.shards import ShardMap
-from trials.parallel.tensor.copies import apply_copies
-from trials.parallel.tensor.engines import apply_tensor_parallel
-from trials.parallel.tensor.vocabulary import chunk_loss
-from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
-from trials.precision.float8 import apply_float8
-from trials.precision.mixed import parameter_dtype
-from trials.recompute.apply import RecomputeMeter, apply_recompute
+from trials.parallel.shards import ShardMap, init_parameters, perturb_parameters
+from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
+from trials.precision import CastMeter, apply_autocast_lists, apply_float8, parameter_dtype
+from trials.recompute import RecomputeMeter, apply_recompute
 from trials.spec import TrialSpec
 from trials.stages import Chunk, chunks_of_stage
 

@@ -1,4 +1,4 @@
-"""Measures steps: warms up until times are stable, then measures until their spread is small."""
+"""Times the phases of steps on the device's own clock, without making the host wait inside a step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,113 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from trials.accelerator.device import Mark, current_stream, is_host, mark, new_stream, on_stream, seconds_between
 from trials.datasets import Batch
 from trials.outcome import Phase, ProgressSink, StepBreakdown
 from trials.spec import Protocol
-from trials.training.clock import PHASES, StepClock, StepTiming
-from trials.training.feed import BatchFeed
 from trials.training.step import GangMaximum, StepResult, Trainer
+
+PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """The marks of a step that the device was given, the first at its start and the last at its end."""
+
+    marks: tuple[tuple[str, Mark], ...]
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """Wait until the device has come to the end of the step; its seconds, and the seconds of its phases."""
+        self.marks[-1][1].synchronize()
+        step_time_s = seconds_between(self.marks[0][1], self.marks[-1][1])
+        phases_s = dict.fromkeys(PHASES, 0.0)
+        for (_, before), (phase, after) in zip(self.marks[:-1], self.marks[1:], strict=True):
+            phases_s[phase] += seconds_between(before, after)
+        phases_s["other"] = max(0.0, step_time_s - sum(s for name, s in phases_s.items() if name != "other"))
+        return step_time_s, phases_s
+
+
+class StepClock:
+    """Times one step after the other and its phases: a phase is what passed since the mark before.
+
+    The CPU computes synchronously, so marks read the host's clock and a step can be read when it ends. Elsewhere marks
+    are events in the device's queue: what lies between two of them is what the device did, or waited for. To read one
+    the host would have to wait for the device, which in turn would have nothing to do when the host goes on, so steps
+    are read :attr:`late`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Mark]] = []
+        self.late = 0 if is_host(device) else 1
+        """How many steps the device is given beyond the one that is read."""
+
+    def start(self) -> None:
+        """Begin a step behind all that the device was given."""
+        self._marks = [("start", self._now())]
+
+    def mark(self, phase: str) -> None:
+        self._marks.append((phase, self._now()))
+
+    def stop(self) -> StepTiming:
+        """End the step."""
+        self.mark("other")
+        return StepTiming(tuple(self._marks))
+
+    def _now(self) -> Mark:
+        return mark(self._device)
+
+
+# Brings batches to the device beside the step that it is at.
+
+
+class BatchFeed:
+    """Batches on the device, as far as a rank reads them.
+
+    They are copied on a stream of their own. The host asks for the next batch while the device still works on the last
+    step, so that the device waits for data only where the loader does not keep up, and for the copy only where that
+    takes longer than the step. Copies from memory that is not pinned hold the host up, as they do in any loop.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        device: torch.device,
+        *,
+        memory_format: torch.memory_format,
+        reads_inputs: bool,
+        reads_targets: bool,
+    ) -> None:
+        self._batches = batches
+        self._device = device
+        self._memory_format = memory_format
+        self._reads_inputs, self._reads_targets = reads_inputs, reads_targets
+        self._stream = new_stream(device)
+
+    def next(self) -> tuple[Tensor | None, Tensor | None]:
+        """Inputs and targets of the next batch; what the device is given after this call finds them there."""
+        inputs, targets = next(self._batches)
+        device = self._device
+        with on_stream(self._stream):
+            held = (
+                inputs.to(device, non_blocking=True, memory_format=self._memory_format) if self._reads_inputs else None,
+                targets.to(device, non_blocking=True) if self._reads_targets else None,
+            )
+        self._hand_over(held)
+        return held
+
+    def _hand_over(self, held: tuple[Tensor | None, ...]) -> None:
+        """Let the step wait for the copies, and the copies' memory be kept until the step has read it."""
+        user = current_stream(self._device)
+        if self._stream is None or user is None:
+            return
+        user.wait_stream(self._stream)
+        for tensor in held:
+            if tensor is not None:
+                tensor.record_stream(user)
+
+
+# Measures steps: warms up until times are stable, then measures until their spread is small.
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trials.accelerator.device import mark, widest_float
+from trials.accelerator.device import mark, synchronize, widest_float
+from trials.datasets import Batch, StepBatches
 from trials.failure import NonFiniteLoss
 from trials.models import loss_of
-from trials.parallel.context.apply import split_sequence
+from trials.parallel.context import split_sequence
 from trials.parallel.data_parallel import held_tensors
-from trials.parallel.held import HeldTensor, gradients_of
-from trials.precision.mixed import LossScaler
-from trials.reports.findings import Findings, OperatorCast, PatternEffect
-from trials.spec import Layout, TrialSpec
+from trials.parallel.shards import HeldTensor, gradients_of
+from trials.precision import LossScaler, autocast
+from trials.reports import Findings, MemoryFormatReport, OperatorCast, PatternEffect
+from trials.spec import Layout, Precision, TrialSpec
 from trials.stages import Coordinates
-from trials.training.accumulation import Accumulation, Engine, Marker
 from trials.training.build import ModelPart, parallelize
-from trials.training.optimizer.on_host import build_optimizer
-from trials.training.pipeline import Pipeline
+from trials.training.optimizer import build_optimizer
+from trials.training.pipeline import Accumulation, Engine, Marker, Pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,3 +294,103 @@ def _sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup | None) -> Non
     flat = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     dist.all_reduce(flat, group=group)
     torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))  # type: ignore[no-untyped-call]
+
+
+# Settles the memory format of convolutions, NCHW or NHWC ("channels last"), by rule and by measurement.
+
+
+Format = Literal["nchw", "nhwc"]
+TORCH_FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+
+_NUM_ROUNDS = 5
+_MIN_GAIN = 0.05
+"""Share by which the other format has to be faster to be taken for faster."""
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv2d) for module in model.modules())
+
+
+def convert_weights(models: Iterable[nn.Module], format_: Format) -> None:
+    """Bring the weights of convolutions to this format, in place, whatever wraps the models.
+
+    Weights that FSDP holds stay as they are, because it wants them contiguous; their convolutions follow the format of
+    their input.
+    """
+    for model in models:
+        for parameter in model.parameters():
+            if parameter.dim() == 4 and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.contiguous(memory_format=TORCH_FORMATS[format_])
+
+
+def format_by_rule(precision: Precision) -> Format:
+    """The format of the usual rule: tensor cores take 16-bit convolutions in NHWC; fp32 kernels are best in NCHW."""
+    return "nchw" if precision.dtype == "float32" else "nhwc"
+
+
+def settle_memory_format(
+    trainer: Trainer, spec: TrialSpec, dataset: StepBatches | None
+) -> tuple[torch.memory_format, MemoryFormatReport | None]:
+    """Convert the trainer's models; gives the format its inputs need, and what ``auto`` found out.
+
+    Models without convolutions are left alone, and those of the user's, who has chosen.
+    """
+    models = [part.model for part in trainer.parts]
+    wanted = spec.candidate.kernels.memory_format
+    if not any(has_convolutions(model) and not model.is_own for model in models):
+        return torch.preserve_format, None
+    if wanted != "auto":
+        convert_weights(models, wanted)
+        return TORCH_FORMATS[wanted], None
+    assert dataset is not None, "no pipeline splits a model with convolutions"
+    report = _compare(trainer, spec, dataset[0])
+    chosen: Format = "nhwc" if report.chosen == "nhwc" else "nchw"
+    convert_weights(models, chosen)
+    return TORCH_FORMATS[chosen], report
+
+
+def choose_format(rule: Format, times_s: dict[Format, float]) -> Format:
+    """The rule's format, unless the other one is clearly faster."""
+    other: Format = "nchw" if rule == "nhwc" else "nhwc"
+    return other if times_s[other] < times_s[rule] * (1.0 - _MIN_GAIN) else rule
+
+
+def _compare(trainer: Trainer, spec: TrialSpec, sample: Batch) -> MemoryFormatReport:
+    """Time a few forward and backward passes of both formats, in turns; all ranks come to the same choice."""
+    (model,) = (part.model for part in trainer.parts)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    formats: tuple[Format, Format] = ("nchw", "nhwc")
+    rounds: dict[Format, list[float]] = {format_: [] for format_ in formats}
+    for number in range(_NUM_ROUNDS + 1):
+        for format_ in formats:
+            convert_weights([model], format_)
+            seconds = _time_pass(trainer, spec, sample, TORCH_FORMATS[format_])
+            if number:  # the first pass of each is warm-up
+                rounds[format_].append(seconds)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    times_s = {format_: max_over_ranks(statistics.median(rounds[format_]), trainer.device) for format_ in formats}
+    rule = format_by_rule(spec.candidate.precision)
+    chosen = choose_format(rule, times_s)
+    return MemoryFormatReport(rule=rule, chosen=chosen, nchw_s=times_s["nchw"], nhwc_s=times_s["nhwc"])
+
+
+def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: torch.memory_format) -> float:
+    """Seconds of one forward and backward pass over a micro-batch; its gradients are dropped.
+
+    The model is called without its DDP wrapper, so gradients are reduced by nobody.
+    """
+    (model,) = (part.model for part in trainer.parts)
+    rows = slice(0, spec.candidate.micro_batch_size)
+    inputs = sample[0][rows].to(trainer.device, memory_format=memory_format)
+    targets = sample[1][rows].to(trainer.device)
+    synchronize(trainer.device)
+    start_s = time.perf_counter()
+    with autocast(spec.candidate.precision, trainer.device):
+        loss: Tensor = loss_of(spec.workload.model)(model(inputs), targets)
+    torch.autograd.backward(loss)
+    synchronize(trainer.device)
+    seconds = time.perf_counter() - start_s
+    for parameter in model.parameters():
+        parameter.grad = None
+    return seconds

@@ -12,11 +12,19 @@ from benchmarks.search.generic.programs import Program
 from cluster.hardware.accelerators import ClusterDescription, catalogue
 from cluster.hardware.topology import Device
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import Predictor
-from orchestrator.search.prediction.relative import RelativePredictor
+from orchestrator.search.knob_effects import RelativePredictor
+from orchestrator.search.predictor import Predictor
 from orchestrator.search.search import SamplerName, Search
-from orchestrator.space.naming import flat_params
-from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, Budget, Event, SweepCreated, TrialProposed
+from orchestrator.space.notation import flat_params
+from orchestrator.sweep.events import (
+    AttemptEnded,
+    AttemptLaunched,
+    Budget,
+    Event,
+    Hardware,
+    SweepCreated,
+    TrialProposed,
+)
 from orchestrator.sweep.fold import fold
 from trials.outcome import Evidence, Measured, Measurement, Outcome, OutOfMemory, StepBreakdown
 from trials.spec import Candidate, ScriptModel
@@ -103,6 +111,8 @@ def _created(program: Program, num_trials: int) -> SweepCreated:
         max_concurrent=1,
         num_legal=len(program.candidates),
         hardware="made",
+        devices=Hardware(num_nodes=1, devices_per_node=1, device_name="made", device_kind="cuda"),
+        cluster_kind="simulated",
         fingerprint={},
     )
 

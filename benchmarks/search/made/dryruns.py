@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.search.made.shapes import CARDS, SIZES
 from benchmarks.search.made.spaces import Setup, legal
 from cluster.cost.inputs import Array
-from orchestrator.planning.dryrun.simulation import estimate_all
-from orchestrator.space.naming import short_name
+from orchestrator.planning.dry_runs import estimate_all
+from orchestrator.space.notation import short_name
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, context_bytes
 from trials.spec import Candidate, LlamaModel, TextData, Workload
 

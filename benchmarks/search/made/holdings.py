@@ -2,7 +2,7 @@
 
 A structure changes what is held in a way that real software does or has done; the search is told none of it. Each
 docstring names software that behaves so. They share the product's sums of weights and activations
-(``cluster.cost.memory``), because a truth has to be about right; what they change they count on their own.
+(``cluster.cost.peak_memory``), because a truth has to be about right; what they change they count on their own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array, CostInputs
-from cluster.cost.memory import stage_bytes
-from cluster.cost.pipeline import in_flight
+from cluster.cost.peak_memory import stage_bytes
+from cluster.cost.pipelining import in_flight
 from cluster.cost.work import is_last, layers_params, tables_params, work_of
 
 Terms = dict[str, Array]

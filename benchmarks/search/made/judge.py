@@ -80,7 +80,7 @@ def belief(problem: MadeProblem, knowledge: MadeKnowledge, tried: Sequence[int |
     times = {row: float(problem.measured_s[row]) for row in _rows(tried) if problem.fits[row]}
     oom = frozenset(row for row in _rows(tried) if not problem.fits[row])
     rows = np.setdiff1d(np.arange(len(problem)), list(_rows(tried)))
-    fits = probability_fits(knowledge.posterior(times), knowledge.seen(times, oom), rows)
+    fits = probability_fits(knowledge.posterior, knowledge.seen(times, oom), rows)
     expected, truth = fits >= 1 - OUT_OF_MEMORY_THRESHOLD, problem.fits[rows]
     return Belief(
         false_fits=int((expected & ~truth).sum()),

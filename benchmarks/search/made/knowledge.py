@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from benchmarks.search.made.problem import MadeProblem
-from orchestrator.search.acquisition import Seen
-from orchestrator.search.guided import RUN_STD, num_calibrating
-from orchestrator.search.prediction.posterior import Posterior
-from orchestrator.search.prediction.predictor import Predictor
-from orchestrator.space.dominance import Pruner
-from orchestrator.space.naming import flat_params
+from orchestrator.search.acquisition import Posterior, Seen
+from orchestrator.search.guided import RUN_STD
+from orchestrator.search.predictor import Predictor
+from orchestrator.space.notation import flat_params
+from orchestrator.space.rules import Pruner
 
 
 class MadeKnowledge:
@@ -20,19 +20,16 @@ class MadeKnowledge:
         self._problem = problem
         self._predictor = Predictor(problem.setup.workload, problem.candidates, problem.cluster, features=flat_params)
         self._ruled_out: dict[int, frozenset[int]] = {}
-        self._posteriors: dict[tuple[tuple[int, float], ...], Posterior] = {}
 
     @property
     def is_modelled(self) -> bool:
         """All of it."""
         return True
 
-    def posterior(self, times_s: Mapping[int, float]) -> Posterior:
-        """Linearised where the first of ``times_s``, in the order in which they were measured, put the coefficients."""
-        calibrating = tuple(list(times_s.items())[: num_calibrating(len(times_s))])
-        if calibrating not in self._posteriors:
-            self._posteriors[calibrating] = self._predictor.posterior(dict(calibrating))
-        return self._posteriors[calibrating]
+    @functools.cached_property
+    def posterior(self) -> Posterior:
+        """Predictions before any trial."""
+        return self._predictor.posterior({})
 
     def seen(self, times_s: Mapping[int, float], oom: frozenset[int]) -> Seen:
         """``times_s`` and what else those trials told, and the candidates that ``oom`` rules out."""

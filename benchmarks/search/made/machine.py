@@ -12,7 +12,7 @@ import numpy as np
 
 from cluster.cost.coefficients import Coefficients, Prior
 from cluster.cost.inputs import Array, CostInputs
-from cluster.cost.time.step import step_seconds
+from cluster.cost.step_time import step_seconds
 from cluster.cost.work import work_of
 
 Terms = dict[str, Array]

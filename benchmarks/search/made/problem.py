@@ -20,7 +20,7 @@ from cluster.cost.candidates import inputs_of
 from cluster.cost.coefficients import load_prior
 from cluster.cost.inputs import Array, CostInputs
 from cluster.hardware.accelerators import ClusterDescription, catalogue, describe_topology
-from orchestrator.space.naming import flat_params
+from orchestrator.space.notation import flat_params
 from trials.spec import Candidate
 
 Half = Literal["tune", "report"]

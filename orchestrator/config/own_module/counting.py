@@ -12,7 +12,7 @@ from pydantic import Field
 
 from cluster.processes import python_module
 from orchestrator.config.scalars import Size
-from orchestrator.space.knobs.sections import Section, fault
+from orchestrator.space.file_types import Section, fault
 from trials.accelerator.kinds import without_devices
 from trials.codec import from_json, to_json
 from trials.secrets import for_ranks

@@ -11,7 +11,8 @@ from pydantic_core import CoreSchema
 
 from orchestrator.config.own_module.counting import CountedSection, count_module
 from orchestrator.config.scalars import resolve
-from orchestrator.space.knobs.sections import Section, fault, show
+from orchestrator.space.file_types import Section, fault, show
+from trials.files import open_regular
 from trials.spec import Data, HuggingFaceModel, ModuleFacts
 
 MAX_BYTES = 1 << 20
@@ -44,7 +45,7 @@ class HuggingFaceSection(Section):
             return value
         file = resolve(value, info)
         try:
-            with Path(str(file)).open("rb") as stream:
+            with open_regular(Path(str(file))) as stream:
                 content = json.loads(stream.read(MAX_BYTES))
         except OSError as error:
             raise fault(None, f"{file} cannot be read: {error.strerror or error}", _REMEDY) from None

@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field, ValidationInfo, WithJsonSchema, fiel
 from orchestrator.config.own_module.counting import CountedSection, count_module
 from orchestrator.config.scalars import Size, is_there, resolve
 from orchestrator.config.workload import OptimizerSection
-from orchestrator.space.knobs.sections import Section, fault, show
-from trials.own_code.functions import FUNCTION, RESERVED
+from orchestrator.space.file_types import Section, fault, show
+from trials.own_code import FUNCTION, RESERVED
 from trials.spec import ModuleFacts, PythonData, PythonModel, Workload
 
 

@@ -1,6 +1,7 @@
 // The buttons of a sweep: each asks first, says what will happen, and then what was done.
 
-import { at, h, meta, say } from "./dom.js";
+import { h } from "./dom.js";
+import { at, meta, say } from "./page.js";
 
 const WORDS = {
   pause: ["Pause", "Stop now, to be resumed later. What runs is killed and launched again then; nothing that was measured is lost."],

@@ -70,7 +70,7 @@ export const speeds = (points, { unit, baseline, legend }) => {
   if (baseline != null) on.svg.append(line([[LEFT, on.y(baseline)], [W - RIGHT, on.y(baseline)]], "grey"));
   if (steps.length > 1) on.svg.append(line(steps, "green"));
   for (const one of points) on.svg.append(whisker(on.x(one.x), on.y(one.low), on.y(one.high), one.color), point(on.x(one.x), on.y(one.y), one.color, one.title, one.href));
-  return figure(on.svg, legend, key("green", "best so far"), baseline != null && key("grey", "baseline"));
+  return figure(on.svg, legend, key("green", "fastest by then"), baseline != null && key("grey", "baseline"));
 };
 
 // Predicted against measured, both in seconds; on the line they agree.
@@ -106,7 +106,7 @@ export const intervals = finalists => {
     svg.append(s("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, one.id));
     if (one.low != null && one.high != null) svg.append(s("line", { class: "line", x1: x(one.low), x2: x(one.high), y1: y, y2: y, stroke: `var(--${color})`, "stroke-width": 3 }));
     for (const [round, value] of one.rounds) svg.append(point(x(value), y - 9, "grey", `${one.id}, round ${round}: ${value.toFixed(3)}x`, null, 2.5));
-    if (one.value != null) svg.append(point(x(one.value), y, color, `${one.id}: ${one.text}, ${one.words}`, null, 5));
+    if (one.value != null) svg.append(point(x(one.value), y, color, `${one.id}: ${one.title}`, null, 5));
   });
   return figure(svg, "Line: 95 % interval over all rounds. Dots: the rounds.");
 };

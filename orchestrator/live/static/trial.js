@@ -1,57 +1,33 @@
 // One trial: its document is read again when something has happened to it; its log is followed while it runs.
 
 import { curve } from "./chart.js";
-import { at, commands, h, meta, pairs, say, show, table } from "./dom.js";
-import { follow, read } from "./stream.js";
+import { h } from "./dom.js";
+import { at, follow, meta, put, putHtml, read, say } from "./page.js";
 
 const sweep = meta("sweep"), number = Number(meta("trial"));
 const api = `/api/sweeps/${sweep}/trials/${number}`;
-const MOODS = { measured: "good", running: "running", proposed: "wait", stopped_early: "rest" };
 const ms = seconds => seconds >= 1 ? `${+seconds.toPrecision(4)} s` : `${+(seconds * 1000).toPrecision(4)} ms`;
-const lines = list => list.map(line => h("p", {}, line));
 let live = null, shown = null, isVirtual = false;
 
 const heading = doc => {
   say(at("phase"), doc.state);
-  at("phase").className = `phase ${MOODS[doc.status] ?? "bad"}`;
+  at("phase").className = `phase ${doc.class}`;
   say(at("name"), doc.name);
-  say(at("status"), [doc.check, ...doc.pending].filter(Boolean).join("; "));
-  document.title = `${doc.id} of ${doc.sweep}: ${doc.state}`;
+  say(at("status"), doc.status);
+  document.title = doc.title;
 };
-
-const why = doc => show("why", h("p", {}, doc.reason),
-  doc.changed.length ? table("What differs from the baseline", [["knob"], ["baseline"], ["here"]],
-    doc.changed.map(([knob, before, after]) => [[h("code", {}, knob)], [before, "dim"], [h("strong", {}, after)]])) : h("p", { class: "dim" }, number ? "as the baseline" : "the present configuration"),
-  doc.predicted.length && h("p", { class: "dim" }, `predicted: ${doc.predicted.map(pair => pair.join(" ")).join("; ")}`));
-
-const failed = doc => {
-  const last = doc.attempts.at(-1), evidence = last?.evidence;
-  show("failed", evidence && doc.status !== "measured" ? [h("p", { class: "bad" }, evidence.message),
-    evidence.blamed && h("p", { class: "dim" }, evidence.blamed), ...lines(last.consequences),
-    evidence.log.length ? h("pre", { class: "log" }, evidence.log.join("\n")) : null] : null,
-  doc.ruled_out.length ? pairs(doc.ruled_out.map(([rule, count]) => [rule, `${count} more candidates ruled out`])) : null);
-};
-
-const measured = doc => show("measured", doc.measured.length && pairs(doc.measured),
-  doc.parts.length && h("p", {}, "a step: ", doc.parts.map(([name, time, share]) => `${name} ${time} (${Math.round(100 * share)} %)`).join(", ")),
-  ...lines(doc.proof), ...lines(doc.findings));
 
 const curves = () => {
   const { step_times: times = [], losses = [] } = shown?.curves ?? {};
   const points = times.length ? times.map((v, i) => [i + 1, v]) : live?.points ?? [];
-  show("steps", points.length > 1 && curve(points, { label: "step time", x: times.length ? "measured step" : live.phase, tick: ms,
+  put("steps", points.length > 1 && curve(points, { label: "step time", x: times.length ? "measured step" : live.phase, tick: ms,
     title: (step, seconds) => `step ${step}: ${ms(seconds)}`, caption: times.length ? "The slowest rank of every measured step." : "As seen from here while it runs; some steps are missed." }));
-  show("loss", losses.length > 1 && curve(losses.map((v, i) => [i + 1, v]), { label: "loss", x: "step, from the first of the warm-up on", color: "orange",
+  put("loss", losses.length > 1 && curve(losses.map((v, i) => [i + 1, v]), { label: "loss", x: "step, from the first of the warm-up on", color: "orange",
     title: (step, loss) => `step ${step}: ${loss.toPrecision(6)}`, caption: "Mean over the global batch." }));
 };
 
-const attempts = doc => show("attempts", doc.attempts.length && table("Attempts",
-  [["attempt", "num"], ["ended"], ["on"], ["ranks", "num"], ["devices", "num"], ["took", "num"], ["device time", "num"], ["what followed"]],
-  doc.attempts.map(one => [[`${one.number}`, "num"], [one.state], [one.nodes.slice(0, 8).join(" ")], [`${one.ranks}`, "num"], [`${one.devices}`, "num"],
-    [one.duration, "num"], [one.cost, "num"], [one.consequences.join("; ")]])));
-
 // The log of one rank of one attempt.
-const log = { attempt: null, rank: 0, end: -1, timer: null, isOver: false };
+const log = { attempt: null, rank: 0, end: -1, timer: null };
 const view = h("pre", { class: "log", tabindex: 0, "aria-label": "Log" }), facts = h("p", { class: "dim" });
 const stay = h("input", { type: "checkbox", checked: true, id: "follow" });
 const choose = (id, label, onchange) => [h("label", { for: id }, label), h("select", { id, onchange })];
@@ -85,19 +61,19 @@ const tail = async () => {
 
 const open = (attempt, rank) => {
   Object.assign(log, { attempt, rank, end: -1 });
-  const one = shown.attempts[attempt];
-  if (at("rank").options.length !== one.ranks) at("rank").replaceChildren(...Array.from({ length: one.ranks }, (_, i) => h("option", { value: i }, `${i}`)));
+  const ranks = shown.attempts[attempt][2];
+  if (at("rank").options.length !== ranks) at("rank").replaceChildren(...Array.from({ length: ranks }, (_, i) => h("option", { value: i }, `${i}`)));
   at("rank").value = rank;
   tail();
 };
 
 const logs = doc => {
   const last = doc.attempts.length - 1;
-  if (isVirtual || last < 0) return show("logs", isVirtual && last >= 0 && h("p", { class: "dim" }, "It runs on no real cluster: its trials write no logs."));
-  if (at("logs").hidden) show("logs", bar, facts, view);
+  if (isVirtual || last < 0) return put("logs", isVirtual && last >= 0 && h("p", { class: "dim" }, "It runs on no real cluster: its trials write no logs."));
+  if (!view.isConnected) put("logs", bar, facts, view);
   const select = at("attempt");
   if (select.options.length === doc.attempts.length) return;
-  select.replaceChildren(...doc.attempts.map(one => h("option", { value: one.number }, `${one.number} (${one.state})`)));
+  select.replaceChildren(...doc.attempts.map(([attempt, state]) => h("option", { value: attempt }, `${attempt} (${state})`)));
   select.value = last;
   open(last, 0);
 };
@@ -106,16 +82,18 @@ const load = async () => {
   const doc = await read(api);
   if (doc.error) { say(at("trouble"), doc.error); return; }
   shown = doc;
-  heading(doc); why(doc); failed(doc); measured(doc); curves(); attempts(doc); logs(doc);
-  show("configuration", h("details", {}, h("summary", {}, `${doc.configuration.length} knobs`), pairs(doc.configuration)));
-  show("next", ...commands(doc.commands));
+  heading(doc);
+  for (const [name, html] of Object.entries(doc.html)) putHtml(name, html);
+  curves();
+  logs(doc);
 };
 
 let status = null;
 follow(`/api/sweeps/${sweep}/events`, (parts, names) => {
   isVirtual = parts.head?.is_virtual ?? false;
   if (names.includes(`steps/${number}`)) { live = parts[`steps/${number}`] ?? live; if (shown) curves(); }
-  const row = parts[`trial/${number}`], now = row && [row.status, row.doing ? "runs" : "", parts.proof?.finalists?.length].join();
+  const part = parts[`trial/${number}`] ?? parts[`check/${number}`];
+  const now = part && [part.status, parts.intervals?.length].join();
   if (shown === null || now !== status) load();
   status = now;
 });

@@ -7,12 +7,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import units, virtual
+from orchestrator import units, watermark
 from orchestrator.errors import ConfigError
-from orchestrator.report import profile, words
+from orchestrator.report import profile_tables, tables, words
 from orchestrator.report.plots.gallery import Plot, gallery
 from orchestrator.report.plots.style import PALETTE
-from orchestrator.report.report import Report
+from orchestrator.report.report import Report, ShortReport
+from orchestrator.report.view import Cell, Column, ShownTable, table_of
 from orchestrator.text import plain
 from trials.files import write_atomically
 
@@ -38,13 +39,18 @@ def environment() -> Environment:
     )
     found.globals |= {
         "DASH": units.DASH,
-        "file_lines": profile.file_lines,
+        "file_lines": profile_tables.file_lines,
         "palette": PALETTE,
-        "remarks": profile.remarks,
-        "shown_tables": profile.shown_tables,
+        "remarks": profile_tables.remarks,
+        "result_table": result_table,
+        "shown_tables": profile_tables.shown_tables,
+        "finalist_table": tables.finalist_table,
+        "gate_table": tables.gate_table,
+        "judged": tables.judged,
         "units": units,
+        "zip": zip,
         "words": words,
-        "virtual": virtual,
+        "virtual": watermark,
     }
     return found
 
@@ -54,6 +60,28 @@ def _printable(value: object) -> object:
     return plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
+def result_table(report: ShortReport) -> ShownTable:
+    """The winner or fastest, then the baseline, as far as they were measured."""
+    columns = (
+        Column(title="", name="role", mood="rest"),
+        Column(title="", name="trial"),
+        Column(title="", name="configuration", min_width=13, is_code=True),
+        Column(title="", name="figures", min_width=20, mood="strong"),
+        Column(title="", name="memory", is_number=True, mood="rest"),
+    )
+    rows = (
+        (
+            one.role,
+            tables.trial_cell(one.number),
+            Cell(one.configuration, note=one.spelled),
+            Cell(report.figures[one.role], flags=tuple(tables.measurement_flags(one.measurement))),
+            words.peak_memory(one.measurement),
+        )
+        for one in report.shown
+    )
+    return table_of(columns, rows, "The best and the baseline")
+
+
 def page_html(report: Report, plots: Mapping[str, Plot] | None = None) -> str:
     """The page. ``plots`` are those of its gallery, where they were made already."""
     from markupsafe import Markup
@@ -61,9 +89,8 @@ def page_html(report: Report, plots: Mapping[str, Plot] | None = None) -> str:
     plots = gallery(report) if plots is None else plots
     figures = {name: Markup(plot.svg()) for name, plot in plots.items()}
     gates = [name for name in figures if name.startswith("gate-")]
-    spelled = {row.number: row.spelled for row in report.trials.rows}
     page = environment().get_template("page.html.j2")
-    return page.render(report=report, figures=figures, gate_figures=gates, spelled=spelled)
+    return page.render(report=report, figures=figures, gate_figures=gates)
 
 
 def write_page(report: Report, file: Path | None) -> Path:

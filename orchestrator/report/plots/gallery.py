@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestrator import units
-from orchestrator.report.plots import proof, search, step_time, style
-from orchestrator.report.proof import Finalist, GateCurves
+from orchestrator.report.curves import Finalist, GateCurves
+from orchestrator.report.plots import charts, style
 from orchestrator.report.report import Report
 from orchestrator.report.words import finalist_words
-from orchestrator.sweep.values import GateReport
+from orchestrator.sweep.events import GateReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,35 +45,35 @@ def _search_plots(report: Report) -> Iterator[Plot]:
     found, unit, limit_bytes = report.history, report.summary.unit, report.memory_limit_bytes
     if not found.num_trials:
         return
-    yield Plot(name="history", draw=lambda: search.plot_history(found, unit))
+    yield Plot(name="history", draw=lambda: charts.plot_history(found, unit))
     if any(point.peak_bytes for point in found.measured):
-        yield Plot(name="pareto", draw=lambda: search.plot_pareto(found.measured, unit, limit_bytes))
+        yield Plot(name="pareto", draw=lambda: charts.plot_pareto(found.measured, unit, limit_bytes))
     lines = report.coordinates
     if lines.knobs and len(lines.lines) > 1:
-        yield Plot(name="parallel", draw=lambda: search.plot_coordinates(lines, unit))
+        yield Plot(name="parallel", draw=lambda: charts.plot_coordinates(lines, unit))
 
 
 def _step_plots(report: Report) -> Iterator[Plot]:
     shown = [(f"{one.role} {units.trial_id(one.number)}", one.step) for one in reversed(report.shown) if one.step.parts]
     if shown:
-        yield Plot(name="breakdown", draw=lambda: step_time.plot_breakdown(shown))
+        yield Plot(name="breakdown", draw=lambda: charts.plot_breakdown(shown))
     explanation = report.explanation
     if explanation is not None and explanation.importance.knobs:
         knobs, effects = explanation.importance.knobs, explanation.effects
-        yield Plot(name="importance", draw=lambda: step_time.plot_importance(knobs, effects))
+        yield Plot(name="importance", draw=lambda: charts.plot_importance(knobs, effects))
 
 
 def _proof_plots(report: Report) -> Iterator[Plot]:
     found = report.proof.finalists
     if any(one.rounds for one in found):
         title = _rounds_title(found)
-        yield Plot(name="confirmation", draw=lambda: proof.plot_rounds(found, title))
+        yield Plot(name="confirmation", draw=lambda: charts.plot_rounds(found, title))
     reports = {gate.trial: gate for gate in report.proof.gates}
     yield from (_gate(curves, reports.get(curves.trial)) for curves in report.gate_curves)
 
 
 def _gate(curves: GateCurves, judged: GateReport | None) -> Plot:
-    return Plot(name=f"gate-{units.trial_id(curves.trial)}", draw=lambda: proof.plot_gate(curves, judged))
+    return Plot(name=f"gate-{units.trial_id(curves.trial)}", draw=lambda: charts.plot_gate(curves, judged))
 
 
 def _rounds_title(found: tuple[Finalist, ...]) -> str:

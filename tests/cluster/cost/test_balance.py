@@ -2,15 +2,15 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.cost.balance.balancer import balance
-from cluster.cost.balance.problem import BalanceProblem, DoesNotFitError
-from cluster.cost.balance.stage_recompute import LayerState
-from cluster.cost.pipeline import in_flight_peaks
+from cluster.cost.balancer import balance
+from cluster.cost.pipelining import in_flight_peaks
+from cluster.cost.stage_balance import MAX_COMBINATIONS, BalanceProblem, DoesNotFitError, LayerState
 
 GIB = 2.0**30
 NONE = LayerState(name="none", activation_bytes=10)
@@ -99,9 +99,15 @@ def shortest_step_by_trying(p):
     return best
 
 
-@settings(max_examples=60, deadline=None)
-@given(small_problems())
-def test_as_good_as_trying_everything(p):
+@settings(max_examples=40, deadline=None)
+@given(small_problems(), st.sampled_from([MAX_COMBINATIONS, 0]))
+def test_as_good_as_trying_everything(p, max_combinations):
+    """With all combinations of a stage tried, and by the integer program."""
+    with mock.patch("cluster.cost.stage_balance.MAX_COMBINATIONS", max_combinations):
+        check_against_everything(p)
+
+
+def check_against_everything(p):
     best = shortest_step_by_trying(p)
     if best == math.inf:
         with pytest.raises(DoesNotFitError) as error:
@@ -246,7 +252,7 @@ def test_a_large_pipeline_is_solved_to_the_end(limit_gib):
 def test_a_time_limit_leaves_an_honest_gap(monkeypatch):
     """Out of time after the first splits: the bound is that of a perfectly divisible model."""
     clock = itertools.count(step=0.1)
-    monkeypatch.setattr("cluster.cost.balance.balancer.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("cluster.cost.balancer.time.monotonic", lambda: next(clock))
     found = balance(problem(num_layers=17, head_s=1.0, memory_limit_bytes=90), time_limit_s=2.5)
     assert 0 < found.gap < 1
     assert found.bound_s < found.step_s

@@ -15,7 +15,7 @@ from cluster.cost.calibrate import (
     step_derivatives,
 )
 from cluster.cost.coefficients import MEMORY, TIME, Coefficients, assumed, assumed_prior, load_prior
-from cluster.cost.estimate import Trials, cost_model
+from cluster.cost.cost_model import Trials, cost_model
 from cluster.cost.inputs import concatenate
 from tests.cluster.cost.rows import inputs, row, varied
 

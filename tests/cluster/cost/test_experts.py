@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.published.experts import NotModelledError, expert_fields, mixture_shape
 from cluster.cost.coefficients import MEMORY, TIME, assumed
-from cluster.cost.layers.experts import exchanged_bytes
-from cluster.cost.memory import stage_bytes
-from cluster.cost.published.experts import NotModelledError, expert_fields, mixture_shape
-from cluster.cost.time.collectives import gather_seconds
-from cluster.cost.time.step import step_seconds
-from cluster.cost.work import experts_params, layers_params, tables_params, work_of
+from cluster.cost.peak_memory import stage_bytes
+from cluster.cost.step_time import gather_seconds, step_seconds
+from cluster.cost.work import exchanged_bytes, experts_params, layers_params, tables_params, work_of
 from tests.cluster.cost.rows import inputs, row
 
 MIXTRAL = {"expert_share": 1, "num_experts": 8, "experts_per_token": 2, "expert_ffn": 14336, "num_kv_heads": 8}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks.cost.accuracy import evaluate, rank_correlation
+from benchmarks.published.table import PublishedRow, TableError, read_table, read_what_can_be
+from benchmarks.published.texts import network_bytes_per_s
+from cluster.cost.calibrate import Reported
 from cluster.cost.inputs import from_rows
-from cluster.cost.published.table import PublishedRow, TableError, read_table, read_what_can_be
-from cluster.cost.published.texts import network_bytes_per_s
-from cluster.cost.reported import Reported
 from tests.support import ROOT
 
 TABLE = ROOT / "tests" / "data" / "published.csv"

@@ -5,10 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.cost.calibrate import calibrate_memory, log_peak_predictor, probability_out_of_memory
+from cluster.cost.calibrate import (
+    Reported,
+    calibrate_memory,
+    is_limit,
+    log_peak_predictor,
+    probability_out_of_memory,
+    reported_as,
+)
 from cluster.cost.coefficients import MEMORY, assumed_prior
-from cluster.cost.memory import stage_bytes
-from cluster.cost.reported import Reported, is_limit, reported_as
+from cluster.cost.peak_memory import stage_bytes
 from cluster.cost.work import work_of
 from tests.cluster.cost.rows import inputs, row
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from cluster.node.hang import flight
+from cluster.node import hang
 
 FOLDER = Path(__file__).parent / "flights"
 HANGS_S = 4.0
@@ -78,7 +78,7 @@ def _rank(rank, name, folder):
     def dump():
         time.sleep(HANGS_S)
         told = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
-        Path(folder, str(rank)).write_text(json.dumps({"dump": told, "members": flight._members()}))
+        Path(folder, str(rank)).write_text(json.dumps({"dump": told, "members": hang._members()}))
         while len(list(Path(folder).glob("[0-9]"))) < num_ranks:  # whoever leaves ends what the others wait in
             time.sleep(0.05)
         os._exit(0)

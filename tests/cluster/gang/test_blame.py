@@ -9,10 +9,9 @@ import json
 import pytest
 
 from cluster.gang.blame import verdict
-from cluster.gang.messages import RankFailure
-from cluster.gang.outcome import fold
-from cluster.gang.sights import RankSight
-from cluster.node.hang.flight import summary
+from cluster.gang.gang_outcome import fold
+from cluster.gang.messages import RankFailure, RankSight
+from cluster.node.hang import summary
 from tests.cluster.gang.nccl_dumps import SHAPES, done, dump, recv, send, started, under_way
 from tests.cluster.gang.record_flights import CASES, FOLDER
 from trials.outcome import GangLost, TimedOut

@@ -2,15 +2,13 @@
 
 import pytest
 
-from cluster.gang.defaults import DEFAULTS, default_env
-from cluster.gang.environment import owner_of
-from cluster.hardware.numa import cores_near
-from cluster.hardware.topology import DeviceHandle, Node
+from cluster.gang.environment import DEFAULTS, default_env, owner_of
+from cluster.hardware.topology import DeviceHandle, Node, cores_near
 from cluster.local import LocalCluster
-from cluster.node.hang.flight import BUFFER_SIZE
+from cluster.node.hang import BUFFER_SIZE
 from tests.cluster.gangs import PRELOAD, run
 from tests.support import ROOT
-from trials.training.device.account import DEFAULT_SETTINGS
+from trials.training.rank_device import DEFAULT_SETTINGS
 
 
 def test_several_nodes_meet_over_the_interface_by_which_they_reach_each_other():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines
-from cluster.gang.environment import rank_env, several_nodes_env, single_node_env, started_again
+from cluster.gang.environment import rank_env
 from cluster.gang.messages import NodeLaunch, RankSlot
 
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -56,19 +56,3 @@ def test_what_the_launch_or_a_program_of_the_users_own_says_under_an_older_name_
     assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(told, SLOT)
     script = {"runner": "trials.script.runner:run_rank", "spec": {"env": [["NCCL_ENABLE_TIMING", "0"]]}}
     assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(dataclasses.replace(cuda, **script), SLOT)
-
-
-@pytest.mark.parametrize("env", [single_node_env("/sweep/attempts/a"), several_nodes_env("10.0.0.1", 20000, 20001)])
-def test_ranks_that_are_started_again_meet_elsewhere_and_find_what_the_first_left(env):
-    first = launch("a", **env)
-    again = started_again(first, "module:function")
-    before, after = rank_env(first, SLOT), rank_env(again, SLOT)
-    assert after["TUNE_CLUSTER_RENDEZVOUS"] not in (before["TUNE_CLUSTER_RENDEZVOUS"], "")
-    kept = (*CACHES, "TUNE_CLUSTER_CACHE_DIR")
-    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
-    assert (again.runner, Path(again.directory).parent) == ("module:function", Path(first.directory))
-
-
-def test_a_cache_that_the_sweep_names_is_that_of_ranks_started_again():
-    again = started_again(launch("a", TRITON_CACHE_DIR="/fast/triton"), "module:function")
-    assert rank_env(again, SLOT)["TRITON_CACHE_DIR"] == "/fast/triton"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from cluster.base import ClusterRequest
 from cluster.connect import connect
-from cluster.gang import files as attempt_files
-from cluster.gang.files import MAX_BYTES_PER_RANK, PIECE_BYTES, FilePiece, FileReceiver, HomeMark, pieces
+from cluster.gang import environment as attempt_files
+from cluster.gang.environment import MAX_BYTES_PER_RANK, PIECE_BYTES, FilePiece, FileReceiver, HomeMark, pieces
 from cluster.gang.messages import RankSlot
-from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD, run
 from trials.outcome import Measured
-from trials.reports.profile import FOLDER
+from trials.reports import FOLDER
 
 SLOTS = (RankSlot(rank=0, local_rank=0, index=0), RankSlot(rank=12, local_rank=1, index=1))
 

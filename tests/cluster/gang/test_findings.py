@@ -3,13 +3,12 @@
 import dataclasses
 import random
 
+from cluster.gang.gang_outcome import fold, merge_findings
 from cluster.gang.messages import RankPlace
-from cluster.gang.outcome import fold, merge_findings
-from orchestrator.report.findings import findings_lines, findings_metrics
-from orchestrator.report.words import disturbed
+from orchestrator.report.words import disturbed, findings_lines, findings_metrics
 from tests.cluster.gang.test_outcome import success
-from trials.reports.devices import DeviceHealth
-from trials.reports.findings import (
+from trials.reports import (
+    DeviceHealth,
     Findings,
     GraphReport,
     LossScaleState,
@@ -66,14 +65,6 @@ def test_the_rest_comes_from_the_first_rank_that_has_it():
     # The graphs are those of the rank that compiled most, the cache is all ranks'.
     assert merged.graph == dataclasses.replace(ranks[1].graph, cache_hits=1) and merged.graph.cache == "mixed"
     assert merge_findings([Findings()] * 2) == Findings()
-
-
-def test_a_second_compilation_took_as_long_as_on_the_slowest_rank_and_counts_only_where_all_told():
-    def merged(*seconds):
-        graphs = [GraphReport(num_graphs=1, num_recompilations=0, compile_s=9.0, again_s=s) for s in seconds]
-        return merge_findings([Findings(graph=graph) for graph in graphs]).graph.again_s
-
-    assert (merged(1.0, 2.0), merged(2.0, None), merged(None, None)) == (2.0, None, None)
 
 
 def test_a_measurement_carries_the_gangs_findings_whatever_the_order():

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.gang.gang_outcome import CAUSE_WINDOW_S, CLOCK_SKEW_S, COLLATERAL, fold, root_cause
 from cluster.gang.messages import RankFailure, RankPlace, RankSuccess
-from cluster.gang.outcome import CAUSE_WINDOW_S, CLOCK_SKEW_S, COLLATERAL, fold, root_cause
 from orchestrator.sweep.fold import blamed_node
 from orchestrator.sweep.state import describe_failure
 from trials.failure import TREATMENTS
@@ -18,14 +18,14 @@ from trials.outcome import (
     HostOutOfMemory,
     Infeasible,
     Measured,
+    NotBelieved,
     OutOfMemory,
     RankReport,
     StepBreakdown,
     TimedOut,
 )
-from trials.reports.devices import DeviceMemory
-from trials.reports.findings import Findings
-from trials.reports.script import ScriptReport, ScriptSource
+from trials.reports import DeviceMemory, Findings, ScriptReport, ScriptSource
+from trials.step_times import Contradiction
 
 OOM_WINDOW_S = CAUSE_WINDOW_S["oom"]
 
@@ -126,6 +126,7 @@ def test_ranks_that_disagree_on_the_number_of_steps_are_an_error():
         ("node_setup", GangLost),
         ("device_suspect", GangLost),
         ("connection", GangLost),
+        ("killed", GangLost),
         ("error", Crashed),
         ("exit", Crashed),
     ],
@@ -304,6 +305,41 @@ def test_ranks_that_ran_elsewhere_than_ordered_are_no_measurement(first, second,
     assert isinstance(outcome, GangLost)
     assert problem in outcome.evidence.message
     assert outcome.evidence.node == second.node
+
+
+def seen(times, every_s, **changes):
+    """The success of rank 0 whose measured steps the warden saw arriving at this distance."""
+    numbers = tuple(range(1, len(times) + 1))
+    arrivals = {"seen_steps": numbers, "seen_at_s": tuple(5.0 + every_s * step for step in numbers)}
+    return dataclasses.replace(success(0, times, world_size=1, **changes), **arrivals)
+
+
+@pytest.mark.parametrize(("step_s", "every_s", "kind"), [
+    (0.1, 0.1, "measured"), (0.1, 0.11, "measured"), (0.001, 0.003, "measured"),
+    (0.01, 0.1, "not_believed"), (0.5, 0.1, "not_believed"),
+])  # fmt: skip
+def test_step_times_have_to_agree_with_the_progress_that_the_warden_saw(step_s, every_s, kind):
+    assert fold([seen([step_s] * 10, every_s)]).kind == kind
+    assert fold([success(0, [step_s] * 10, world_size=1)]).kind == "measured", "no warden, as after a crash"
+
+
+def test_progress_that_a_busy_warden_receives_together_is_no_contradiction():
+    """It sleeps through the first ten of twenty steps of 100 ms."""
+    late = seen([0.1] * 20, 0.1)
+    arrivals = tuple(max(at_s, late.seen_at_s[9]) for at_s in late.seen_at_s)
+    assert fold([dataclasses.replace(late, seen_at_s=arrivals)]).kind == "measured"
+    false = seen([0.01] * 20, 0.1)
+    assert fold([dataclasses.replace(false, seen_at_s=arrivals)]).kind == "not_believed"
+
+
+def test_a_report_that_its_rank_contradicts_is_not_believed():
+    found = Contradiction(
+        num_steps=8, reported_s=0.016, seen_s=3.2, source="report", witness="the arrival of its lines"
+    )
+    outcome = fold([success(0, [0.002] * 8, contradiction=found), success(1, [0.002] * 8)])
+    assert isinstance(outcome, NotBelieved)
+    assert (outcome.num_steps, outcome.reported_s, outcome.seen_s) == (8, 0.016, 3.2)
+    assert "2 ms per step by report, but 400 ms per step" in describe_failure(outcome)
 
 
 def of_script(rank, times, place=None, **changes):

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from cluster.gang.outcome import fold
-from cluster.gang.plausible import MIN_STEP_S, is_step_time
+from cluster.gang.gang_outcome import MIN_STEP_S, fold, is_step_time
 from tests.cluster.gang.test_outcome import success
 from trials.outcome import Crashed, Diverged, Measured, StepBreakdown
 

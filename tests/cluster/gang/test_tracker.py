@@ -3,24 +3,19 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.base import COMPILING_AGAIN, GangEnded, GangLaunch, GangProgress
+from cluster.base import GangEnded, GangLaunch, GangProgress
 from cluster.gang.messages import (
     NodeCompiling,
     NodeFailing,
     NodeGone,
     NodeProgress,
-    NodeSettled,
-    NoSecondRun,
     PeerCompiles,
     RankFailure,
-    RankSuccess,
     StopGang,
 )
 from cluster.gang.tracker import GangTracker
-from cluster.hardware.placement import Placement
-from cluster.hardware.topology import Device
-from trials.outcome import Crashed, GangLost, Measured, RankReport, StepBreakdown
-from trials.reports.findings import Findings, GraphReport
+from cluster.hardware.topology import Device, Placement
+from trials.outcome import Crashed, GangLost
 
 DEVICES = (Device(node="a", index=0), Device(node="b", index=0))
 LAUNCH = GangLaunch(
@@ -105,79 +100,6 @@ def test_progress_is_the_slowest_nodes():
     assert made.handle("a", progress(4), now_s=11.0) == []
     (event,) = made.handle("b", progress(9), now_s=11.0)
     assert event.step == 4
-
-
-def succeeded(rank, again_s=None):
-    graph = GraphReport(num_graphs=1, num_recompilations=0, compile_s=9.0, cache_misses=1, again_s=again_s)
-    report = RankReport(
-        rank=rank,
-        world_size=2,
-        tokens_per_step=1,
-        step_times_s=(1.0,),
-        breakdown=StepBreakdown(),
-        peak_allocated_bytes=0,
-        peak_reserved_bytes=0,
-        num_warmup_steps=1,
-        losses=(1.0,),
-        grad_norms=(1.0,),
-        model_flops_per_token=1.0,
-        findings=Findings(graph=graph),
-    )
-    return RankSuccess(rank=rank, report=report)
-
-
-def settled(rank):
-    return NodeSettled(attempt_id="x", token="t", results=(succeeded(rank),))
-
-
-def in_second_run():
-    orders = []
-    made = GangTracker(order=lambda node, attempt_id, order: orders.append((node, order)))
-    made.launched(LAUNCH, log_dir="/logs", now_s=10.0)
-    assert made.handle("a", settled(0), now_s=11.0) == []
-    (told,) = made.handle("b", settled(1), now_s=11.5)
-    assert (told.phase, told.step) == (COMPILING_AGAIN, 0)
-    return made, orders
-
-
-def test_results_told_before_a_second_run_stand_when_its_nodes_are_lost():
-    """By the agent's word that its warden died, and by that of nobody."""
-    made, orders = in_second_run()
-    assert made.handle("a", gone(failed("lost", None)), now_s=12.0) == []
-    assert orders == [("b", NoSecondRun())]
-    (end,) = made.node_lost("b", "no answer", now_s=12.0)
-    assert isinstance(end.outcome, Measured), end.outcome
-    assert end.outcome.measurement.findings.graph.warm_s is None
-
-
-def test_a_node_lost_before_all_have_settled_is_the_cause():
-    made = GangTracker(order=lambda *_: None)
-    made.launched(LAUNCH, log_dir="/logs", now_s=10.0)
-    made.handle("a", settled(0), now_s=11.0)
-    assert made.node_lost("b", "no answer", now_s=12.0) == []
-    (end,) = made.handle("a", gone(succeeded(0)), now_s=12.0)
-    assert isinstance(end.outcome, GangLost)
-
-
-def test_what_a_node_found_out_in_its_second_run_replaces_what_it_told_before():
-    made, orders = in_second_run()
-    assert made.handle("a", gone(succeeded(0, again_s=2.0)), now_s=12.0) == []
-    assert orders == [], "the others are about to find out as well"
-    (end,) = made.handle("b", gone(succeeded(1, again_s=3.0)), now_s=12.0)
-    assert end.outcome.measurement.findings.graph.warm_s == 3.0
-
-
-def test_a_node_that_begins_its_second_run_when_another_has_none_is_told():
-    """For one that has not settled yet the order would be too early: it is at its first run."""
-    orders = []
-    made = GangTracker(order=lambda node, attempt_id, order: orders.append((node, order)))
-    made.launched(LAUNCH, log_dir="/logs", now_s=10.0)
-    assert made.handle("a", gone(succeeded(0), failed("device_busy", None)), now_s=11.0) == []
-    assert orders == []
-    assert made.handle("b", settled(1), now_s=12.0) == []
-    assert orders == [("b", NoSecondRun())]
-    (end,) = made.handle("b", gone(succeeded(1)), now_s=13.0)
-    assert isinstance(end.outcome, Measured)
 
 
 reports = st.one_of(

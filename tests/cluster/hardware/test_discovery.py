@@ -6,9 +6,9 @@ import pytest
 
 from cluster.hardware import discovery
 from cluster.hardware.discovery import DeviceError, discover_node
-from cluster.node.device_memory import DeviceUse, device_uses
-from orchestrator.doctor import devices
-from orchestrator.doctor.check import TroubleError
+from cluster.node.memory_watch import DeviceUse, device_uses
+from orchestrator import doctor
+from orchestrator.doctor import TroubleError
 from tests.cluster.hardware import vendors
 from trials.accelerator.kinds import FAMILIES, without_devices
 
@@ -158,7 +158,7 @@ def test_the_doctor_says_what_hides_all_devices(host, monkeypatch, tool, variabl
     host(**{tool: vendors.nvidia() if tool == "nvidia_smi" else vendors.plain(vendors.ROCM)})
     monkeypatch.setenv(variable, value)
     with pytest.raises(TroubleError, match=f"{variable}={value!r} hides all devices of kind .*: trials run on cores"):
-        devices.devices()
+        doctor.found_devices()
 
 
 def test_a_limit_in_cudas_variable_holds_for_hip_too(host, monkeypatch):

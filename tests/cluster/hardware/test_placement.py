@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.hardware.placement import Pool
-from cluster.hardware.topology import Device, Node, Topology
+from cluster.hardware.topology import Device, Node, Pool, Topology
 
 
 def node(name, num_devices):

@@ -5,11 +5,10 @@ import time
 
 import pytest
 
-from cluster.base import ClusterError
+from cluster.base import ClusterError, ClusterRequest
 from cluster.connect import connect
 from cluster.hardware.discovery import discover_node
 from cluster.node.agent import Agent
-from cluster.request import ClusterRequest
 from tests.support import ROOT
 
 
@@ -24,7 +23,7 @@ def test_a_fork_server_that_cannot_start_ends_with_its_own_words(tmp_path, monke
 
 WITH_LITTLE_SHARED_MEMORY = """
 import pathlib, runpy, sys
-import cluster.node.host_memory as host_memory
+import cluster.node.memory_watch as host_memory
 host_memory.SHARED_MEMORY = pathlib.Path({folder!r})
 sys.argv = sys.argv[sys.argv.index("-m") + 1 :]
 runpy.run_module("cluster.node.fork_server", run_name="__main__")

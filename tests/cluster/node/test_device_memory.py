@@ -10,16 +10,16 @@ import pytest
 
 from cluster.base import Deadlines
 from cluster.gang.messages import NodeLaunch, RankSlot
+from cluster.hardware import listing
 from cluster.hardware.discovery import discover_node
-from cluster.hardware.listing import tools
-from cluster.hardware.listing.tools import DeviceQueryError
+from cluster.hardware.listing import DeviceQueryError
 from cluster.hardware.topology import DeviceHandle
 from cluster.local import LocalCluster
-from cluster.node.device_memory import DeviceUse, device_names, device_uses, wait_until_free
+from cluster.node.memory_watch import DeviceUse, device_names, device_uses, wait_until_free
 from tests.cluster import scripts
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids
 from tests.cluster.hardware.vendors import RESET
-from trials.outcome import Crashed, GangLost, Measured
+from trials.outcome import GangLost, Measured
 
 SCRIPT = """#!/bin/sh
 echo "$1" >> {folder}/asked
@@ -115,14 +115,14 @@ def test_how_much_an_idle_device_shows_depends_on_the_device(gibibytes, idle_mib
     ],
 )
 def test_a_driver_that_fails_or_hangs_is_told(smi, monkeypatch, answer, message):
-    monkeypatch.setattr(tools, "QUERY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(listing, "QUERY_TIMEOUT_S", 0.2)
     smi.says("gpus", answer)
     with pytest.raises(DeviceQueryError, match=message):
         device_uses("cuda", [handle(0)])
 
 
 def test_a_slow_driver_is_waited_for_longer_than_eight_gpus_take_to_start():
-    assert tools.QUERY_TIMEOUT_S >= 60
+    assert listing.QUERY_TIMEOUT_S >= 60
 
 
 def test_a_gang_sees_its_own_share_of_what_the_node_has():
@@ -202,7 +202,7 @@ def test_the_gang_is_over_when_its_devices_are_free_again(cluster, smi, pids, la
     before = len(smi.asked)
     os.kill(living(pids)[0], signal.SIGKILL)
     end = end_of(cluster, gang)
-    assert isinstance(end.outcome, Crashed), "what it died of, not what came later"
+    assert isinstance(end.outcome, GangLost) and end.outcome.cause == "killed", "what it died of, not what came later"
     assert len(smi.asked) == before + 2
     notes = [text for text in end.outcome.evidence.collateral if "device_busy" in text]
     assert notes == ([] if note is None else [f"gpu-node: device_busy: {note}"])

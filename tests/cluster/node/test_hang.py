@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 
 from cluster.base import Deadlines
-from cluster.gang.sights import Blame, FlightRecord
-from cluster.node.hang import flight, stacks
-from cluster.node.hang.hanging import HangingSlot
-from cluster.node.hang.recorder import RecordedRank, listening, recorder_env, records, unpickled
-from cluster.node.hang.stacks import examine, judge
-from cluster.node.ranks.forked import tail_of
+from cluster.gang.messages import Blame, FlightRecord
+from cluster.node import hang
+from cluster.node.hang import HangingSlot, RecordedRank, examine, judge, listening, recorder_env, records, unpickled
+from cluster.node.ranks import tail_of
 from tests.cluster.gangs import living, run
 from trials.outcome import TimedOut
 
@@ -144,7 +142,7 @@ def test_a_rank_that_lives_and_does_not_answer_is_not_blamed_for_that(ranks_of_o
 
 
 def test_a_late_stack_is_not_taken_for_that_of_another_rank(ranks_of_one_slot, monkeypatch):
-    monkeypatch.setattr(stacks, "DUMP_S", 1.0)
+    monkeypatch.setattr(hang, "DUMP_S", 1.0)
     seen = ranks_of_one_slot(late=1.5, later=1.7)
     assert [seen[rank].where for rank in (0, 1)] == ["it did not tell its stack in time"] * 2
 
@@ -185,7 +183,7 @@ def alone(tmp_path):
 def settled():
     """The record, once gloo's thread has noted that the last collective ended: after its caller went on, often."""
     deadline_s = time.monotonic() + 10
-    while (told := flight.read_record()).calls and time.monotonic() < deadline_s:
+    while (told := hang.read_record()).calls and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return told
 
@@ -196,7 +194,7 @@ def test_a_dump_reads_the_same_as_json_and_as_a_pickle(alone):
     assert (place.ranks, place.entered) == ((0,), 2)
     assert told.calls == ()
     pickled = unpickled(torch._C._distributed_c10d._dump_fr_trace())
-    assert flight.summary(pickled, flight._members()) == told
+    assert hang.summary(pickled, hang._members()) == told
 
 
 class Evil:
@@ -291,12 +289,12 @@ def _read(pipe):
 
 def test_the_reader_of_nccls_recorder_is_found_by_its_name(monkeypatch):
     """As in builds for CUDA, whose recorder has a function of its own."""
-    names = [function.__name__ for function in flight._readers()]
+    names = [function.__name__ for function in hang._readers()]
     assert "_dump_fr_trace_json" in names
     monkeypatch.setattr(
         sys.modules["torch._C._distributed_c10d"], "_dump_nccl_trace_json", lambda: b"{}", raising=False
     )
-    assert len(flight._readers()) == len(names) + 1
+    assert len(hang._readers()) == len(names) + 1
 
 
 def test_the_tail_of_a_log_leaves_out_what_torch_says_of_our_variables(tmp_path):

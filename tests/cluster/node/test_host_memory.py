@@ -10,11 +10,11 @@ import torch
 
 from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
-from cluster.node import host_memory
-from cluster.node.host_memory import OomKills, available_bytes, shortage
+from cluster.node import memory_watch
+from cluster.node.memory_watch import OomKills, available_bytes, shortage
 from tests.cluster.gangs import PRELOAD, living, run
 from trials.failure import classify
-from trials.outcome import Crashed, GangLost, HostOutOfMemory
+from trials.outcome import GangLost, HostOutOfMemory
 
 LIMIT_BYTES = 1 << 30
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -39,7 +39,7 @@ def small_group():
 @pytest.fixture(scope="module")
 def cluster(small_group, tmp_path_factory):
     """All processes of this cluster live in the small group: they are started while this process is in it."""
-    home = host_memory.memory_group()
+    home = memory_watch.memory_group()
     (small_group / "cgroup.procs").write_text(str(os.getpid()))
     try:
         cluster = LocalCluster(tmp_path_factory.mktemp("work"), discover_node(num_devices=2), preload=PRELOAD)
@@ -57,7 +57,8 @@ def test_a_rank_killed_for_want_of_host_memory_is_told_from_other_deaths(cluster
     assert living(pids) == []
     assert isinstance(end.outcome, HostOutOfMemory), end.outcome
     assert end.outcome.evidence.rank == 0
-    assert isinstance(run(cluster, "dies", spec={"rank": 1}).outcome, Crashed), "SIGKILL from elsewhere"
+    other = run(cluster, "dies", spec={"rank": 1}).outcome
+    assert isinstance(other, GangLost) and other.cause == "killed", "SIGKILL from elsewhere"
 
 
 @pytest.mark.slow
@@ -95,8 +96,8 @@ def test_both_versions_of_control_groups_are_read(version, tmp_path, monkeypatch
     for name, text in files.items():
         (folder / name).write_text(text)
     (tmp_path / "listed").write_text(listed)
-    monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "listed")
+    monkeypatch.setattr(memory_watch, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(memory_watch, "_OWN_GROUPS", tmp_path / "listed")
     assert available_bytes() == 1000 - 900 + 300
     kills = OomKills()
     assert not kills.grew()
@@ -120,8 +121,10 @@ def test_only_beside_a_gpu_is_host_memory_another_than_the_devices(error, on_cpu
 
 
 def test_a_small_dev_shm_is_told_with_what_it_breaks_and_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path)
-    assert host_memory.shared_memory_shortage(1) is None
-    assert re.match(r"\d+ of \d+ MiB are free in .* NCCL .* --shm-size=8g", host_memory.shared_memory_shortage(1 << 60))
-    monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path / "none")
-    assert "there is no " in host_memory.shared_memory_shortage(1)
+    monkeypatch.setattr(memory_watch, "SHARED_MEMORY", tmp_path)
+    assert memory_watch.shared_memory_shortage(1) is None
+    assert re.match(
+        r"\d+ of \d+ MiB are free in .* NCCL .* --shm-size=8g", memory_watch.shared_memory_shortage(1 << 60)
+    )
+    monkeypatch.setattr(memory_watch, "SHARED_MEMORY", tmp_path / "none")
+    assert "there is no " in memory_watch.shared_memory_shortage(1)

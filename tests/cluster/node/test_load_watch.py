@@ -11,7 +11,7 @@ import pytest
 from cluster.hardware.topology import DeviceHandle
 from cluster.node import cpu_load
 from cluster.node.load_watch import LoadWatch, most_used, parse_samples, with_devices
-from trials.reports.disturbance import FOREIGN_CPU_LIMIT, Disturbance, most_disturbed
+from trials.reports import FOREIGN_CPU_LIMIT, Disturbance, most_disturbed
 
 BURN = "import sys, time\nend = time.monotonic() + 3\nwhile time.monotonic() < end: pass"
 CLOCKS = """\

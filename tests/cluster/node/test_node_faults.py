@@ -10,18 +10,16 @@ import pytest
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
 from cluster.gang.environment import single_node_env
-from cluster.gang.messages import NodeGone, NodeLaunch, RankSlot
-from cluster.gang.outcome import fold
-from cluster.gang.sights import Blame
+from cluster.gang.gang_outcome import fold
+from cluster.gang.messages import Blame, NodeGone, NodeLaunch, RankSlot
 from cluster.gang.tracker import GangTracker
-from cluster.hardware.placement import Placement
-from cluster.hardware.topology import Device
+from cluster.hardware.topology import Device, Placement
 from cluster.node.agent import Agent
-from cluster.node.hang.stacks import judge, main_thread
+from cluster.node.hang import judge, main_thread
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
 from tests.trials.tiny import tiny_spec
 from trials.codec import to_json
-from trials.outcome import Crashed, GangLost, Measured, TimedOut
+from trials.outcome import GangLost, Measured, TimedOut
 from trials.spec import Kernels, Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
@@ -129,10 +127,11 @@ def test_a_result_survives_a_process_group_that_cannot_be_left(local_cluster):
     assert "could not be destroyed within 10 s" in Path(end.log_dir, "rank1.log").read_text()
 
 
-def test_sigterm_to_one_rank_alone_is_its_own_crash(local_cluster, pids):
+def test_sigterm_to_one_rank_alone_is_no_preemption(local_cluster, pids):
     end = run(local_cluster, "ends_by_sigterm", spec={"pids": pids, "rank": "1"})
     assert living(pids) == []
-    assert isinstance(end.outcome, Crashed)
+    assert isinstance(end.outcome, GangLost)
+    assert end.outcome.cause == "killed"
     assert (end.outcome.evidence.rank, end.outcome.evidence.exit_code) == (1, -signal.SIGTERM)
 
 
@@ -264,7 +263,7 @@ def test_a_gang_ends_although_a_process_of_it_cannot_be_killed(agent, freezer, p
     os.kill(other, signal.SIGKILL)
     *_, crash, note = gone(agent)
     assert living(pids) == [held]
-    assert (crash.category, crash.exit_code) == ("exit", -signal.SIGKILL)
+    assert (crash.category, crash.exit_code) == ("killed", -signal.SIGKILL)
     assert note.category == "lost"
     assert f"[{held}]" in note.message
     (freezer / "freezer.state").write_text("THAWED")

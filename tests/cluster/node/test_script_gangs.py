@@ -12,6 +12,7 @@ from cluster.local import LocalCluster
 from cluster.node.agent import SCRIPT_PRELOAD
 from tests.cluster import scripts
 from tests.cluster.gangs import events_until_end, launch, run
+from tests.support.disks import fill, small_disk
 from trials.outcome import GangLost, Measured, TimedOut
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,35 @@ def test_a_port_that_is_taken_is_no_fault_of_the_candidate(cluster, tmp_path):
     assert isinstance(outcome, GangLost), outcome
     assert outcome.cause == "infrastructure"
     assert "address already in use" in outcome.evidence.message.lower()
+
+
+FILLS = """
+import os, time
+if os.environ["RANK"] != "0":
+    time.sleep(600)
+with open(os.path.join(os.environ["TUNE_CLUSTER_REPORT"], "fill"), "wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError:
+        time.sleep(0.5)
+"""
+"""Rank 0 ends well without any report, on a disk that is full until its folder is removed; the other one waits."""
+
+
+@pytest.mark.parametrize("is_full_before", [True, False])
+def test_a_full_disk_is_no_fault_of_the_candidate(tmp_path, is_full_before):
+    with small_disk(tmp_path / "disk") as disk:
+        path = scripts.write(tmp_path / "own", FILLS)
+        with LocalCluster(disk / "work", discover_node(num_devices=2), preload=SCRIPT_PRELOAD) as cluster:
+            filler = fill(disk) if is_full_before else disk / "none"
+            full = run(cluster, scripts.RUNNER, spec=scripts.spec(path)).outcome
+            filler.unlink(missing_ok=True)
+            path.write_text(f"{scripts.STEPS}train()\n")
+            again = run(cluster, scripts.RUNNER, spec=scripts.spec(path)).outcome
+    assert isinstance(full, GangLost), full
+    assert full.cause == "infrastructure" and full.evidence.message.endswith("free the node's disk")
+    assert isinstance(again, Measured), again
 
 
 ABORTS = """

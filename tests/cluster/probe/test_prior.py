@@ -7,16 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.base import ClusterRequest, Simulation
 from cluster.connect import connect
 from cluster.cost.calibrate import derivatives
 from cluster.cost.coefficients import TIME, assumed_prior, load_prior
 from cluster.hardware.accelerators import catalogue, describe_topology
 from cluster.hardware.topology import Node, Topology
-from cluster.probe.prior import _log_matmul_rates, with_measured_figures, with_probe
-from cluster.probe.probe import probe
-from cluster.probe.profile import NodeRates, Profile
-from cluster.request import ClusterRequest, Simulation
-from trials.reports.rates import Link, MatmulRate, MessageTime, Rate
+from cluster.probing import NodeRates, Profile, _log_matmul_rates, probe, with_measured_figures, with_probe
+from trials.reports import Link, MatmulRate, MessageTime, Rate
 
 CPU = Topology(
     nodes=(

@@ -7,18 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.base import ClusterError, GangLaunch
+from cluster.base import ClusterError, ClusterRequest, GangLaunch, Simulation
 from cluster.connect import clock_of, connect
 from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.placement import Placement
-from cluster.probe.probe import RUNNER, probe, slowest_link
-from cluster.probe.profile import NodeRates, Profile, slow_figures
-from cluster.request import ClusterRequest, Simulation
-from cluster.virtual.simulated import Behaviour, SimulatedCluster
+from cluster.hardware.topology import Placement
+from cluster.probing import RUNNER, NodeRates, Profile, probe, slow_figures, slowest_link
+from cluster.virtual import Behaviour, SimulatedCluster
 from tests.cluster.gangs import end_of
 from trials.codec import from_json, to_json
 from trials.outcome import Measured
-from trials.reports.rates import Link, MatmulRate, MessageTime, ProbeSpec
+from trials.reports import Link, MatmulRate, MessageTime, ProbeSpec
 
 QUICK = ProbeSpec(
     device="cpu",

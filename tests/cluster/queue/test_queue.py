@@ -9,19 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster import queue as host
+from cluster.base import ClusterRequest
 from cluster.connect import connect
-from cluster.queue import host
-from cluster.queue.entries import EXPIRES_S, Queue, QueueEntry, divided
-from cluster.queue.host import HostAdmission
-from cluster.queue.share import Claim, Grant, QueuePolicy, Unlimited, share, strictest
-from cluster.request import ClusterRequest
+from cluster.queue import (
+    EXPIRES_S,
+    Claim,
+    Grant,
+    HostAdmission,
+    Queue,
+    QueueEntry,
+    QueuePolicy,
+    Unlimited,
+    share,
+    strictest,
+)
 from trials.codec import to_json
 
 
 def host_queue(folder):
-    """The sweeps that share this host now, with their grants, in the order of submission."""
-    found = divided(host._read(host._file(folder)).values()).values()
-    return tuple(sorted(found, key=lambda row: (row.claim.submitted_at_s, row.claim.key)))
+    """The sweeps that share this host now and the nodes that they are granted, in the order of submission."""
+    entries = sorted(host._read(host._file(folder)).values(), key=lambda entry: entry.claim.submitted_at_s)
+    return [(entry.claim.sweep, host.grant(entry, entries).num_nodes) for entry in entries]
 
 
 def claim(sweep, min_nodes=1, max_nodes=None, **rest):
@@ -214,8 +223,8 @@ def test_two_sweeps_of_one_name_are_two():
 OTHER = """
 import sys
 from pathlib import Path
-from cluster.queue.host import HostAdmission
-from cluster.queue.share import Claim, QueuePolicy
+from cluster.queue import HostAdmission
+from cluster.queue import Claim, QueuePolicy
 queue = HostAdmission(Path(sys.argv[1]), QueuePolicy(), devices_per_node=4)
 print(queue.beat(Claim(sweep="other", user="u", held=1)).num_nodes, flush=True)
 sys.stdin.readline()
@@ -227,15 +236,15 @@ def test_a_host_is_one_sweeps_at_a_time_until_that_leaves_or_its_process_dies(tm
     command = [sys.executable, "-c", OTHER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "1\n"
-        assert ours.beat(claim("a")) == Grant(0, "waits for 1 node held by sweep other")
+        assert ours.beat(claim("a")) == Grant(0, "waits for devices held by sweep other")
         assert ours.beat(claim("a", priority=1)).num_nodes == 1
         assert ours.beat(claim("a")).num_nodes == 0
-        assert [(s.claim.sweep, s.grant.num_nodes) for s in host_queue(tmp_path)] == [("other", 1), ("a", 0)]
+        assert host_queue(tmp_path) == [("other", 1), ("a", 0)]
         other.kill()
     assert ours.beat(claim("a")) == Grant(1)
     ours.leave()
     ours.leave()
-    assert host_queue(tmp_path) == ()
+    assert host_queue(tmp_path) == []
     assert [path.suffix for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
 
 
@@ -271,5 +280,32 @@ def test_a_local_sweep_waits_for_its_turn_and_leaves_when_it_gives_up(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         connect(asked, workdir=tmp_path, on_wait=on_wait)
-    assert heard == ["waits for 1 node held by sweep a"] * 2
-    assert [row.claim.sweep for row in host_queue(tmp_path)] == ["a"]
+    assert heard == ["waits for devices held by sweep a"] * 2
+    assert host_queue(tmp_path) == [("a", 1)]
+
+
+def test_sweeps_of_a_host_compete_only_where_their_devices_overlap(tmp_path):
+    def queue(*devices, quota=None):
+        policy = QueuePolicy() if quota is None else QueuePolicy(quotas={"u": quota})
+        return HostAdmission(tmp_path, policy, devices_per_node=len(devices), devices=devices)
+
+    low, high, both = queue("0", "1"), queue("2", "3"), queue("1", "2")
+    a, b, c = (claim(name, home=f"host:/{name}") for name in "abc")
+    assert low.beat(a) == Grant(1)
+    assert high.beat(b) == Grant(1)
+    assert both.beat(c) == Grant(0, "waits for devices held by sweep a in /a, sweep b in /b")
+    assert low.beat(replace(a, held=1)) == Grant(1), "an equal that waits takes nothing away"
+    low.leave()
+    assert low.beat(a) == Grant(1), "c waits for b still, but a came first"
+    low.leave()
+    assert queue("0", "1").beat(claim("d", home="host:/a")).num_nodes == 0, "nor may later ones keep c waiting"
+    assert both.beat(replace(c, priority=1)) == Grant(1)
+    assert high.beat(replace(b, held=1)) == Grant(0, "preempted by sweep c in /c (priority 1)")
+    high.leave()
+    assert queue("4", quota=2).beat(claim("e", home="host:/a")).reason == "user u may hold 2 devices and holds 2"
+
+
+def test_a_grant_is_held_before_its_owner_confirms_it(tmp_path):
+    first = HostAdmission(tmp_path, QueuePolicy(), devices_per_node=1)
+    assert first.beat(claim("b")) == Grant(1)
+    assert HostAdmission(tmp_path, QueuePolicy(), devices_per_node=1).beat(claim("a")).num_nodes == 0, "though earlier"

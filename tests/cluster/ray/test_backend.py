@@ -1,22 +1,18 @@
 """The Ray backend on a Ray of several nodes: gangs across them, and a lease that grows, shrinks and loses a node."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from cluster import connect as connecting
-from cluster.base import ClusterError
+from cluster.base import ClusterError, ClusterRequest
 from cluster.connect import connect
-from cluster.probe.probe import probe
-from cluster.queue.share import Claim
-from cluster.request import ClusterRequest
+from cluster.probing import probe
+from cluster.queue import Claim
 from tests.cluster import scripts
-from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
+from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
 from trials.outcome import Crashed, GangLost, Measured
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.fault]
@@ -27,8 +23,7 @@ def nodes(tmp_path_factory):
     """A head without devices and three nodes of four CPUs, with token authentication, over loopback."""
     from ray.cluster_utils import Cluster
 
-    from cluster.ray.connection import loopback_only, settings
-    from cluster.ray.settings import fresh_token
+    from cluster.ray.connection import fresh_token, loopback_only, settings
 
     own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_prestart_worker_first_driver": "0"}
     changes = {**fresh_token(tmp_path_factory.mktemp("token")), **own}
@@ -116,23 +111,6 @@ def test_a_gang_spans_nodes(lease, pids):
     assert isinstance(end.outcome, Measured), end.outcome
     assert end.outcome.measurement.model_flops_per_token == 4.0, "the all-reduce saw all ranks"
     assert living(pids) == []
-
-
-def test_ranks_on_several_nodes_meet_again_where_those_before_have_compiled(lease, pids):
-    end = run(lease, "compiles_cold", world_size=4, spec={"pids": pids, "again": "compiles_warm"})
-    assert isinstance(end.outcome, Measured), end.outcome
-    assert end.outcome.measurement.findings.graph.warm_s == 4.0, "that of the last rank"
-    assert len(list(Path(pids).iterdir())) == 8 and living(pids) == []
-
-
-def test_a_second_run_that_fails_on_one_node_is_not_waited_for_on_the_other(lease, pids):
-    """Their limit would be minutes."""
-    began_s = time.monotonic()
-    spec = {"pids": pids, "again": "fails_on_the_first_node_again", "compile_s": 300.0}
-    end = run(lease, "compiles_cold", world_size=4, spec=spec)
-    assert time.monotonic() - began_s < 100
-    assert isinstance(end.outcome, Measured), end.outcome
-    assert (end.outcome.measurement.findings.graph.warm_s, living(pids)) == (None, [])
 
 
 @pytest.mark.exhaustive
@@ -265,20 +243,6 @@ def test_lost_nodes(nodes, lease, tmp_path):
     lease.release(lease.topology.nodes[0].name)
     assert isinstance(end_of(lease, again).outcome, GangLost)
     assert len(names(lease)) == 2, "there is no other"
-
-
-def test_an_agent_that_dies_in_the_second_run_costs_no_result(lease, pids):
-    world_size = sum(node.num_devices for node in lease.topology.nodes)
-    spec = {"pids": pids, "again": "hangs_again", "compile_s": 300.0}
-    gang = launch(lease, "compiles_cold", world_size=world_size, spec=spec)
-    wait_for_pids(pids, 2 * world_size)
-    warden = parent(living(pids)[0])
-    agent = parent(parent(warden))
-    os.kill(agent, signal.SIGKILL)
-    outcome = end_of(lease, gang).outcome
-    assert isinstance(outcome, Measured), outcome
-    assert outcome.measurement.findings.graph.cold_s == 300.0
-    wait_until(lambda: living(pids) == [], "all ranks to end")
 
 
 def test_a_node_that_is_taken_away_is_told_apart_from_one_that_fails(lease):

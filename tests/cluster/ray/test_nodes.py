@@ -1,9 +1,12 @@
 """Which nodes a lease on a Ray cluster takes, and which not, without Ray; ``test_backend.py`` asks a real one."""
 
+import os
+
 import pytest
 
 from cluster.base import ClusterError
-from cluster.ray.nodes import ClusterView, NoSuchNodesError, Wanted, bundle, names_by_id
+from cluster.ray.connection import locked_folder, remove_stale_folders
+from cluster.ray.leases import ClusterView, NoSuchNodesError, Wanted, bundle, names_by_id
 from cluster.ray.survey import _host
 
 
@@ -90,3 +93,18 @@ def test_a_survey_tells_the_kind_of_devices():
         assert (host.num_gpus, host.accelerator, host.device) == (4, name, kind)
     assert _host(node("1", CPU=8.0, NPU=2.0)).device == "npu"
     assert _host(node("1", CPU=8.0)).device == "cpu"
+
+
+def test_folders_of_dead_controllers_are_removed_and_those_of_living_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    living, lock = locked_folder()
+    dead, gone = locked_folder()
+    (dead / "token").write_text("secret")
+    gone.close()
+    (tmp_path / "tune-other").mkdir()
+    assert remove_stale_folders() == [], "they may be about to be locked"
+    for folder in (living, dead):
+        os.utime(folder / "controller.lock", (0.0, 0.0))
+    assert remove_stale_folders() == [dead]
+    assert {path.name for path in tmp_path.iterdir()} == {living.name, "tune-other"}
+    lock.close()

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from cluster.base import ClusterRequest
 from cluster.connect import connect
-from cluster.ray import lease
-from cluster.request import ClusterRequest
+from cluster.ray import leases
 from tests.cluster.gangs import PRELOAD, run
 from tests.support import ROOT
 from trials.outcome import Measured
@@ -27,8 +27,8 @@ def cluster(tmp_path):
 
 @pytest.mark.parametrize(("limit_s", "stopped_s"), [(2.0, 8.0), (30.0, 42.0)])
 def test_our_own_head_is_waited_for_while_its_process_lives(cluster, monkeypatch, caplog, limit_s, stopped_s):
-    monkeypatch.setattr(lease, "HEAD_LOST_S", limit_s)
-    (head,) = cluster._lease._head.pids
+    monkeypatch.setattr(leases, "HEAD_LOST_S", limit_s)
+    head = cluster._lease._head.pids["gcs_server"]
     os.kill(head, signal.SIGSTOP)
     try:
         until_s = time.monotonic() + stopped_s
@@ -45,26 +45,29 @@ def test_our_own_head_is_waited_for_while_its_process_lives(cluster, monkeypatch
 GONE = """
 import os, signal, sys, time
 from pathlib import Path
-from cluster.base import ClusterLostError
+from cluster.base import OwnClusterLostError
 from cluster.connect import connect
-from cluster.ray import lease
-from cluster.request import ClusterRequest
+from cluster.base import ClusterRequest
+from tests.cluster.gangs import PRELOAD, run
 
-lease.HEAD_LOST_S = 2.0
-with connect(ClusterRequest(device="cpu", devices_per_node=2), workdir=Path(sys.argv[1])) as cluster:
-    (head,) = cluster._lease._head.pids
-    os.kill(head, signal.SIGKILL)
-    began_s = time.monotonic()
-    try:
+request, workdir = ClusterRequest(device="cpu", devices_per_node=2), Path(sys.argv[1])
+try:
+    with connect(request, workdir=workdir / "one", preload=PRELOAD) as cluster:
+        os.kill(cluster._lease._head.pids[sys.argv[2]], signal.SIGKILL)
+        began_s = time.monotonic()
         while time.monotonic() < began_s + 60.0:
             cluster.poll(0.5)
-    except ClusterLostError as error:
-        print(f"lost: {error}", flush=True)
+except OwnClusterLostError as error:
+    print(f"lost: {error}", flush=True)
+with connect(request, workdir=workdir / "two", preload=PRELOAD) as cluster:
+    print(run(cluster, "ok").outcome.kind, flush=True)
 """
 
 
-def test_our_own_head_that_is_gone_is_not_waited_for_as_long(tmp_path):
+@pytest.mark.parametrize("process", ["gcs_server", "raylet"])
+def test_our_own_ray_that_has_failed_is_noticed_and_another_one_can_be_started(tmp_path, process):
     """In a process of its own: Ray ends its driver, whatever else that does, a minute after its head is gone."""
-    words = [sys.executable, "-c", GONE, str(tmp_path / "work")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
-    assert "has not answered for 2 s" in done.stdout, done.stderr
+    words = [sys.executable, "-c", GONE, str(tmp_path), process]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert f"lost: the private Ray on this host has failed: its {process} has ended" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-1] == "measured", done.stderr

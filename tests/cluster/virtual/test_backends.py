@@ -1,4 +1,4 @@
-"""What replay and simulation do beyond the obligations of every backend, which ``test_conformance.py`` checks."""
+"""What simulation does beyond the obligations of every backend, which ``test_conformance.py`` checks."""
 
 import dataclasses
 import itertools
@@ -8,21 +8,15 @@ import pytest
 
 from cluster.base import Deadlines, GangEnded
 from cluster.hardware.topology import uniform_topology
-from cluster.virtual.replay import ReplayCluster
-from cluster.virtual.simulated import Behaviour, SimulatedCluster
-from tests.cluster.backends import GB, ROWS, cost, simulated_cluster, table, trial
+from cluster.virtual import Behaviour, SimulatedCluster
+from tests.cluster.backends import GB, cost, simulated_cluster, trial
 from tests.cluster.gangs import end_of, events_until_end, launch, run
 from trials.outcome import Crashed, GangLost, Infeasible, Measured, OutOfMemory, TimedOut
 
 
 @pytest.fixture
-def replay(tmp_path):
-    return ReplayCluster(table(tmp_path, *ROWS), "p")
-
-
-@pytest.fixture(params=["simulated", "replay"])
-def cluster(request):
-    with simulated_cluster() if request.param == "simulated" else request.getfixturevalue("replay") as made:
+def cluster():
+    with simulated_cluster() as made:
         yield made
 
 
@@ -41,7 +35,7 @@ def test_running_out_of_memory_is_told_in_words(cluster):
 def test_what_cannot_run_is_infeasible_with_a_reason(cluster):
     end = run(cluster, "x", spec=trial(micro_batch_size=16))
     assert isinstance(end.outcome, Infeasible)
-    assert "micro_batch_size 16" in end.outcome.evidence.message or "no measurement" in end.outcome.evidence.message
+    assert "micro_batch_size 16" in end.outcome.evidence.message
     assert isinstance(run(cluster, "x", spec={"no": "trial"}).outcome, Infeasible)
 
 
@@ -176,25 +170,6 @@ def test_the_same_seed_tells_the_same_story():
 
     assert story(1) == story(1)
     assert story(1) != story(2)
-
-
-def test_replay_answers_the_median_of_the_rows(replay):
-    assert run(replay, "x", spec=trial()).outcome.measurement.step_time_s == 4.5
-    assert run(replay, "x", spec=trial(4, num_full=0), world_size=4).outcome.measurement.step_time_s == 3.0
-    assert replay.topology.num_devices == 4
-    assert isinstance(run(replay, "x", spec=trial(num_full=0)).outcome, Infeasible)
-
-
-def test_replay_may_be_noisy(tmp_path):
-    path = table(tmp_path, {"micro_batch": "1", "step_time_s": "4.0"})
-    times = [run(ReplayCluster(path, "p", noise=0.05, seed=s), "x", spec=trial()).outcome for s in (1, 1, 2)]
-    assert times[0] == times[1] != times[2]
-    assert times[0].measurement.step_time_s == pytest.approx(4.0, rel=0.2)
-
-
-def test_a_problem_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no problem 'q'"):
-        ReplayCluster(table(tmp_path, {}), "q")
 
 
 def test_a_thousand_nodes_are_no_trouble():

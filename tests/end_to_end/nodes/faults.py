@@ -41,9 +41,10 @@ def _kill_controller(scene: Scene) -> None:
     assert send(pid, signal.SIGKILL)
 
 
-def _grow_and_submit(scene: Scene) -> None:
+def _grow(scene: Scene) -> None:
+    """The controller waits for space and then goes on by itself."""
+    assert not scene.sweep.has_ended(), scene.sweep.told()
     scene.cluster.resize_disk(2)
-    _submit_again(scene)
 
 
 def _fill(scene: Scene) -> None:
@@ -86,7 +87,6 @@ FAULTS = {
         Fault(
             name="rank killed",
             strike=lambda scene: _kill(scene, generations=0),
-            mend=lambda scene: _again(scene, "crashed"),
             bound=CHILD,
         ),
         Fault(name="warden killed", strike=lambda scene: _kill(scene, generations=1), bound=CHILD),
@@ -138,8 +138,8 @@ FAULTS = {
         Fault(
             name="disk full",
             strike=_fill,
-            is_noticed=lambda scene: scene.sweep.has_ended(),
-            mend=_grow_and_submit,
+            is_noticed=lambda scene: "is full; the sweep waits" in " ".join(scene.sweep.told().split()),
+            mend=_grow,
             bound="the next event to be stored",
             home=lambda cluster, folder: cluster.disk / folder.name,
         ),

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orchestrator.commands import control
+from orchestrator.commands import steering
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger, LedgerError
+from orchestrator.sweep.snapshot import Home
 from orchestrator.sweep.state import Attempt, SweepState
 from tests.end_to_end.nodes.checks import Story
 from tests.end_to_end.nodes.namespaces import command_line, descendants, send
@@ -91,7 +91,7 @@ class Sweep:
 
     def retry(self, kind: str) -> tuple[int, ...]:
         """Have the trials that ended so launched again by the next controller; their numbers."""
-        return control.retry(SWEEP["name"], Home(self.home), [kind]).trials
+        return steering.retry(SWEEP["name"], Home(self.home), [kind]).trials
 
     @property
     def controllers(self) -> list[int]:

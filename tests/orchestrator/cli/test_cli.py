@@ -1,6 +1,7 @@
 """The command line as a user meets it: messages, exit codes, what is left behind."""
 
 import json
+import re
 import resource
 import socket
 import subprocess
@@ -13,7 +14,8 @@ from click.testing import CliRunner
 
 from configs import CONFIGS
 from orchestrator.cli.main import main
-from orchestrator.planning.plan import Plan
+from orchestrator.errors import ExitCode
+from orchestrator.planning.planner import Plan
 from tests.support import sweeps
 
 
@@ -42,6 +44,21 @@ def test_every_command_has_an_example_and_json(command):
     assert f"tune-cluster {command}" in result.stdout
     assert "Example" in result.stdout
     assert "--json" in result.stdout
+    assert "Exit codes: 0 done; 1 the sweep, or what was requested, failed; 2 wrong usage" in " ".join(
+        result.stdout.split()
+    )
+
+
+def test_the_table_of_exit_codes_is_complete():
+    text = (CONFIGS.parent / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    table = text.partition("## Exit codes")[2].partition("\n## ")[0]
+    assert [int(number) for number in re.findall(r"^\| (\d+) \|", table, re.M)] == list(ExitCode)
+
+
+def test_a_program_is_not_taken_for_a_sweep_file(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("import torch\n---\nx: [")
+    refused(tmp_path, program, "is a program, not a sweep file", f"tune-cluster init -- python {program}")
 
 
 def test_an_unknown_key_names_file_line_and_the_nearest_key(tmp_path):
@@ -88,7 +105,7 @@ def test_an_unreachable_ray_address_is_told_at_once_and_leaves_nothing(tmp_path)
     home = tmp_path / "home"
     file = sweeps.write(tmp_path, cluster={"kind": "ray", "address": address, "devices_per_node": None})
     result = run("submit", file, "--home", home)
-    assert result.exit_code == 2, result.output
+    assert result.exit_code == ExitCode.INFRASTRUCTURE, result.output
     assert address in result.stderr
     assert "Traceback" not in result.stderr
     assert not (home / "sweeps").exists() or not any((home / "sweeps").rglob("ledger.sqlite"))
@@ -106,7 +123,7 @@ def test_a_full_disk_stops_with_one_message(tmp_path):
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048)),
     )
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == ExitCode.INFRASTRUCTURE, done.stderr
     assert "ledger.sqlite" in done.stderr
     assert "free space" in done.stderr
     assert "Traceback" not in done.stderr
@@ -129,7 +146,7 @@ def test_unknown_sweeps_and_registered_names(tmp_path):
     ):
         result = run(*arguments, "--home", home)
         assert result.exit_code == 2, result.output
-        assert result.stderr.startswith("error: ")
+        assert re.search(r"^error: ", result.stderr, re.M)
     assert not home.exists()
     result = run("ps", "--home", home, "--json")
     assert (result.exit_code, json.loads(result.stdout)) == (0, [])

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from orchestrator.controller.recovery import apply_requests
-from orchestrator.sweep.home import Home
+from orchestrator.controller.step import apply_requests
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import Home
 from tests.support import long_story
 from tests.support.cli_homes import controller, keep, run, running
 
@@ -78,7 +78,7 @@ def test_asking_without_waiting_leaves_the_request_to_the_controller(tmp_path):
 
 
 def test_waiting_ends_when_nobody_is_left_to_do_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("orchestrator.status.watch.GONE_S", 0.0)
+    monkeypatch.setattr("orchestrator.status.overview.GONE_S", 0.0)
     left_alone(tmp_path).close()
     at_work = Controller(tmp_path, "story", complies=False)
     result = run("cancel", "story", "--home", tmp_path, "--json")

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from orchestrator.sweep.events import Promoted, TrialProposed
-from orchestrator.sweep.home import Home
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.sweep.snapshot import Home
+from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.support import long_story
 from tests.support.cli_homes import keep, run
 from tests.support.sweep_files import SIMULATED, write

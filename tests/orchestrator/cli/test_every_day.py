@@ -1,6 +1,9 @@
 """What people meet when they operate sweeps: logs of a sweep in a terminal, what to do next, what Ctrl-C leaves."""
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -8,10 +11,10 @@ from rich.console import Console
 from orchestrator.invocation import PLAIN
 from orchestrator.report.report import make_report
 from orchestrator.report.summary import summarize
-from orchestrator.sweep.events import SweepFinished
+from orchestrator.sweep.events import FinishCause, SweepFinished
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
-from orchestrator.terminal.live import LiveView
+from orchestrator.sweep.snapshot import Home
+from orchestrator.terminal.sweep_screen import LiveView
 from tests.support import long_story
 from tests.support.cli_homes import keep, run
 from tests.support.story import failures, measured
@@ -47,7 +50,14 @@ def test_a_trial_alone_is_one_of_the_latest_sweep(tmp_path):
 @pytest.mark.parametrize("outcomes", [[failures()["crashed"]], [measured(0.1), failures()["crashed"]]])
 def test_a_sweep_that_failed_asks_to_look_at_the_logs_not_to_promote(outcomes):
     events = long_story.events(outcomes, finished=False)
-    state = fold([*events, SweepFinished(at_s=events[-1].at_s, status="failed", reason="3 faults in a row")])
+    state = fold(
+        [
+            *events,
+            SweepFinished(
+                at_s=events[-1].at_s, status="failed", reason="3 faults in a row", cause=FinishCause.FAULTS_IN_A_ROW
+            ),
+        ]
+    )
     commands = {one.purpose: one.command for one in make_report(state, summarize(state, ""), invocation=PLAIN).commands}
     failed = f"t{len(outcomes) - 1:03d}"
     assert list(commands)[:2] == ["logs", "story"]
@@ -70,3 +80,29 @@ def test_ctrl_c_leaves_the_table_on_the_screen(is_interrupted):
         pass
     erased = screen.getvalue().rpartition("\x1b[2K")[2]
     assert ("t001" in erased) == is_interrupted, "what comes after the last line that was erased"
+
+
+EVERY_COMMAND = """
+import sys
+from click.testing import CliRunner
+from orchestrator.cli.main import main
+home, commands = sys.argv[1], [["--help"], *([name, "--help"] for name in main.commands)]
+commands += [["--home", home, *words.split()] for words in ("ps", "report story", "status story", "explain story")]
+for words in commands:
+    try:
+        main(words, prog_name="tune-cluster")
+    except SystemExit as ended:
+        assert not ended.code, words
+    sys.stdout.flush()
+"""
+
+
+def test_output_survives_an_encoding_that_lacks_its_characters(tmp_path):
+    keep(tmp_path, "story", long_story.events(long_story.all_kinds(), finished=True)).close()
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0", "COLUMNS": "80"}
+    child = [sys.executable, "-P", "-c", EVERY_COMMAND, str(tmp_path)]
+    shown = subprocess.run(child, env=environment, capture_output=True, timeout=150)
+    assert shown.returncode == 0, shown.stderr.decode("latin-1")
+    text = shown.stdout.decode("latin-1")
+    assert all(sign in text for sign in ("Usage: tune-cluster submit", "+-----", "| "))
+    assert "???" not in text

@@ -14,14 +14,15 @@ from orchestrator.sweep.events import (
     Asked,
     Budget,
     CandidatesPruned,
+    FinishCause,
     LeaseChanged,
+    PredictedResult,
     SweepFinished,
     SweepPaused,
     TrialsRetried,
 )
-from orchestrator.sweep.home import Home
-from orchestrator.sweep.values import PredictedResult
-from orchestrator.terminal.explain_trial import render_explanation
+from orchestrator.sweep.snapshot import Home
+from orchestrator.terminal.explain_screen import render_explanation
 from tests.support import long_story
 from tests.support.cli_homes import LEASE, controller, keep, keep_running, run, running
 from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
@@ -146,7 +147,10 @@ def test_a_trial_that_waits_to_be_launched_again_avoids_the_node_and_says_so(tmp
     [
         ([], "the sweep is interrupted: its controller is gone; `resume` goes on with it"),
         ([SweepPaused(at_s=9e9, reason="paused by anna")], "the sweep is paused: paused by anna; `resume`"),
-        ([SweepFinished(at_s=9e9, status="cancelled", reason="cancelled by anna")], "the sweep was cancelled"),
+        (
+            [SweepFinished(at_s=9e9, status="cancelled", reason="cancelled by anna", cause=FinishCause.CANCELLED)],
+            "the sweep was cancelled",
+        ),
         ([Asked(at_s=1.0, request=1, action="drain", by="anna@desk")], "the sweep is draining: asked by anna@desk"),
     ],
 )

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from orchestrator.config.sweep import load_sweep
 from orchestrator.diagnosis.explain import explain_sweep
-from orchestrator.planning.hardware.profiles import fingerprint
-from orchestrator.planning.hardware.request import known_topology
-from orchestrator.terminal.explain_sweep import render_sweep_explanation
+from orchestrator.planning.hardware import fingerprint, known_topology
+from orchestrator.sweep.events import Hardware
+from orchestrator.terminal.explain_screen import render_sweep_explanation
 from tests.orchestrator.diagnosis.diagnosed import TINY, TWO_NODES, basis, llama, simulate, sweep
 from tests.support import long_story, virtual_sweeps
 from tests.support.cli_homes import keep, keep_running, run
@@ -39,7 +39,8 @@ def test_a_simulated_sweep_is_explained_from_its_ledger_alone(tmp_path):
     layout = Layout(dp_shard=16, zero_stage=3)
     candidates = [spec.baseline_candidate, llama(layout), llama(layout, micro_batch_size=2)]
     state = sweep(candidates, simulate(candidates, spec.to_workload()), spec.to_workload())
-    story = [replace(state.sweep, sweep="first", hardware=topology.label, fingerprint=fingerprint(topology))]
+    known = {"hardware": topology.label, "devices": Hardware.of(topology), "fingerprint": fingerprint(topology)}
+    story = [replace(state.sweep, sweep="first", **known)]
     for trial in state.trials:
         story.append(proposed(trial.number, trial.candidate))
         story += [launched(trial.number), ended(trial.number, trial.outcome)]
@@ -66,13 +67,14 @@ def test_a_ledger_of_another_version_is_explained_as_far_as_it_goes(tmp_path):
     names = [part["name"] for part in body["chosen"]["parts"]]
     assert names == ["forward_backward", "optimizer", "data", "other"]
     assert body["bottleneck"] is None or body["bottleneck"] == "io"
-    assert body["importance"]["reason"].startswith("too few trials")
+    assert body["importance"]["reason"].startswith("shares of the variance need 10 trials")
 
 
 def test_a_running_sweep_is_explained_of_what_is_known_by_then(tmp_path):
     with keep_running(tmp_path).hold():
         body = body_of(tmp_path, "busy")
     assert (body["state"], body["baseline"]["trial"], body["chosen"]["trial"]) == ("running", 0, 1)
+    assert body_of(tmp_path, "busy")["state"] == "interrupted", "as `ps` has it"
 
 
 def test_without_a_measured_baseline_the_fastest_stands_alone(tmp_path):

@@ -57,3 +57,15 @@ def test_a_file_that_is_no_list_of_homes_costs_nothing(elsewhere, monkeypatch, c
         file.write_bytes(content)
     assert "no sweep 'story'" in seen(run("status", "story"))
     homes.remember(elsewhere / "other")
+
+
+def test_the_home_is_accepted_before_the_command_and_after_it(elsewhere, monkeypatch):
+    monkeypatch.chdir(elsewhere / "other")
+    home = elsewhere / "project" / DEFAULT_HOME
+    before = run("--home", home, "status", "story")
+    assert before.exit_code == 0, before.output
+    assert before.stdout == run("status", "story", "--home", home).stdout
+    assert run("--home", "absent", "status", "story", "--home", home).exit_code == 0, "the more specific one counts"
+    monkeypatch.setenv("TUNE_CLUSTER_HOME", "absent")
+    assert run("--home", home, "status", "story").exit_code == 0
+    assert run("status", "story").exit_code == 2

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.hardware.topology import Device
 from orchestrator import text as log_files
-from orchestrator.sweep.home import attempt_folder
+from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.text import MAX_LINE_CHARS, MAX_TAIL_BYTES, Follower, follow, plain, tail
 from tests.support import long_story, sweeps
 from tests.support.cli_homes import controller, keep, run

@@ -15,11 +15,11 @@ from click.testing import CliRunner
 
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import SweepSpec
-from orchestrator.planning import plan
+from orchestrator.errors import ExitCode
+from orchestrator.planning import planner
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import Home
 from orchestrator.sweep.state import SweepState
-from tests.orchestrator.controller.test_virtual_sweeps import replay_sweep
 from tests.support import sweeps, virtual_sweeps
 from tests.support.mlflow_store import new_store
 from tests.support.sweep_files import write
@@ -76,7 +76,7 @@ class Counts:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.parsed = self.planned = 0
-        validate, make = SweepSpec.model_validate, plan.Plan
+        validate, make = SweepSpec.model_validate, planner.Plan
 
         def parse(*arguments: Any, **options: Any) -> Any:
             self.parsed += 1
@@ -87,7 +87,7 @@ class Counts:
             return make(**parts)
 
         patch.setattr(SweepSpec, "model_validate", parse)
-        patch.setattr(plan, "Plan", new_plan)
+        patch.setattr(planner, "Plan", new_plan)
 
     def of(self, *arguments: Any, exit_code: int = 0) -> tuple[int, int]:
         self.parsed = self.planned = 0
@@ -96,13 +96,9 @@ class Counts:
         return self.parsed, self.planned
 
 
-@pytest.mark.parametrize("kind", ["simulated", "replay"])
-def test_a_sweep_is_read_once_and_planned_once(
-    kind: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = BLIND if kind == "simulated" else replay_sweep(tmp_path)
-    file = write(tmp_path, {**content, "tracking": {"report": False}})
-    name, counts = content["name"], Counts(monkeypatch)
+def test_a_sweep_is_read_once_and_planned_once(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, {**BLIND, "tracking": {"report": False}})
+    name, counts = BLIND["name"], Counts(monkeypatch)
     assert counts.of("submit", file, "--home", home) == (1, 1)
     assert counts.of("submit", file, "--home", home) == (1, 0), "it is over"
     assert counts.of("retry", name, "--failed=oom", "--home", home) == (1, 1)
@@ -201,7 +197,7 @@ def test_what_ends_a_background_controller_at_once_is_shown(home: Path, tmp_path
         file = sweeps.write(tmp_path, cluster={"kind": "ray", "devices_per_node": None})
         for where in (("--detach",), ("--foreground",)):  # as a job: tests/orchestrator/cli/test_cli.py
             refused = command("submit", file, "--home", home, "--address", address, *where)
-            assert refused.returncode == 2, refused.stderr
+            assert refused.returncode == ExitCode.INFRASTRUCTURE, refused.stderr
             assert f"nothing answers at {address}" in refused.stderr
             assert "Traceback" not in refused.stderr
     assert list(home.rglob("ledger.sqlite")) == []

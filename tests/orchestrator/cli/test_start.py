@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli.main import main
-from orchestrator.draft.sweep_text import MAX_LINES
+from orchestrator.draft.machine import MAX_LINES
 from tests.orchestrator.promotion.proven import proven_home
 from tests.support import ROOT
 
@@ -53,7 +53,7 @@ def test_the_draft_of_a_13b_model_runs_to_its_end(folder):
     assert run("init", "--model", "config.json", "--cluster", "dgx-h100", "--nodes", 8).exit_code == 0
     submitted = run("submit", "sweep.yaml", "--json")
     assert submitted.exit_code == 0, submitted.output
-    assert json.loads(submitted.stdout)["speedup"] > 1.2
+    assert json.loads(submitted.stdout)["best_of_search"]["speedup"]["value"] > 1.2
 
 
 def test_nothing_is_overwritten_unless_forced(folder):

@@ -16,14 +16,11 @@ from rich.console import Console
 from cluster.base import GangProgress
 from orchestrator.controller.observer import Heartbeat
 from orchestrator.invocation import PLAIN
-from orchestrator.status.overview import all_sweeps
-from orchestrator.status.watch import changes, follow, show
-from orchestrator.sweep.events import Asked, SweepFinished, SweepPaused
-from orchestrator.sweep.home import Home
+from orchestrator.status.overview import all_sweeps, changes, follow, show
+from orchestrator.sweep.events import Asked, FinishCause, SweepFinished, SweepPaused
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.snapshot import read_snapshot
-from orchestrator.terminal.live import LiveView
-from orchestrator.terminal.status import render_ps, render_status
+from orchestrator.sweep.snapshot import Home, read_snapshot
+from orchestrator.terminal.sweep_screen import LiveView, render_ps, render_status
 from tests.support import long_story, virtual_sweeps
 from tests.support.cli_homes import LEASE, controller, keep, keep_running, run, running
 from tests.support.story import ended, measured
@@ -46,7 +43,16 @@ def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
     keep(tmp_path, "done", long_story.events(long_story.all_kinds()))
     keep(tmp_path, "left", story, controller=controller(), lease=LEASE)
     keep(tmp_path, "paused", [*story, SweepPaused(at_s=at_s, reason="paused by anna@desk")])
-    keep(tmp_path, "failed", [*story, SweepFinished(at_s=at_s, status="failed", reason="always the same error")])
+    keep(
+        tmp_path,
+        "failed",
+        [
+            *story,
+            SweepFinished(
+                at_s=at_s, status="failed", reason="always the same error", cause=FinishCause.FAULTS_IN_A_ROW
+            ),
+        ],
+    )
     keep(tmp_path, "debris")
     draining = keep(tmp_path, "draining", [*story, asked], controller=controller(job="tune-draining", mode="ray job"))
     busy, spec = keep_running(tmp_path), {"cluster": {"num_nodes": 8, "priority": 5}}
@@ -69,7 +75,8 @@ def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
     assert found["busy"]["device_hours"] * 3600 == pytest.approx(5.0 + 2 * 2 * 90.0, abs=20.0)
     assert found["busy"]["age_s"] == pytest.approx(300.0, abs=20.0)
     assert (found["busy"]["controller"]["pid"], found["left"]["controller"]) == (4242, None)
-    assert (found["done"]["verdict"], found["done"]["best"]["trial"]) == ("faster", 1)
+    best = found["done"]["best_of_search"]
+    assert (best["speedup"]["verdict"], best["trial"]) == ("faster", 1)
     assert re.search(r"busy +running +5/40 +2 +1 +1.25x t001 +0\.10/3 +5 min", shown)
     assert "needs 8 nodes, 3 are free; priority 5" in shown
     assert "Ray job tune-draining" in shown
@@ -142,7 +149,7 @@ def test_watch_follows_a_sweep_that_another_thread_writes_to_its_end(tmp_path):
     story = running("busy")
     at_s = last_at_s(story)
     more = [ended(5, measured(0.05), at_s=at_s), ended(6, measured(0.2), at_s=at_s)]
-    end = SweepFinished(at_s=at_s + 1.0, status="finished", reason="enough")
+    end = SweepFinished(at_s=at_s + 1.0, status="finished", reason="enough", cause=FinishCause.EXHAUSTED)
     is_watched = threading.Event()
     keep_running(tmp_path).close()
 
@@ -182,7 +189,16 @@ def test_watch_follows_a_sweep_that_another_thread_writes_to_its_end(tmp_path):
 def test_watch_ends_with_the_state_and_tells_failure_by_its_exit_code(tmp_path):
     story = long_story.events(long_story.speeds(0.1), finished=False)
     keep(tmp_path, "paused", [*story, SweepPaused(at_s=last_at_s(story), reason="drained")])
-    keep(tmp_path, "failed", [*story, SweepFinished(at_s=last_at_s(story), status="failed", reason="always crashes")])
+    keep(
+        tmp_path,
+        "failed",
+        [
+            *story,
+            SweepFinished(
+                at_s=last_at_s(story), status="failed", reason="always crashes", cause=FinishCause.FAULTS_IN_A_ROW
+            ),
+        ],
+    )
     for name, code in (("paused", 0), ("failed", 1)):
         assert run("watch", name, "--home", tmp_path).exit_code == code
         lines = [json.loads(line) for line in run("watch", name, "--home", tmp_path, "--json").stdout.splitlines()]
@@ -205,7 +221,7 @@ def test_interrupting_a_watch_leaves_the_sweep_alone(tmp_path):
 
 
 def test_a_sweep_left_alone_is_not_watched_forever(tmp_path, monkeypatch):
-    monkeypatch.setattr("orchestrator.status.watch.GONE_S", 0.0)
+    monkeypatch.setattr("orchestrator.status.overview.GONE_S", 0.0)
     ledger = keep(tmp_path, "left", long_story.events(long_story.speeds(0.1), finished=False))
     assert [seen.phase for seen in follow(ledger, Home(tmp_path), poll_s=0.0)] == ["interrupted"]
 
@@ -239,7 +255,7 @@ def test_a_real_simulated_sweep_looks_the_same_from_outside(tmp_path):
     home = virtual_sweeps.home(tmp_path)
     row = rows(home.path)["first"]
     assert row["state"] == "finished"
-    assert row["best"] == result.summary.to_json()["best"]
+    assert row["best_of_search"] == result.summary.to_json()["best_of_search"]
     assert row["trials"]["done"] == len(result.state.trials)
     assert row["device_hours"] == result.summary.device_hours
     seen = home.read("first")

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from orchestrator.commands.supervisor import supervised_run
-from orchestrator.processes import interruptible
-from orchestrator.sweep.events import ControllerStarted, SweepFinished
+from orchestrator.process_support import interruptible
+from orchestrator.sweep.events import ControllerStarted, FinishCause, SweepFinished
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from tests.support.story import created, ended, launched, measured, proposed
@@ -43,7 +43,7 @@ def obey(word: str, ledger: Ledger) -> int:
             measure(ledger)
             os.kill(os.getpid(), signal.SIGKILL)
         case "failed":
-            ledger.append(SweepFinished(at_s=2.0, status="failed", reason="test"))
+            ledger.append(SweepFinished(at_s=2.0, status="failed", reason="test", cause=FinishCause.FAULTS_IN_A_ROW))
             return 1
         case "wait":
             with interruptible():

@@ -7,11 +7,11 @@ import yaml
 from click.testing import CliRunner
 
 from orchestrator.cli.main import main
-from orchestrator.commands.check import Checked
-from orchestrator.recipes.trainings import training
+from orchestrator.commands.short_run import Checked, expected_duration
+from orchestrator.config.sweep import load_sweep
+from orchestrator.frameworks.catalog import training
 from trials.outcome import Measured, Measurement, StepBreakdown
-from trials.reports.findings import Findings
-from trials.reports.script import ScriptReport
+from trials.reports import Findings, ScriptFacts, ScriptReport
 
 PROGRAM = """\
 import argparse, json, os, pathlib, time
@@ -21,6 +21,7 @@ parser.add_argument("--bs", type=int)
 parser.add_argument("--quiet", action="store_true")
 parser.add_argument("--claim", type=int)
 parser.add_argument("--need")
+parser.add_argument("--takes", type=float, default=0.02)
 options = parser.parse_args()
 if options.need:
     __import__(options.need)
@@ -29,7 +30,7 @@ if options.claim is not None:
     line = {"v": 1, "source": "report", "t": time.time(), "event": "facts", "micro_batch_size": options.claim}
     file.write_text(json.dumps(line) + "\\n")
 for step in range(1, 200):
-    time.sleep(0.02)
+    time.sleep(options.takes)
     if not options.quiet:
         print(f"step {step}: loss {1 / step:.3f}, 20.5 ms", flush=True)
     elif step > 20:
@@ -70,6 +71,9 @@ def run(*arguments):
         pytest.param(["--need", "no_such_module"], False, "crashed", "No module named", id="module-missing"),
         pytest.param(["--quiet"], False, "crashed", "step", id="metrics-missing"),
         pytest.param(["--claim", "2"], False, "infeasible", "not applied", id="knob-without-effect"),
+        pytest.param(
+            ["--takes", "0.3"], False, "not_believed", "20 ms per step by log:pattern, but 3", id="wrong-timer"
+        ),
     ],
 )
 def test_a_short_run_says_whether_trials_can_be_measured(tmp_path, words, ok, outcome, problem):
@@ -85,6 +89,8 @@ def test_a_short_run_says_whether_trials_can_be_measured(tmp_path, words, ok, ou
         assert sources["loss"]["resolution"] == pytest.approx(0.001)
         assert sources["step_time_s"]["resolution"] == pytest.approx(0.0001)
         assert 0 < said["starting_s"] < 60
+        assert said["expected"]["num_trials"] == 1, "the baseline is all there is"
+        assert said["starting_s"] < said["expected"]["least_s"] <= said["expected"]["most_s"]
     assert ("on PATH" in (said["remedy"] or "")) is ("--need" in words)
     if outcome == "crashed" and words[0] == "--bz":
         assert any("unrecognized arguments: --bz 1" in line for line in said["log_tail"][-3:])
@@ -153,11 +159,7 @@ def test_a_search_path_of_the_programs_own_does_not_hide_the_hook(tmp_path):
     assert {source["source"] for source in said["sources"] if source["name"] == "loss"} == {"report"}, said
 
 
-@pytest.mark.parametrize(
-    ("release", "is_known"), [("5.23.0", True), ("5.24.0.dev0", True), ("4.30.1", False), ("9.0", False)]
-)
-def test_a_release_that_the_recipe_does_not_know_is_refused(release, is_known):
-    report = ScriptReport(versions=(("torch", "2.13.0"), ("transformers", release)))
+def checked_with(report, **fields):
     found = Measurement(
         world_size=1,
         tokens_per_step=1,
@@ -171,16 +173,66 @@ def test_a_release_that_the_recipe_does_not_know_is_refused(release, is_known):
         model_flops_per_token=0.0,
         findings=Findings(script=report),
     )
-    checked = Checked(
+    outcome = Measured(measurement=found)
+    return Checked(
         sweep="mine",
         candidate="mbs1",
         values={},
         command=(),
-        outcome=Measured(measurement=found),
+        outcome=outcome,
         starting_s=1.0,
         deadline_s=120.0,
         duration_s=2.0,
-        training=training("transformers"),
+        **fields,
     )
+
+
+@pytest.mark.parametrize(
+    ("release", "is_known"), [("5.23.0", True), ("5.24.0.dev0", True), ("4.30.1", False), ("9.0", False)]
+)
+def test_a_release_that_the_recipe_does_not_know_is_refused(release, is_known):
+    report = ScriptReport(versions=(("torch", "2.13.0"), ("transformers", release)))
+    checked = checked_with(report, training=training("transformers"))
     assert checked.is_good is is_known
     assert (release in (checked.to_json()["problem"] or "")) is not is_known
+
+
+def test_the_expected_duration_counts_every_launch(tmp_path):
+    def expected(num_legal, **changes):
+        spec = load_sweep(changed(sweep(tmp_path), **changes))
+        found = expected_duration(spec, num_legal, starting_s=10.0, step_s=0.5)
+        return found.num_trials, found.least_s, found.most_s
+
+    steps = {"min_warmup_steps": 2, "max_warmup_steps": 4, "num_steps": 8, "max_steps": 16}
+    short, long = 10 + 10 * 0.5, 10 + 20 * 0.5
+    confirm = {"finalists": 2, "min_rounds": 3, "max_rounds": 6, "soak": "off"}
+    settings = {"measure": steps, "confirm": confirm, "gate": "off"}
+    assert expected(9, **settings, budget={"max_trials": 5}) == (5, (5 + 3 * 3) * short, (5 + 6 * 3) * long)
+    assert expected(3, **settings) == (3, (3 + 3 * 3) * short, (3 + 6 * 3) * long)
+    gated = {**settings, "gate": {"num_steps": 20}}
+    assert expected(3, **gated)[1] == (3 + 3 * 3) * short + 2 * (10 + 20 * 0.5)
+    soaked = {**settings, "confirm": {**confirm, "soak": "90s"}}
+    assert expected(3, **soaked)[1] == (3 + 3 * 3) * short + 2 * (10 + 90)
+    assert expected(1, **gated) == (1, short, long), "nothing but the baseline: nothing to confirm"
+    assert expected(9, **{**settings, "confirm": "off"}, budget={"wall_time": "1m"}) == (9, 60.0, 60.0)
+
+
+def changed(file, **sections):
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **sections}))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "forwards", "ranks", "right"),
+    [(64, 32, 2, 1, True), (64, 16, 2, 2, True), (32, 16, 3, 2, True), (7, 32, 2, 1, False), (128, 32, 2, 1, False)],
+    ids=["accumulated", "two-ranks", "several-forwards", "typed-at-random", "twice-as-much"],
+)
+def test_a_batch_that_the_program_does_not_train_is_refused(batch, micro, forwards, ranks, right):
+    facts = ScriptFacts(micro_batch_size=micro, forwards_per_step=forwards)
+    checked = checked_with(ScriptReport(facts=facts), global_batch_size=batch, data_parallel=ranks)
+    assert checked.is_good is right
+    if not right:
+        shown = checked.to_json()
+        assert f"global_batch_size is {batch}" in shown["problem"]
+        assert "trains 64 samples" in shown["problem"]
+        assert "global_batch_size: 64" in shown["remedy"]

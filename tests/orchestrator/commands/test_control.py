@@ -1,11 +1,14 @@
 """Pause, drain, cancel and retry of whole sweeps in virtual time: with a controller at work, and without one."""
 
 import threading
+import time
 
 import pytest
+from click.testing import CliRunner
 
-from orchestrator.commands import control
-from orchestrator.controller import controller, creation
+from orchestrator.cli.main import main
+from orchestrator.commands import steering
+from orchestrator.controller import controller
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.events import Asked, AttemptEnded, ControllerStarted
 from orchestrator.sweep.ledger import Ledger
@@ -25,7 +28,7 @@ class AskAfter(Quiet):
 
     def on_state(self, state):
         if self.answer is None and len(state.end_order) >= self.num_ended and state.running:
-            self.answer = control.ask(NAME, self.found, self.action)
+            self.answer = steering.ask(NAME, self.found, self.action)
 
 
 def sweep(**changes):
@@ -65,7 +68,7 @@ def test_a_stopped_sweep_goes_on_and_ends_as_if_nothing_had_been(tmp_path, actio
     assert len(once) == num_measured
     assert all(trial.num_lost == 0 for trial in ended.state.trials)
     with pytest.raises(ConfigError, match="finished already"):
-        control.ask(NAME, found, "pause")
+        steering.ask(NAME, found, "pause")
     with pytest.raises(ConfigError, match="is finished"):
         resume(NAME, found)
 
@@ -76,7 +79,7 @@ def test_a_cancelled_sweep_stays_so(tmp_path):
     ended = submit_file(file, found, AskAfter(found, "cancel", num_ended=2))
     assert ended.state.status == "cancelled"
     assert submit_file(file, found).state == ended.state
-    for again in (lambda: resume(NAME, found), lambda: control.retry(NAME, found, ["gang_lost"])):
+    for again in (lambda: resume(NAME, found), lambda: steering.retry(NAME, found, ["gang_lost"])):
         with pytest.raises(ConfigError, match="cancelled"):
             again()
 
@@ -99,11 +102,11 @@ def test_without_a_controller_the_command_does_it(tmp_path):
     with pytest.raises(KilledError):
         submit_file(file, found, KillAfter(2))
     assert controller.load(NAME, found).state.status == "running"
-    answer = control.ask(NAME, found, "pause")
+    answer = steering.ask(NAME, found, "pause")
     assert (answer.is_controlled, answer.state) == (False, "paused")
     state = controller.load(NAME, found).state
     assert not state.running, "what the dead controller left is settled"
-    assert control.ask(NAME, found, "cancel").state == "cancelled"
+    assert steering.ask(NAME, found, "cancel").state == "cancelled"
     assert [event.action for event in events_of(found) if isinstance(event, Asked)] == ["pause", "cancel"]
 
 
@@ -118,13 +121,13 @@ def test_a_request_made_in_vain_does_not_stop_the_next_controller(tmp_path):
 
 def test_a_pause_asked_for_while_the_sweep_is_created_counts(tmp_path, monkeypatch):
     found, file = home(tmp_path), write(tmp_path, sweep())
-    create = creation.create
+    create = controller.create
 
     def slowly(ledger, *args):
         ledger.ask({"action": "pause"}, by="eve", at_s=0.0)
         return create(ledger, *args)
 
-    monkeypatch.setattr(creation, "create", slowly)
+    monkeypatch.setattr(controller, "create", slowly)
     paused = submit_file(file, found).state
     assert (paused.status, len(paused.trials)) == ("paused", 0)
 
@@ -138,8 +141,8 @@ def test_failed_trials_are_retried_and_only_they(tmp_path):
     crashed = [trial.number for trial in first.trials if trial.status == "crashed"]
     assert 0 < len(crashed) < 8
     with pytest.raises(ConfigError, match="no trial of 'first' ended as host_oom"):
-        control.retry(NAME, found, ["host_oom"])
-    answer = control.retry(NAME, found, ["crashed", "timed_out"])
+        steering.retry(NAME, found, ["host_oom"])
+    answer = steering.retry(NAME, found, ["crashed", "timed_out"])
     assert (answer.trials, answer.state) == (tuple(crashed), "running")
     again = resume(NAME, found).state
     assert again.status == "finished"
@@ -167,5 +170,31 @@ def test_a_second_controller_is_refused_and_asks_nobody_to_end(tmp_path):
                 refused.append(str(error))
 
     assert submit_file(file, found, SubmitAgain()).state.status == "finished"
-    assert "another controller runs this sweep" in refused[0]
+    assert "another controller runs the sweep first" in refused[0] and "tune-cluster watch first" in refused[0]
+    assert [event.epoch for event in events_of(found) if isinstance(event, ControllerStarted)] == [1]
+
+
+def test_submitting_a_sweep_that_runs_follows_it_and_shows_its_result(tmp_path):
+    found, file = home(tmp_path), write(tmp_path, sweep())
+    ended = []
+
+    def again():
+        ended.append(CliRunner().invoke(main, ["submit", str(file), "--home", str(found.path)]))
+
+    class SubmitAgain(Quiet):
+        thread = None
+
+        def on_state(self, state):
+            if len(state.end_order) == 1 and self.thread is None:
+                self.thread = threading.Thread(target=again)
+                self.thread.start()
+                time.sleep(2.0)  # it has to see that a controller is at work
+
+    observer = SubmitAgain()
+    assert submit_file(file, found, observer).state.status == "finished"
+    observer.thread.join(60)
+    (result,) = ended
+    assert result.exit_code == 0, result.output
+    assert "The sweep first runs already" in result.stderr
+    assert "first on" in result.stdout and "finished" in result.stdout
     assert [event.epoch for event in events_of(found) if isinstance(event, ControllerStarted)] == [1]

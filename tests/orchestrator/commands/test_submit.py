@@ -5,11 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from orchestrator import processes
-from orchestrator.commands import submit
-from orchestrator.commands.background import CONTROLLER_LOG
-from orchestrator.commands.submit import find_running
-from orchestrator.sweep.home import Home
+from orchestrator import process_support
+from orchestrator.commands import submission
+from orchestrator.commands.submission import CONTROLLER_LOG, find_running
+from orchestrator.sweep.snapshot import Home
 from tests.support.cli_homes import keep_running
 
 
@@ -17,7 +16,7 @@ from tests.support.cli_homes import keep_running
 def supervised(home):
     """A supervisor of the sweep ``busy`` lives until what is given is called."""
     with (home.sweep_folder("busy") / CONTROLLER_LOG).open("ab") as log:
-        assert processes.take(log)
+        assert process_support.take(log)
         yield log.close
 
 
@@ -50,7 +49,7 @@ def test_a_supervisor_that_starts_another_controller_is_attached_to(tmp_path):
 
 
 def test_a_supervisor_that_waits_for_long_is_attached_to(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(submit, "ENDING_S", 1.0)
+    monkeypatch.setattr(submission, "ENDING_S", 1.0)
     keep_running(tmp_path).close()
     with supervised(Home(tmp_path)):
         found = find_running(Home(tmp_path), "busy")

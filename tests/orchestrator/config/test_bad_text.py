@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from orchestrator.config.sweep import load_sweep
 from orchestrator.config.yaml_source import MAX_FILE_BYTES, read_yaml
 from orchestrator.errors import ConfigError
-from orchestrator.planning.plan import make_plan
+from orchestrator.planning.planner import make_plan
 from tests.orchestrator.config.bad_files import ALL_PATHS, MAPPINGS, dotted, refusal
 from tests.support.sweep_files import FULL, RESNET, SMALL, changed, topology, write
 

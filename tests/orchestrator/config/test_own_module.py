@@ -11,7 +11,7 @@ import yaml
 
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.planning.plan import make_plan
+from orchestrator.planning.planner import make_plan
 from tests.support import ROOT
 from trials.spec import HuggingFaceModel, PythonModel
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from cluster.queue.share import QueuePolicy
+from cluster.queue import QueuePolicy
 from orchestrator.config.queue_policy import load_policy
 from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.planning.hardware.request import cluster_request
-from orchestrator.sweep.home import Home
+from orchestrator.planning.hardware import cluster_request
+from orchestrator.sweep.snapshot import Home
 from tests.support.sweep_files import SMALL, write
 
 
@@ -55,5 +55,6 @@ def test_a_sweep_on_a_shared_cluster_claims_what_its_file_says(tmp_path):
     assert (claim.sweep, claim.queue, claim.priority) == (SMALL["name"], "night", -3)
     assert (claim.min_nodes, claim.max_nodes) == (2, 4)
     assert claim.user
-    assert (request.policy.quotas, request.queue_folder) == ({"a": 1}, tmp_path)
+    assert request.policy.quotas == {"a": 1}
+    assert request.queue_folder == cluster_request(load_sweep(file), Home(tmp_path / "other")).queue_folder
     assert cluster_request(load_sweep(file)).claim is None

@@ -9,7 +9,7 @@ import yaml
 
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.space.naming import short_name
+from orchestrator.space.notation import short_name
 from tests.support.sweep_files import SCRIPT
 from trials.spec import OwnChoice, ScriptData, ScriptModel
 
@@ -94,7 +94,7 @@ BAD = {
     "untold": ({"space.tp": [1, 2]}, "space.tp", "Put {tp} into workload.run"),
     "layers": ({"workload.run.5": "{pp}", "space.pp": [1, 2], "baseline.pp": 1}, "workload.num_layers", "num_layers"),
     "today": ({"baseline": "from_run"}, "baseline.micro_batch_size", "today's value"),
-    "virtual": ({"cluster.kind": "replay", "cluster.devices_per_node": None}, "cluster", ""),
+    "virtual": ({"cluster.kind": "simulated", "cluster.simulation": {"accelerator": "h100"}}, "cluster", ""),
     "ours": ({"space.own": {"tp": [1, 2]}}, "space.own.tp", "another name"),
     "own name": ({"space.own": {"two words": [1, 2]}}, "space.own.two words", "--flag"),
     "own file": ({"space.own": {"other:a.b": [1, 2]}}, "space.own.other:a.b", "workload.files"),

@@ -11,24 +11,20 @@ from pathlib import Path
 from cluster.base import Deadlines, GangEnded, GangLaunch
 from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
-from cluster.virtual.backend import FOREVER, Course, VirtualCluster, failure
-from cluster.virtual.training import training, trial_spec
-from orchestrator.controller.early_stop import EarlyStop
-from orchestrator.controller.launcher import TrialLauncher
-from orchestrator.controller.recovery import Recovered
-from orchestrator.controller.runtime import Runtime
+from cluster.virtual import FOREVER, Course, VirtualCluster, failure, training, trial_spec
+from orchestrator.controller.runtime import Runtime, TrialLauncher
+from orchestrator.controller.step import EarlyStop, Recovered
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.predictor import Predictor
 from orchestrator.search.search import Search
-from orchestrator.space.naming import flat_params
-from orchestrator.sweep import requests
-from orchestrator.sweep.events import Budget
+from orchestrator.space.notation import flat_params
+from orchestrator.sweep import checkpoint
+from orchestrator.sweep.checkpoint import Outbox
+from orchestrator.sweep.events import Budget, ConfirmSettings, GateSettings, ProofSettings
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.outbox import Outbox
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import ConfirmSettings, GateSettings, ProofSettings
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.support.story import WORKLOAD, created
 from trials.codec import to_json
 from trials.outcome import Evidence, GangLost
@@ -220,10 +216,11 @@ class Mlflow:
 
 
 WISHES = (
-    (2, requests.action("pause")),
-    (4, requests.action("drain")),
-    (7, requests.retry(["crashed", "timed_out"])),
-    (9, requests.checks(profile=[0])),
+    (2, checkpoint.action("pause")),
+    (4, checkpoint.action("drain")),
+    (7, checkpoint.retry(["crashed", "timed_out"])),
+    (9, checkpoint.checks(profile=[0])),
+    (8, checkpoint.budget(Budget(consecutive_failures=60))),
 )
 """What is asked for once so many trials have ended."""
 

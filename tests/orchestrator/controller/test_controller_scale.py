@@ -12,15 +12,15 @@ import pytest
 
 from benchmarks.scale.controller import measure
 from orchestrator.config.sweep import load_sweep
-from orchestrator.controller.creation import make_search
-from orchestrator.planning.hardware.request import known_topology
-from orchestrator.planning.knowledge import PriorKnowledge
-from orchestrator.planning.plan import make_plan
-from orchestrator.search.rounds import as_of, first_trial, round_start
+from orchestrator.controller.controller import make_search
+from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.planner import make_plan
+from orchestrator.planning.predictions import PriorKnowledge
+from orchestrator.search.guided import as_of, first_trial, round_start
 from orchestrator.sweep.events import TrialProposed
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import Home
 from tests.support.story import created, ended, failures, launched, measured, proposed
 
 NARROWER = {"world_size": [16, 32], "precision": ["O1"], "recompute": ["none", "full"], "schedule": ["1f1b"]}

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from orchestrator.sweep import requests
+from orchestrator.sweep import checkpoint
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.orchestrator.controller.crashing import ROLES, Fuse, Scenario, World
 from tests.support.mlflow_store import new_store
 
@@ -73,14 +73,14 @@ def found(trial):
 def test_every_kind_of_event_and_of_end_is_among_the_points():
     state, points = undisturbed()
     kinds = {point.split()[-1] for point in points if point.startswith("INSERT INTO events")}
-    others = {"promoted", "evaluation_ended"}  # no controller promotes; see below
+    others = {"promoted", "evaluation_ended", "finalists_disqualified"}  # no controller promotes; see below
     assert kinds == {event.kind for event in typing.get_args(LedgerEvent)} - others
     assert set(state.counts()) == {"measured", "stopped_early", "oom", "infeasible", "diverged", "crashed", "timed_out"}
     attempts = [attempt.outcome for trial in state.trials for attempt in trial.attempts]
     assert {outcome.cause for outcome in attempts if outcome.kind == "gang_lost"} == {"controller", "infrastructure"}
     assert state.num_searched == len(ROLES) - 2, "two are ruled out"
     assert state.verdict.conclusion == "confirmed" and state.verdict.num_rounds == 2
-    assert {trial.check.kind for trial in state.trials if trial.check} == {"confirmation", "gate", "profile"}
+    assert {trial.check.kind for trial in state.trials if trial.check} == {"confirmation", "gate", "soak", "profile"}
     assert len(points) > 280
 
 
@@ -114,7 +114,17 @@ def test_killed_around_the_users_own_evaluation(tmp_path):
     expected, points = undisturbed(scenario)
     assert [one.passed for one in expected.verdict.evaluations] == [True]
     (end,) = (at for at, point in enumerate(points) if point.endswith("evaluation_ended"))
-    for at in range(end - 6, end + 5):
+    for at in range(end - 4, end + 4):
+        run_and_check(scenario, tmp_path, expected, at)
+
+
+def test_killed_while_disqualified_finalists_are_replaced(tmp_path):
+    scenario = Scenario(evaluation=("/bin/false",))
+    expected, points = undisturbed(scenario)
+    assert expected.verdict.conclusion == "keep" and len(expected.set_aside) >= 2
+    assert {one.trial for one in expected.disqualified} == {one.trial for one in expected.verdict.evaluations}
+    first, *_ = (at for at, point in enumerate(points) if point.endswith("finalists_disqualified"))
+    for at in range(first - 1, first + 3):
         run_and_check(scenario, tmp_path, expected, at)
 
 
@@ -127,7 +137,7 @@ def test_the_same_is_proposed_whatever_the_sampler(sampler, num_points, tmp_path
 
 
 def test_a_cancellation_stands_wherever_the_controller_dies(tmp_path):
-    scenario = Scenario(wishes=((2, requests.action("cancel")),))
+    scenario = Scenario(wishes=((2, checkpoint.action("cancel")),))
     expected, points = undisturbed(scenario)
     assert (expected.status, expected.finish_reason) == ("cancelled", "cancelled by user")
     for at in range(len(points)):
@@ -188,7 +198,7 @@ def check_after_sigkill(folder, expected):
         now_s = fold(ledger.events()).now_s
     assert len(stored) - 1 <= len(kinds) <= len(stored)
     assert kinds == stored[: len(kinds)]
-    asked = [0, 1, 2, 3] if "checks_asked" in kinds else [0, 1, 2]
+    asked = [0, 1, 2, *(number for number, kind in ((3, "checks_asked"), (4, "budget_changed")) if kind in kinds)]
     state = SWEEP.go_on(folder, World(now_s=now_s, asked=asked), Fuse())
     measured = Counter(trial.status for trial in state.searched())
     assert measured == Counter(trial.status for trial in expected.searched())

@@ -4,10 +4,10 @@ import pytest
 
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import load_sweep
-from orchestrator.controller import creation
-from orchestrator.controller.creation import create, plan_ahead, planned_topology
+from orchestrator.controller import controller
+from orchestrator.controller.controller import create, plan_ahead, planned_topology
 from orchestrator.errors import ConfigError
-from orchestrator.planning.hardware.request import known_topology
+from orchestrator.planning.hardware import known_topology
 from orchestrator.sweep.ledger import Ledger
 from tests.support.sweep_files import changed, write
 from tests.support.virtual_sweeps import SWEEP, home
@@ -18,13 +18,13 @@ RAY = {**SWEEP, "cluster": {"kind": "ray", "address": "10.0.0.1:6379"}}
 @pytest.fixture
 def plans(monkeypatch):
     """Topologies that plans were made for."""
-    made, make_plan = [], creation.make_plan
+    made, make_plan = [], controller.make_plan
 
     def recorded(spec, topology, estimates):
         made.append(topology)
         return make_plan(spec, topology, estimates)
 
-    monkeypatch.setattr(creation, "make_plan", recorded)
+    monkeypatch.setattr(controller, "make_plan", recorded)
     return made
 
 

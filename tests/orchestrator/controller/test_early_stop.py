@@ -2,26 +2,27 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from cluster.base import COMPILING_AGAIN, GangProgress
-from orchestrator.controller.early_stop import ALLOWANCE, EarlyStop, settled
-from orchestrator.report.summary import summarize
-from orchestrator.report.verdict import cost
+from cluster.base import GangProgress
+from orchestrator.controller.step import ALLOWANCE, EarlyStop, settled
+from orchestrator.report.summary import cost, summarize
 from orchestrator.search.acquisition import expected_log_times
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.predictor import Predictor
 from orchestrator.search.search import Search
-from orchestrator.space.naming import flat_params
-from orchestrator.sweep.events import AttemptEnded, AttemptStopped
-from orchestrator.sweep.fold import fold
+from orchestrator.space.notation import flat_params
+from orchestrator.sweep.events import AttemptEnded, AttemptStopped, Budget, FinishCause
+from orchestrator.sweep.fold import apply, fold
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.state import end_of_search
 from tests.orchestrator.search import test_guided
 from tests.support.story import created, ended, failures, launched, measured, proposed
 from tests.support.virtual_sweeps import SWEEP, submit
 from trials.codec import from_json, to_json
-from trials.outcome import Evidence, StoppedEarly
+from trials.outcome import Crashed, Evidence, GangLost, StoppedEarly
 from trials.spec import Candidate, Kernels, Protocol
 
 RULE = EarlyStop(factor=1.5, protocol=Protocol(min_warmup_steps=3, num_steps=10))
@@ -50,7 +51,47 @@ def test_slow_steps_after_the_first_two_end_a_trial_with_what_they_show():
     assert (found.step_times_s, found.incumbent) == ((0.21, 0.2), 0)
     assert found.at_least_s == pytest.approx(0.2 * (1 - ALLOWANCE))
     assert found.saved_device_seconds == pytest.approx(10 * 0.205)
-    assert "2.00 times the device time per step of t000" in found.evidence.message
+    assert "at least 1.58 times the device time per step of t000" in found.evidence.message
+
+
+def after(*measurements):
+    """Trials were measured so; the next one runs."""
+    events = [created()]
+    for number, found in enumerate(measurements):
+        events += [proposed(number), launched(number), ended(number, found)]
+    last = len(measurements)
+    return fold([*events, proposed(last), launched(last)])
+
+
+LUCKY = measured(0.0039, step_times_s=(0.0035, 0.3, 0.0039, 0.5, 0.0039, 0.004, 0.4, 0.0036))
+"""Its median is far below what it can be relied on to take."""
+
+
+def test_a_lucky_trial_stops_no_other_and_is_not_the_best():
+    for rival in (LUCKY, measured(0.0039, step_times_s=(0.0039,)), measured(step_times_s=(0.0039, 0.004))):
+        state = after(measured(0.1), rival)
+        assert RULE.verdict(state, state.trials[2], reports(9.0, 0.11, 0.1)) is None
+        found = RULE.verdict(state, state.trials[2], reports(9.0, 0.21, 0.2))
+        assert found.incumbent == 0, "the baseline is known better"
+    state = after(measured(0.1), LUCKY)
+    assert (state.fastest[0].number, state.best_trial) == (1, 0)
+    assert after(measured(0.1), LUCKY, measured(0.08)).best_trial == 2
+
+
+def test_a_trial_that_becomes_slower_and_slower_stops_no_other():
+    fading = measured(step_times_s=tuple(0.01 * 1.05**i for i in range(9)))
+    state = after(measured(0.1), fading)
+    assert RULE.verdict(state, state.trials[2], reports(9.0, 0.11, 0.1)) is None
+    state = after(measured(0.1), measured(0.015))
+    assert RULE.verdict(state, state.trials[2], reports(9.0, 0.11, 0.1)).incumbent == 1
+
+
+def test_patience_counts_from_the_trial_that_is_surely_the_best():
+    state = after(measured(0.1), LUCKY, measured(0.08), measured(0.09))
+    patient = replace(state, created=replace(state.sweep, budget=Budget(patience=2)))
+    assert end_of_search(patient) is None, "t002 is the best, and one of the last two"
+    impatient = replace(state, created=replace(state.sweep, budget=Budget(patience=1)))
+    assert end_of_search(impatient).cause == FinishCause.PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -60,14 +101,6 @@ def test_slow_steps_after_the_first_two_end_a_trial_with_what_they_show():
 )
 def test_what_might_still_be_fast_goes_on(times_s):
     assert verdict(*times_s) is None
-
-
-def test_a_trial_that_has_measured_and_compiles_again_is_not_stopped():
-    state = standing()
-    last = GangProgress(attempt_id="a", token="t", phase=COMPILING_AGAIN, step=0)
-    told = reports(9.0, 0.21, 0.2)
-    assert RULE.verdict(state, state.trials[1], told) is not None
-    assert RULE.verdict(state, state.trials[1], [*told, last]) is None
 
 
 def test_baseline_and_tuning_steps_and_the_last_step_are_left_alone():
@@ -93,14 +126,28 @@ def test_the_event_settles_what_a_lost_gang_means_and_a_measurement_still_counts
     event = AttemptStopped(at_s=2.5, trial=1, token="token-1-0", outcome=stopped())
     assert from_json(AttemptStopped, json.loads(json.dumps(to_json(event)))) == event
     events = [created(), proposed(0), launched(0), ended(0, measured()), proposed(1), launched(1), event]
-    trial = fold(events).trials[1]
-    assert trial.is_running
-    assert settled(trial, failures()["gang_lost"]) == stopped()
-    assert settled(trial, measured()) == measured()
+    running = fold(events)
+    assert running.trials[1].is_running
+    assert settled(running, 1, failures()["gang_lost"]) == stopped()
+    assert settled(running, 1, measured()) == measured()
     state = fold([*events, ended(1, stopped())])
     assert (state.trials[1].status, state.best.number, list(state.end_order)) == ("stopped_early", 0, [0, 1])
     assert summarize(state, "").to_json()["saved_device_hours"] == pytest.approx(0.01)
     assert "1 stopped early" in cost(summarize(state, "")) and "saved by stopping early" in cost(summarize(state, ""))
+
+
+def test_a_trial_whose_every_attempt_is_killed_from_outside_has_crashed():
+    killed = GangLost(cause="killed", evidence=Evidence(message="killed by signal 9", rank=1))
+    limit = Budget().lost_attempts_per_trial
+    state = fold([created(), proposed(0)])
+    for number in range(limit):
+        assert state.waiting == (0,)
+        state = apply(state, launched(0, attempt=number))
+        outcome = settled(state, 0, killed)
+        state = apply(state, ended(0, outcome, attempt=number))
+    assert isinstance(outcome, Crashed) and outcome.evidence.rank == 1
+    assert [attempt.outcome.kind for attempt in state.trials[0].attempts] == ["gang_lost"] * (limit - 1) + ["crashed"]
+    assert not state.waiting
 
 
 DRAWN = {

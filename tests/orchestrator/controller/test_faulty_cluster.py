@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,20 +15,17 @@ from hypothesis import strategies as st
 from cluster.base import ClusterLostError, Deadlines, GangLaunch
 from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
-from cluster.virtual.backend import Course
-from cluster.virtual.modelled import ModelledCost
-from cluster.virtual.simulated import Behaviour, SimulatedCluster
-from cluster.virtual.training import trial_spec
-from orchestrator.controller.launcher import TrialLauncher
-from orchestrator.controller.recovery import Recovered
-from orchestrator.controller.runtime import MAX_LOST_IN_A_ROW, Runtime
+from cluster.virtual import Behaviour, Course, ModelledCost, SimulatedCluster, trial_spec
+from orchestrator.controller import runtime
+from orchestrator.controller.runtime import MAX_LOST_IN_A_ROW, Runtime, TrialLauncher
+from orchestrator.controller.step import Recovered
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.predictor import Predictor
 from orchestrator.search.search import Search
-from orchestrator.space.naming import flat_params
+from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.ledger import DiskFullError, Ledger, LedgerGoneError
 from tests.support.story import created, ruled_out
 from tests.support.virtual_sweeps import Quiet
 from trials.codec import to_json
@@ -85,15 +83,15 @@ def build(trial, attempt_id, token, placement):
     )
 
 
-def run(behaviour, sampler, seed, folder, *, kind=SimulatedCluster, max_concurrent=16):
+def run(behaviour, sampler, seed, folder, *, kind=SimulatedCluster, max_concurrent=16, **budget):
     guide = GuidedSearch(predictor())
     search = Search(CANDIDATES, features=flat_params, sampler=sampler, seed=seed, guide=guide)
     cluster = kind(TOPOLOGY, COST, behaviour=behaviour, seed=seed)
     with Ledger(folder) as ledger, cluster:
-        budget = Budget(consecutive_failures=len(CANDIDATES))
-        ledger.append(created(workload=WORKLOAD, budget=budget, max_concurrent=max_concurrent))
+        allowed = Budget(consecutive_failures=len(CANDIDATES), **budget)
+        ledger.append(created(workload=WORKLOAD, budget=allowed, max_concurrent=max_concurrent))
         lost = GangLost(evidence=Evidence(message=""), cause="controller")
-        runtime = Runtime(
+        return Runtime(
             ledger=ledger,
             cluster=cluster,
             search=search,
@@ -106,8 +104,7 @@ def run(behaviour, sampler, seed, folder, *, kind=SimulatedCluster, max_concurre
             projections=[Nowhere()],
             observer=Quiet(),
             clock=cluster.clock,
-        )
-        return runtime.run()
+        ).run()
 
 
 class Nowhere:
@@ -170,12 +167,13 @@ class LosingSome(SimulatedCluster):
 
     loses = staticmethod(lambda candidate: candidate.micro_batch_size == 2)
     is_hang = True
+    cause = "infrastructure"
 
     def _course(self, launch):
         course = super()._course(launch)
         if not self.loses(trial_spec(launch).candidate):
             return course
-        lost = GangLost(evidence=Evidence(message="all wait"), is_hang=self.is_hang)
+        lost = GangLost(evidence=Evidence(message="all wait"), is_hang=self.is_hang, cause=self.cause)
         return Course(moments=(), end_at_s=600.0, outcome=lost)
 
 
@@ -204,3 +202,71 @@ def test_a_cluster_that_loses_trial_after_trial_is_broken(tmp_path, cluster, num
     with Ledger(tmp_path) as ledger:
         state = fold(ledger.events())
     assert sum(bool(trial.attempts) for trial in state.trials) == num_trials
+
+
+class KillingSome(LosingSome):
+    """A rank of the baseline is killed once; those of one kind of candidate are every time."""
+
+    is_hang = False
+    cause = "killed"
+    baseline_is_due = True
+
+    def loses(self, candidate):
+        is_baseline, self.baseline_is_due = self.baseline_is_due, False
+        return is_baseline or candidate.micro_batch_size == 4
+
+
+def test_a_trial_that_is_killed_is_launched_again_and_has_crashed_where_that_happens_every_time(tmp_path):
+    state = run(Behaviour(), "grid", 0, tmp_path, kind=KillingSome, max_concurrent=1, max_trials=7)
+    assert [attempt.outcome.kind for attempt in state.trials[0].attempts] == ["gang_lost", "measured"]
+    killed = [trial for trial in state.trials[1:] if trial.candidate.micro_batch_size == 4]
+    limit = state.sweep.budget.lost_attempts_per_trial
+    assert killed and {(trial.status, len(trial.attempts)) for trial in killed} == {("crashed", limit)}
+    assert not state.strikes
+
+
+def small_run(folder, cluster=SimulatedCluster):
+    return run(Behaviour(), "grid", 0, folder, kind=cluster, max_concurrent=2, max_trials=5)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_ledger_that_is_deleted_ends_the_sweep(tmp_path, is_replaced):
+    class DeletesHome(SimulatedCluster):
+        num_launched = 0
+
+        def _course(self, launch):
+            self.num_launched += 1
+            if self.num_launched == 3:
+                shutil.rmtree(tmp_path / "sweep")
+                if is_replaced:
+                    Ledger(tmp_path / "sweep").close()
+            return super()._course(launch)
+
+    with pytest.raises(LedgerGoneError, match=r"ledger\.sqlite was deleted or replaced .* no longer saved"):
+        small_run(tmp_path / "sweep", DeletesHome)
+    assert (tmp_path / "sweep").exists() == is_replaced
+
+
+def test_a_full_disk_is_waited_for_and_nothing_is_launched_or_lost_meanwhile(tmp_path, monkeypatch):
+    undisturbed = small_run(tmp_path / "one")
+    full_for = iter([*(False,) * 6, *(True,) * 5])
+    monkeypatch.setattr(runtime, "is_disk_full", lambda _: next(full_for, False))
+    monkeypatch.setattr(runtime, "SPACE_PAUSE_S", 0.0)
+    append, refused = Ledger.append, iter([*(False,) * 20, *(True,) * 4])
+
+    def refusing(ledger, event):
+        if next(refused, False):
+            raise DiskFullError("no space")
+        return append(ledger, event)
+
+    monkeypatch.setattr(Ledger, "append", refusing)
+    state = small_run(tmp_path / "two")
+    assert [trial.status for trial in state.trials] == [trial.status for trial in undisturbed.trials]
+    assert {len(trial.attempts) for trial in state.trials} == {1}
+
+
+def test_a_disk_that_stays_full_ends_the_sweep(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "is_disk_full", lambda _: True)
+    monkeypatch.setattr(runtime, "SPACE_S", 0.0)
+    with pytest.raises(DiskFullError, match="Free space, then submit again"):
+        small_run(tmp_path)

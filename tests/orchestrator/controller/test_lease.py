@@ -4,10 +4,9 @@ import pytest
 
 from cluster.base import ClusterError
 from cluster.hardware.topology import uniform_topology
-from cluster.queue.share import Claim, Grant
-from cluster.virtual.simulated import Cost, SimulatedCluster
-from orchestrator.controller.lease import BEAT_S, GRACE_S, LeaseManager
-from orchestrator.controller.placer import Placer
+from cluster.queue import Claim, Grant
+from cluster.virtual import Cost, SimulatedCluster
+from orchestrator.controller.leasing import BEAT_S, GRACE_S, LeaseManager, Placer
 from orchestrator.sweep.events import Launch
 from orchestrator.sweep.fold import fold
 from tests.support.story import created, proposed

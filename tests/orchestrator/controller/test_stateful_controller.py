@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.hardware.topology import Device
-from orchestrator.controller.early_stop import settled
-from orchestrator.controller.step import decide, step
+from orchestrator.controller.step import decide, settled, step
+from orchestrator.sweep.checkpoint import RETRIABLE, chosen
 from orchestrator.sweep.events import (
     Asked,
     AttemptEnded,
     AttemptLaunched,
     AttemptStopped,
     Budget,
+    BudgetChanged,
     ControllerStarted,
     Finish,
     Launch,
@@ -32,9 +33,7 @@ from orchestrator.sweep.events import (
     TrialsRetried,
 )
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.limits import spent_by_search
-from orchestrator.sweep.requests import RETRIABLE, chosen
-from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.state import SweepState, end_of_search, spent_budget, spent_by_search
 from tests.support.story import created, evidence, failures, measured, proposed
 from trials.codec import from_json, to_json
 from trials.outcome import Evidence, GangLost, HostOutOfMemory, StoppedEarly, TimedOut
@@ -73,6 +72,7 @@ class Controller(RuleBasedStateMachine):
         self.commands = ()
         self.events = []
         self.now_s = 0.0
+        self.num_trials_before_limit = 0
         self.numbers = itertools.count(1)
         self.ends: dict[str, AttemptEnded] = {}
         """Token -> the one end that counts."""
@@ -108,7 +108,7 @@ class Controller(RuleBasedStateMachine):
 
     def end(self, number, outcome):
         attempt = self.state.trials[number].attempts[-1]
-        outcome = settled(self.state.trials[number], outcome)
+        outcome = settled(self.state, number, outcome)
         device_seconds = (self.now_s - attempt.launched_at_s) * attempt.num_devices
         event = AttemptEnded(
             at_s=self.now_s, trial=number, token=attempt.token, outcome=outcome, device_seconds=device_seconds
@@ -250,6 +250,20 @@ class Controller(RuleBasedStateMachine):
             assert set(self.state.waiting) == {*before.waiting, *trials}
             assert not self.state.is_over or not trials
 
+    @rule(budget=budgets)
+    def somebody_changes_the_budget(self, budget):
+        before = self.state
+        self.happens(BudgetChanged(at_s=self.now_s, request=before.num_requests + 1, budget=budget, by="user"))
+        self.num_trials_before_limit = len(before.trials)
+        assert (self.state.trials, self.state.end_order) == (before.trials, before.end_order)
+        if before.status in ("cancelled", "failed"):
+            assert (self.state.status, self.commands) == (before.status, ())
+        if before.is_over and not self.state.is_over and self.state.proof is None:
+            assert before.finish_cause.is_limit and end_of_search(self.state) is None
+        elif before.is_over and not self.state.is_over:
+            assert before.verdict.winner is None and self.state.verdict is None
+            assert spent_budget(before) and not spent_budget(self.state)
+
     @precondition(lambda self: self.state.status == "running")
     @rule(held=st.sets(nodes))
     def lease_changes(self, held):
@@ -296,7 +310,7 @@ class Controller(RuleBasedStateMachine):
         if self._is_spent():
             assert all(isinstance(command, Stop | Pause | Finish) for command in commands)
         limit = state.sweep.budget.max_trials
-        assert limit is None or len(state.trials) <= limit
+        assert limit is None or len(state.trials) <= max(limit, self.num_trials_before_limit)
         assert sum(isinstance(command, Propose) for command in commands) <= 1
 
     def _is_spent(self):

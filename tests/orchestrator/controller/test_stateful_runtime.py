@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orchestrator.controller import recovery
-from orchestrator.sweep import requests
+from orchestrator.controller import step
+from orchestrator.sweep import checkpoint
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
@@ -19,7 +19,7 @@ from tests.orchestrator.controller.crashing import TOPOLOGY, Fuse, KilledError, 
 from tests.orchestrator.controller.test_crash_points import check
 
 wishes = st.sampled_from(
-    [*map(requests.action, ("pause", "drain", "pause", "cancel")), requests.retry(requests.FAULTS)]
+    [*map(checkpoint.action, ("pause", "drain", "pause", "cancel")), checkpoint.retry(checkpoint.FAULTS)]
 )
 
 
@@ -63,10 +63,10 @@ class Lives(RuleBasedStateMachine):
     @precondition(is_begun)
     @rule(body=wishes)
     def somebody_asks_while_no_controller_is_there(self, body):
-        with Ledger(self.path) as ledger, ledger.hold(), patch.object(recovery, "recovered", self._recovered):
+        with Ledger(self.path) as ledger, ledger.hold(), patch.object(step, "recovered", self._recovered):
             ledger.ask(body, by="user", at_s=0.0)
-            state = recovery.apply_requests(ledger, self.path)
-        if body == requests.action("cancel"):
+            state = step.apply_requests(ledger, self.path)
+        if body == checkpoint.action("cancel"):
             assert state.is_over
 
     def _recovered(self, attempts, trial):

@@ -9,16 +9,17 @@ from orchestrator.sweep.events import (
     Budget,
     ControllerStarted,
     Finish,
+    FinishCause,
     Launch,
     Propose,
     SearchExhausted,
     SweepFinished,
     Tick,
+    TrialsRetried,
 )
 from orchestrator.sweep.fold import apply, fold
 from orchestrator.sweep.state import SweepState, TrialStatus
-from orchestrator.sweep.values import FinishCause
-from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
+from tests.support.story import created, ended, evidence, failures, launched, measured, not_believed, proposed
 from trials.codec import from_json, to_json
 from trials.outcome import GangLost, Outcome
 
@@ -76,6 +77,27 @@ def test_the_same_error_on_the_first_attempts_stops_the_sweep_with_that_error():
     assert (command.status, command.cause) == ("failed", FinishCause.SAME_ERROR)
     assert "ZeroDivisionError in user code" in command.reason
     assert "rank 0 on host" in command.reason
+
+
+def test_a_baseline_that_is_not_believed_ends_the_sweep_until_it_is_retried():
+    lie = not_believed()
+    events = [created(budget=Budget(max_trials=9)), *_whole(0, lie)]
+    (command,) = decide(fold(events))
+    assert isinstance(command, Finish)
+    assert (command.status, command.cause) == ("failed", FinishCause.BASELINE_NOT_BELIEVED)
+    assert "reported 16 ms, but 400 ms passed" in command.reason
+    end = SweepFinished(at_s=9.0, status="failed", reason=command.reason, cause=FinishCause.FAULTS_IN_A_ROW)
+    again = [*events, end, TrialsRetried(at_s=9.5, request=1, trials=(0,), by="somebody")]
+    assert decide(fold(again)) == (Launch(trial=0, attempt=1, avoid=("host",)),)
+
+
+def test_another_trial_that_is_not_believed_is_a_result_and_never_the_best():
+    events = [created(budget=Budget(max_trials=2)), *_whole(0, measured()), *_whole(1, not_believed())]
+    state = fold(events)
+    assert state.best_trial == 0
+    (command,) = decide(state)
+    assert isinstance(command, Finish)
+    assert command.cause == FinishCause.BUDGET_TRIALS
 
 
 def test_different_errors_or_a_success_among_the_first_do_not_stop_the_sweep():
@@ -145,7 +167,7 @@ def test_a_failing_sweep_waits_for_the_gangs_beside():
 
 
 def test_nothing_follows_after_the_end():
-    end = SweepFinished(at_s=9.0, status="finished", reason="enough")
+    end = SweepFinished(at_s=9.0, status="finished", reason="enough", cause=FinishCause.EXHAUSTED)
     assert decide(fold([created(), *_whole(0, measured()), end])) == ()
 
 

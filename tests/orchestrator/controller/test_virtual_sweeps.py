@@ -1,22 +1,23 @@
 """Whole sweeps on clusters that do not exist, through ``submit``: virtual time, real ledger and real MLflow store."""
 
-import csv
+import itertools
+import time
 
 import pytest
 
-from cluster.cost.published.table import COLUMNS
-from orchestrator.commands.plan import plan_file
+from orchestrator.commands.submission import submission_of_file
 from orchestrator.config.sweep import load_sweep
-from orchestrator.controller.creation import make_search
+from orchestrator.controller import controller
+from orchestrator.controller.controller import make_search
+from orchestrator.controller.runtime import SteadyClock
 from orchestrator.errors import ConfigError
-from orchestrator.planning.knowledge import PriorKnowledge
-from orchestrator.planning.plan import make_plan
-from orchestrator.sweep.events import AttemptEnded, SweepFinished
-from orchestrator.sweep.home import Home
+from orchestrator.planning.planner import make_plan
+from orchestrator.planning.predictions import PriorKnowledge
+from orchestrator.sweep.events import AttemptEnded, FinishCause, SweepFinished
 from orchestrator.sweep.ledger import Ledger
 from tests.support.sweep_files import changed, write
 from tests.support.virtual_sweeps import SWEEP as BASE
-from tests.support.virtual_sweeps import submit
+from tests.support.virtual_sweeps import Quiet, home, submit
 
 SWEEP = {key: value for key, value in BASE.items() if key != "measure"} | {
     "name": "virtual",
@@ -26,20 +27,6 @@ SWEEP = {key: value for key, value in BASE.items() if key != "measure"} | {
         "simulation": {"accelerator": "a100-80", "noise": 0.01, "deviation": 0.5, "seed": 2},
     },
     "budget": {"max_trials": 8, "consecutive_failures": 50},
-}
-ROW = dict.fromkeys(COLUMNS, "") | {
-    "problem": "p",
-    "source": "s",
-    "model": "llama",
-    "layers": "32",
-    "seq_len": "4096",
-    "global_batch": "64",
-    "gpu": "A100-80GB",
-    "gpu_mem_GB": "80",
-    "n_gpus": "16",
-    "gpus_per_node": "8",
-    "precision": "bf16",
-    "zero_stage": "1",
 }
 
 
@@ -89,51 +76,42 @@ def test_where_no_cost_model_guides_usual_effects_do_and_a_sentence_says_so(tmp_
     assert "ranked by what knobs usually do: the hardware is not known" in caplog.text
 
 
-def replay_sweep(folder):
-    rows = [
-        {"dp": "16", "tp": "1", "pp": "1", "micro_batch": "1", "recompute": "full", "step_time_s": "10"},
-        {"dp": "16", "tp": "1", "pp": "1", "micro_batch": "1", "recompute": "none", "oom": "true"},
-        {"dp": "8", "tp": "1", "pp": "2", "micro_batch": "1", "recompute": "none", "step_time_s": "8"},
-        {"dp": "8", "tp": "2", "pp": "1", "micro_batch": "1", "recompute": "none", "step_time_s": "9"},
-        {"dp": "4", "tp": "2", "pp": "2", "micro_batch": "2", "recompute": "none", "step_time_s": "7.5"},
-        {"dp": "4", "tp": "2", "pp": "2", "micro_batch": "2", "recompute": "none", "step_time_s": "7.7"},
-        {"dp": "3", "tp": "2", "pp": "2", "micro_batch": "2", "recompute": "none", "step_time_s": "1"},
-    ]
-    with (folder / "table.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows({**ROW, "id": f"row-{i}", **row} for i, row in enumerate(rows))
-    replay = {"table": "table.csv", "problem": "p"}
-    kept = {name: SWEEP[name] for name in ("name", "workload", "deadlines")}
-    return {**kept, "cluster": {"kind": "replay", "replay": replay}, "space": {}}
+def test_a_larger_budget_goes_on_with_a_finished_sweep_as_if_it_had_been_so_from_the_start(tmp_path):
+    content = {**SWEEP, "search": {"sampler": "random", "seed": 1}, "budget": {"max_trials": 4}}
+    (tmp_path / "whole").mkdir()
+    whole = submit(tmp_path / "whole", {**content, "budget": {"max_trials": 5}}).state
+    file, found = write(tmp_path, content), home(tmp_path)
+
+    def go_on(**budget):
+        submission = submission_of_file(file, found, address=None, mode=None, budget=budget)
+        return submission, controller.submit(submission.spec, found, Quiet()).state
+
+    submission, state = go_on(max_trials=3)
+    assert (submission.budget_change, state.num_searched, state.finish_cause) == ("", 3, FinishCause.BUDGET_TRIALS)
+    assert submission.command()[-3:] == ["--foreground", "--max-trials", "3"]
+    submission, state = go_on(max_trials=5)
+    assert submission.budget_change == "max_trials 3 -> 5; the sweep goes on" and not submission.is_over
+    assert [trial.candidate for trial in state.trials] == [trial.candidate for trial in whole.trials]
+    assert (state.status, state.finish_reason) == ("finished", "the budget of 5 trials is spent")
+    submission, state = go_on(wall_time="30m")
+    assert submission.budget_change == "" and submission.is_over, "a finished sweep has nothing to end sooner"
+    assert state.num_searched == 5
+    submission, state = go_on(max_trials=6, wall_time="30m")
+    assert submission.budget_change == "max_trials 5 -> 6, wall_time none -> 1800 s; the sweep goes on"
+    with pytest.raises(ConfigError, match="--wall-time"):
+        go_on(wall_time="soon")
 
 
-def test_a_replay_sweep_tries_the_rows_of_the_table(tmp_path):
-    content = replay_sweep(tmp_path)
-    plan = make_plan(load_sweep(write(tmp_path, content)))
-    assert (len(plan.candidates), plan.num_duplicates, plan.num_rejected) == (5, 1, {"replay-row": 1})
+def test_a_host_clock_that_jumps_spends_no_budget(tmp_path, monkeypatch):
+    host, jumps = time.time, itertools.cycle((0.0, 7200.0, -7200.0))
+    monkeypatch.setattr(controller, "clock_of", lambda *_, **__: None)
+    monkeypatch.setattr(time, "time", lambda: host() + next(jumps))
+    content = {**SWEEP, "search": {"sampler": "random", "seed": 1}, "budget": {"max_trials": 4, "wall_time": "20m"}}
     state = submit(tmp_path, content).state
-    assert state.status == "finished"
-    assert state.counts() == {"measured": 4, "oom": 1}
-    assert state.best.measurement.step_time_s == pytest.approx(7.6)
-    assert state.baseline.measurement.step_time_s == pytest.approx(10.0)
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("cluster", "replay", "problem"), "q", "no problem 'q'"),
-        (("cluster", "replay", "baseline"), "row-6", "no usable row"),
-        (("cluster", "replay", "table"), "none.csv", "no table"),
-        (("cluster", "replay", "table"), ".", "cannot be read"),
-        (("cluster", "replay", "table"), "sweep.yaml", "no column"),
-        (("workload", "global_batch_size"), 32, "global_batch 64"),
-        (("space",), {"tp": 2}, "has to be empty"),
-        (("cluster", "kind"), "simulated", "go together"),
-    ],
-)
-def test_a_replay_sweep_that_cannot_be_is_the_users_error(path, value, message, tmp_path):
-    file = write(tmp_path, changed(replay_sweep(tmp_path), path, value))
-    with pytest.raises(ConfigError, match=message) as caught:
-        plan_file(file, Home(tmp_path / "home"))
-    assert caught.value.file == str(file) and caught.value.line and caught.value.remedy
+    assert (state.finish_cause, state.num_searched) == (FinishCause.BUDGET_TRIALS, 4)
+    assert 0 < state.active_s <= state.duration_s < 600
+    with home(tmp_path).open("virtual") as ledger:
+        times_s = [event.at_s for event in ledger.events()]
+    assert times_s == sorted(times_s)
+    late_s = times_s[-1] + 7200
+    assert 0 <= SteadyClock(late_s)() - late_s < 60, "a ledger's times never go back"

@@ -4,15 +4,13 @@ from dataclasses import replace
 
 from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
-from cluster.virtual.modelled import ModelledCost
+from cluster.virtual import ModelledCost
 from orchestrator.diagnosis.explain import Basis
-from orchestrator.sweep.events import TrialProposed
+from orchestrator.sweep.events import ProfileRun, TrialProposed
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.values import ProfileRun
 from tests.support.story import created, ended, launched, measured
 from trials.outcome import OutOfMemory, StepBreakdown
-from trials.reports.findings import Findings
-from trials.reports.profile import RankProfile, StepTimes
+from trials.reports import Findings, RankProfile, StepTimes
 from trials.spec import Candidate, Layout, LlamaModel, Precision, ProfileSpec, Recompute, TextData, TrialSpec, Workload
 
 MODEL = LlamaModel(

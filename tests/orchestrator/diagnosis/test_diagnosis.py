@@ -1,21 +1,27 @@
 """Where the step time goes, and what holds a trial back: planted causes are found, and nothing is invented."""
 
+import math
+import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.cost.time.step import TIME_TERMS
+from cluster.cost.step_time import TIME_TERMS
+from orchestrator.diagnosis.bottlenecks import ProfileOf, split
 from orchestrator.diagnosis.explain import Basis, explain_sweep
-from orchestrator.diagnosis.step_parts import ProfileOf, split
+from orchestrator.diagnosis.explain import _changes as explain_changes
 from orchestrator.errors import ConfigError
-from orchestrator.planning.plan import make_plan
-from orchestrator.space.naming import diff
-from orchestrator.space.neighbours import neighbours
+from orchestrator.planning.planner import make_plan
+from orchestrator.proof.progress import confirmation
+from orchestrator.space.notation import diff
 from orchestrator.space.rules import check
+from orchestrator.space.space import neighbours
+from orchestrator.sweep.events import FinishCause, Verdict
+from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import ProofState
-from orchestrator.sweep.values import Verdict
+from orchestrator.terminal.explain_screen import render_sweep_explanation
 from tests.orchestrator.diagnosis.diagnosed import (
     ONE_NODE,
     TINY,
@@ -32,11 +38,12 @@ from tests.orchestrator.diagnosis.diagnosed import (
     sweep,
 )
 from tests.orchestrator.space import test_large
+from tests.orchestrator.terminal.test_report import text
+from tests.support.proof_story import proof_events
 from tests.support.story import measured
 from trials.outcome import StepBreakdown
-from trials.reports.findings import Findings, LoaderPoint, LoaderTuningReport, PatternEffect
-from trials.reports.script import ScriptReport
-from trials.spec import Candidate, Kernels, Layout, LinearModel, Loader, Precision, RandomData, TrialSpec
+from trials.reports import Findings, LoaderPoint, LoaderTuningReport, PatternEffect, ScriptReport
+from trials.spec import Candidate, Kernels, Layout, LinearModel, Loader, OwnChoice, Precision, RandomData, TrialSpec
 
 SHARDED = Layout(dp_shard=16, zero_stage=3)
 EVEN = pipeline(8, 8, 8, 8, dp_replicate=2)
@@ -169,7 +176,7 @@ def test_winner_and_baseline_stand_side_by_side_and_any_other_trial_can():
     assert (explained.baseline.trial, explained.chosen.trial, explained.chosen.role) == (0, 1, "fastest")
     assert explained.bottleneck == explained.chosen.bottleneck
     proven = Verdict(conclusion="confirmed", winner=1, reason="it is faster")
-    proof = ProofState(finalists=(1,), reason="test", first_check=3, verdict=proven)
+    proof = ProofState(finalists=(1,), reason="test", first_check=3, cause=FinishCause.EXHAUSTED, verdict=proven)
     assert explain_sweep(replace(state, proof=proof), basis(candidates)).chosen.role == "winner"
     kept = replace(proof, verdict=replace(proven, conclusion="keep", winner=None))
     assert explain_sweep(replace(state, proof=kept), basis(candidates)).chosen is None
@@ -196,6 +203,69 @@ def test_workloads_that_are_no_decoders_are_explained_too():
     found = diagnosed(candidates, workload=workload, topology=ONE_NODE)
     assert found.bottleneck.kind == "compute"
     assert "precision" in found.bottleneck.remedy.changed
+
+
+@given(
+    st.floats(0.02, 0.6),
+    st.floats(0.0, 0.3),
+    st.lists(st.tuples(st.floats(0.005, 0.3), st.floats(0.0, 1.0)), min_size=3, max_size=3),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_gain_is_above_what_its_bottleneck_costs_or_what_was_measured(bubble, data, times):
+    """Whatever the noise of single trials, and on the screen as in JSON."""
+    start = llama(MANY_STAGES, micro_batch_size=4)
+    candidates = [start, replace(start, micro_batch_size=1), replace(start, loader=Loader(num_workers=2))]
+    clock = StepBreakdown(bubble_s=bubble, data_s=data, forward_s=1.0 - bubble - data)
+    outcomes = [
+        measured(step_s, breakdown=clock, step_times_s=tuple(step_s * math.exp(noise * x) for x in (-1, 0, 0.1, 1)))
+        for step_s, noise in times
+    ]
+    state = sweep(candidates, outcomes)
+    explained = explain_sweep(state, Basis(candidates=tuple(candidates)))
+    for side in filter(None, (explained.baseline, explained.chosen)):
+        for one in side.bottlenecks:
+            assert (one.gain is None) == (one.remedy is None)
+            if one.gain is not None:
+                assert one.gain <= (one.at_most or math.inf)
+                assert 1.0 < one.gain <= one.remedy.ci95.high and one.gain <= one.remedy.ci95.low
+                assert one.to_json()["answer"]["gain"] == one.gain
+    screen = text(render_sweep_explanation(explained), 200)
+    for gain, bound in re.findall(r"gain +at least ([\d.]+)x.*\n(?: +memory.*\n)? +at most +([\d.]+)x", screen):
+        assert 1.0 < float(gain) <= float(bound)
+
+
+def test_a_gain_that_was_confirmed_is_the_confirmed_one():
+    state = fold(proof_events())
+    known = confirmation(state).judgement.against_baseline[1].ratio
+    candidates = tuple(trial.candidate for trial in state.searched())
+    (change,) = (one for one in explain_changes(state.trials[0], candidates, state, Basis()) if one.trial.number == 1)
+    assert (change.ratio, change.num_rounds) == (known, 4)
+
+
+def test_custom_knobs_answer_by_what_their_name_means():
+    """A program's own ``--num-workers`` is the answer to waiting for data, and is not listed as fixed."""
+    knob = "--num-workers"
+    workers = [Candidate(own=(OwnChoice(name=knob, value=value),)) for value in (0, 2, 4)]
+    clock = StepBreakdown(data_s=0.4, other_s=0.6)
+    script = Findings(script=ScriptReport())
+    outcomes = [measured(s, breakdown=clock, findings=script) for s in (1.0, 0.8, 0.7)]
+    explained = explain_sweep(sweep(workers, outcomes), Basis(candidates=tuple(workers)))
+    found = explained.baseline.bottleneck
+    assert (found.kind, found.evidence) == ("io", ("no loading processes",))
+    assert (found.remedy.changed, found.remedy.trial) == ({knob: (0, 4)}, 2)
+    assert "num_workers" not in found.fixed and "pin_memory" in found.fixed
+    unknown = explain_sweep(sweep([Candidate()], outcomes[:1]), Basis()).bottleneck
+    assert unknown.evidence == (), "what the program does by itself is not known"
+
+
+def test_without_a_profile_computation_is_an_estimate_and_no_cause_is_named():
+    candidates, where, _ = PLANTED["compute"]
+    state = sweep(candidates[:1], simulate(candidates[:1], topology=where["topology"]))
+    explained = explain_sweep(state, basis(candidates, where["topology"]))
+    assert not any("fp32" in line for line in explained.bottleneck.evidence)
+    screen = text(render_sweep_explanation(explained), 100)
+    assert "baseline t000: not known without a profile" in screen
+    assert "tune-cluster profile story t000 measures it" in screen and "by the cost model" in screen
 
 
 seconds = st.floats(0.0, 10.0, allow_subnormal=False)

@@ -13,13 +13,13 @@ from orchestrator.diagnosis.effects import main_effects
 from orchestrator.diagnosis.explain import Basis, _view, explain_sweep
 from orchestrator.diagnosis.importance import importance
 from orchestrator.diagnosis.observations import tabulate
-from orchestrator.diagnosis.prediction_errors import compare_predictions
-from orchestrator.diagnosis.sample import MAX_TRIALS, sample
+from orchestrator.diagnosis.remedies import MAX_TRIALS, sample
+from orchestrator.diagnosis.values import compare_predictions
 from orchestrator.objective import Objective
-from orchestrator.report.series import coordinates
-from orchestrator.search.prediction.gaussian_process import condition
-from orchestrator.sweep.values import PredictedResult
-from orchestrator.terminal.explain_sweep import render_sweep_explanation
+from orchestrator.report.curves import coordinates
+from orchestrator.search.acquisition import condition
+from orchestrator.sweep.events import PredictedResult
+from orchestrator.terminal.explain_screen import render_sweep_explanation
 from tests.orchestrator.diagnosis.diagnosed import O1, basis, llama, simulate, sweep
 from tests.support.story import evidence, measured
 from trials.outcome import OutOfMemory, StoppedEarly
@@ -65,7 +65,7 @@ def test_importance_finds_the_planted_knob_and_says_how_sure_it_is():
 def test_too_few_trials_are_said_to_be_too_few():
     found = importance(tabulate(planted(FACTORIAL[::5]).searched(), Objective()))
     assert found.knobs == ()
-    assert found.reason == "too few trials: 5, at least 10 would be needed for the 4 knobs that varied"
+    assert found.reason == "shares of the variance need 10 trials where 4 knobs varied; there are 5"
     assert importance(tabulate([], Objective())).reason == "no knob varied over the trials"
 
 

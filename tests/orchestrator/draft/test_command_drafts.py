@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from configs import CONFIGS
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
-from orchestrator.draft.sweep_text import MAX_LINES
-from orchestrator.recipes.trainings import TRAININGS
+from orchestrator.draft.machine import MAX_LINES
+from orchestrator.frameworks.catalog import TRAININGS
 from orchestrator.space.knobs import KNOB_NAMES
 
 EXAMPLES = CONFIGS / "examples"
@@ -24,14 +24,15 @@ TYPED = {
         {
             "dp_replicate": 2,
             "micro_batch_size": 1,
-            "own": {"--dtype": "float32", "--recompute": False, "--workers": 0},
+            "num_workers": 0,
+            "own": {"--dtype": "float32", "--recompute": False},
         },
         {
             "micro_batch_size": [1, 2, 4, 8],
+            "num_workers": [0, 2],
             "own": {
                 "--dtype": {"values": ["float32", "bfloat16"], "memory": "falls"},
                 "--recompute": {"values": [False, True], "memory": "falls"},
-                "--workers": [0, 2],
             },
         },
     ),
@@ -55,10 +56,11 @@ TYPED = {
     "lightning": (
         "python fit_lightning.py --devices 2 --batch_size 2 --accumulate_grad_batches 4",
         16,
-        {"dp_replicate": 2, "micro_batch_size": 2, "own": {"--precision": "32-true", "--num_workers": 0}},
+        {"dp_replicate": 2, "micro_batch_size": 2, "num_workers": 0, "own": {"--precision": "32-true"}},
         {
             "micro_batch_size": [1, 2, 4, 8],
-            "own": {"--precision": {"values": ["32-true", "bf16-mixed"], "memory": "falls"}, "--num_workers": [0, 2]},
+            "num_workers": [0, 2],
+            "own": {"--precision": {"values": ["32-true", "bf16-mixed"], "memory": "falls"}},
         },
     ),
 }
@@ -72,7 +74,7 @@ def run(*arguments):
 def folder(tmp_path, monkeypatch):
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("orchestrator.draft.script.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("orchestrator.draft.command_draft.os.cpu_count", lambda: 2)
     return tmp_path
 
 

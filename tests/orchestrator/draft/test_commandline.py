@@ -4,13 +4,12 @@ import ast
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
-from orchestrator.draft.commandline import interpreter_of, take_apart
-from orchestrator.draft.log_line import log_pattern
-from orchestrator.draft.program import read_program
-from orchestrator.draft.source import find_script, read_source
+from orchestrator.draft.command_draft import log_pattern
+from orchestrator.draft.static_reading import find_script, interpreter_of, read_program, read_source, take_apart
 from orchestrator.errors import ConfigError
 
 
@@ -30,7 +29,7 @@ from orchestrator.errors import ConfigError
     ],
 )
 def test_what_stands_in_front_of_a_program_is_taken_away(typed, argv, launcher, ranks):
-    found = take_apart(shlex.split(typed))
+    found = take_apart(shlex.split(typed), Path())
     assert (shlex.join(found.argv), found.launcher, found.num_processes) == (argv, launcher, ranks)
     assert found.starts_ranks == (launcher == "msrun")
     assert dict(found.env) == ({"CUDA_VISIBLE_DEVICES": "0,1"} if typed.startswith("CUDA") else {})
@@ -41,7 +40,9 @@ def test_what_accelerate_was_told_becomes_its_variables(tmp_path, monkeypatch):
     tool.write_text("#!/opt/other/bin/python3.12\nimport sys\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = take_apart(shlex.split("accelerate launch --cpu --num_processes 2 --mixed_precision bf16 t.py --bs 4"))
+    found = take_apart(
+        shlex.split("accelerate launch --cpu --num_processes 2 --mixed_precision bf16 t.py --bs 4"), Path()
+    )
     assert found.argv == ("/opt/other/bin/python3.12", "t.py", "--bs", "4")
     assert found.env == {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true"}
     assert found.num_processes == 2
@@ -54,7 +55,7 @@ def test_what_accelerate_was_told_becomes_its_variables(tmp_path, monkeypatch):
 )
 def test_what_cannot_be_taken_apart_is_said_with_a_remedy(typed, word):
     with pytest.raises(ConfigError, match=re.escape(word)):
-        take_apart(shlex.split(typed))
+        take_apart(shlex.split(typed), Path())
 
 
 @pytest.mark.parametrize(

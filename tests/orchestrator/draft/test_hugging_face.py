@@ -5,7 +5,7 @@ import json
 import pytest
 import transformers
 
-from orchestrator.draft.model import model_of_file
+from orchestrator.draft.model_config import model_of_file
 from orchestrator.errors import ConfigError
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.invocation import PLAIN
-from orchestrator.live.server import PageServer
-from orchestrator.sweep.home import Home
+from orchestrator.live.page_server import PageServer
+from orchestrator.sweep.snapshot import Home
 from tests.support import cli_homes, proof_story
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -26,17 +26,28 @@ def browser():
         found.close()
 
 
+def make_home(folder):
+    """``busy`` runs as far as its ledger says, ``proven`` is over."""
+    cli_homes.keep_running(folder).close()
+    cli_homes.keep(folder, "proven", proof_story.proof_events()).close()
+    return Home(folder)
+
+
 @pytest.fixture
 def home(tmp_path):
-    """``busy`` runs as far as its ledger says, ``proven`` is over."""
-    cli_homes.keep_running(tmp_path).close()
-    cli_homes.keep(tmp_path, "proven", proof_story.proof_events()).close()
-    return Home(tmp_path)
+    return make_home(tmp_path)
 
 
 @pytest.fixture
 def server(home):
     with serve(home) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """For tests that change nothing in its home."""
+    with serve(make_home(tmp_path_factory.mktemp("home"))) as found:
         yield found
 
 
@@ -80,7 +91,7 @@ class Window:
 
 def keep_log(home: Home, sweep: str, trial: int, text: str) -> Path:
     """The log of rank 0 of a trial's last attempt."""
-    from orchestrator.sweep.home import attempt_folder
+    from orchestrator.sweep.snapshot import attempt_folder
 
     found = home.read(sweep)
     attempts = found.state.trials[trial].attempts

@@ -9,12 +9,12 @@ import pytest
 
 from cluster.processes import python_module
 from orchestrator.invocation import user_name
+from orchestrator.sweep.checkpoint import last_request
 from orchestrator.sweep.events import TrialsRetried
-from orchestrator.sweep.home import Home
-from orchestrator.sweep.requests import last_request
+from orchestrator.sweep.snapshot import Home
 from tests.orchestrator.live.conftest import Window, keep_log, serve
 from tests.support import sweeps, virtual_sweeps
-from tests.support.cli_homes import LIVE, controller, keep, running
+from tests.support.cli_homes import LIVE, controller, keep, run, running
 from tests.support.story import ended, evidence, measured
 from trials.outcome import Crashed
 
@@ -27,6 +27,14 @@ def order(page):
     return [text.split("\t")[0] for text in page.locator("#trials tbody tr").all_inner_texts()]
 
 
+def cut_tables(page):
+    """Sections whose tables reach beyond the window."""
+    return page.evaluate(
+        """[...document.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth + 1)
+        .map(box => box.closest("section")?.id)"""
+    )
+
+
 def is_wide(page):
     return page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
 
@@ -35,7 +43,7 @@ def test_the_page_follows_a_sweep_and_steers_it(browser, server, home):
     with home.open("busy", read_only=False) as ledger, ledger.hold(), Window(browser, server, "/sweeps/busy") as window:
         page = window.page
         window.wait("#phase", "running")
-        window.wait("#trials tr[data-number='5']", "measuring 7, 200 ms")
+        window.wait("#trials tr[data-number='5']", "measuring 7")
         window.wait("#verdict", "1.25x")
         assert order(page)[:3] == ["t001", "t000", "t002"]
         ledger.append(ended(5, measured(0.05, world_size=2), at_s=time.time()))
@@ -121,7 +129,7 @@ def test_nothing_that_is_shown_is_taken_for_markup(browser, tmp_path):
 
 @pytest.mark.representative("light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, scheme):
+def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, home, scheme):
     with Window(
         browser, server, viewport={"width": 390, "height": 844}, color_scheme=scheme, reduced_motion="reduce"
     ) as window:
@@ -137,6 +145,14 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, sc
             page.goto(server.base + path)
             window.wait(place, text)
             assert not is_wide(page), path
+            assert cut_tables(page) == [], path
+        written = home.path / "proven.html"
+        assert run("report", "proven", "--home", home.path, "--html", written).exit_code == 0
+        page.goto(written.as_uri())
+        assert cut_tables(page) == []
+        assert page.locator("td[data-head='speed-up']").count()
+        page.goto(f"{server.base}/sweeps/proven/trials/5")
+        window.wait("#failed", "boom")
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.className") == "skip"
         page.keyboard.press("Enter")

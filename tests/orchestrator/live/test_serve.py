@@ -12,7 +12,7 @@ import pytest
 
 from cluster.processes import python_module
 from orchestrator.live.serve import Archive
-from orchestrator.sweep.documents import Recorded
+from orchestrator.sweep.ledger import Recorded
 from tests.support.cli_homes import run
 from tests.support.mlflow_store import new_store
 

@@ -1,5 +1,6 @@
 """Who is let in, what they get, and that nobody holds up anybody else."""
 
+import contextlib
 import http.client
 import json
 import socket
@@ -9,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.live.access import CSRF_HEADER, HEADERS
 from orchestrator.live.feed import Feed
-from orchestrator.live.server import HOST
+from orchestrator.live.live_pages import MAX_ROWS
+from orchestrator.live.page_server import CSRF_HEADER, HEADERS, HOST, MAX_PENDING
 from orchestrator.sweep.ledger import Ledger
 from tests.orchestrator.live.conftest import keep_log, serve
 from tests.support.cli_homes import running
@@ -65,19 +66,19 @@ def patches(stream):
             yield fields["id"], json.loads(fields.pop("data"))
 
 
-def test_the_token_gives_a_cookie_that_lets_in_and_nothing_else_does(server):
-    status, headers, _ = ask(server, f"/sweeps/busy?token={server.access.token}")
+def test_the_token_gives_a_cookie_that_lets_in_and_nothing_else_does(shared):
+    status, headers, _ = ask(shared, f"/sweeps/busy?token={shared.access.token}")
     assert (status, headers["Location"]) == (303, "/sweeps/busy")
     assert "HttpOnly" in headers["Set-Cookie"] and "SameSite=Strict" in headers["Set-Cookie"]
-    assert server.access.token not in headers["Set-Cookie"]
-    own = cookie(server)
-    status, headers, body = ask(server, "/sweeps/busy", Cookie=own)
+    assert shared.access.token not in headers["Set-Cookie"]
+    own = cookie(shared)
+    status, headers, body = ask(shared, "/sweeps/busy", Cookie=own)
     assert status == 200 and "busy" in body
     assert {name: headers[name] for name in HEADERS} == HEADERS and "inline" not in HEADERS["Content-Security-Policy"]
     for path in ("/", "/sweeps/busy", "/static/live.css", "/api/sweeps/busy/events", "/?token=wrong", "/?token=%ff"):
-        assert ask(server, path)[0] == 403, path
-        assert ask(server, path, Cookie=own + "x")[0] == 403, path
-    status, headers, _ = ask(server, f"//evil.example/?token={server.access.token}", Sec_Fetch_Site="cross-site",
+        assert ask(shared, path)[0] == 403, path
+        assert ask(shared, path, Cookie=own + "x")[0] == 403, path
+    status, headers, _ = ask(shared, f"//evil.example/?token={shared.access.token}", Sec_Fetch_Site="cross-site",
                              Sec_Fetch_Mode="navigate")  # fmt: skip
     assert (status, headers["Refresh"]) == (200, "0; url=/")
 
@@ -95,13 +96,13 @@ def test_the_token_gives_a_cookie_that_lets_in_and_nothing_else_does(server):
         {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "no-cors"},
     ],
 )
-def test_foreign_names_and_sites_are_refused(server, headers):
-    assert ask(server, "/sweeps/busy", **{"Cookie": cookie(server), **headers})[0] == 403
-    assert act(server, "pause", **headers)[0] == 403
+def test_foreign_names_and_sites_are_refused(shared, headers):
+    assert ask(shared, "/sweeps/busy", **{"Cookie": cookie(shared), **headers})[0] == 403
+    assert act(shared, "pause", **headers)[0] == 403
 
 
-def test_tunnels_may_give_the_page_another_port(server):
-    assert ask(server, "/", Cookie=cookie(server), Host="localhost:9999", Origin="http://localhost:9999")[0] == 200
+def test_tunnels_may_give_the_page_another_port(shared):
+    assert ask(shared, "/", Cookie=cookie(shared), Host="localhost:9999", Origin="http://localhost:9999")[0] == 200
 
 
 def test_only_our_own_pages_may_ask_for_anything(server, home):
@@ -151,8 +152,8 @@ def test_requests_are_left_to_the_controller_and_done_here_where_there_is_none(s
         *("/api/sweeps/busy/trials/999", "/api/sweeps/nothing/events", "/api/sweeps/busy/trials/5/log?rank=7"),
     ],
 )
-def test_what_is_not_there_is_not_found(server, path):
-    assert ask(server, path, Cookie=cookie(server))[0] == 404
+def test_what_is_not_there_is_not_found(shared, path):
+    assert ask(shared, path, Cookie=cookie(shared))[0] == 404
 
 
 def test_logs_hold_no_secret_and_follow_no_link(server, home, monkeypatch, tmp_path):
@@ -173,7 +174,7 @@ def test_logs_hold_no_secret_and_follow_no_link(server, home, monkeypatch, tmp_p
     for path in ("/api/sweeps/busy/trials/5", "/sweeps/busy/trials/5"):
         assert SECRET not in ask(server, path, Cookie=own)[2]
     _, first = next(patches(events(server, "busy")))
-    assert "no access with ***" in first["trial/5"]["failure"] and SECRET not in json.dumps(first)
+    assert "no access with ***" in first["trial/5"]["row"] and SECRET not in json.dumps(first)
 
 
 def test_a_stream_tells_what_is_new_and_goes_on_where_it_broke(server, home):
@@ -226,17 +227,77 @@ def test_a_client_that_reads_nothing_holds_up_nobody(server, home):
     stuck.close()
 
 
+def half_open(server, sent=b"G"):
+    connection = socket.create_connection((HOST, server.access.port), timeout=30)
+    connection.sendall(sent)
+    return connection
+
+
+def test_hundreds_of_half_open_connections_leave_it_answering(shared):
+    own = cookie(shared)
+    held = []
+    for _ in range(256):
+        with contextlib.suppress(ConnectionError):
+            held.append(half_open(shared))
+    for _ in range(3):
+        begun_s = time.monotonic()
+        assert ask(shared, "/", Cookie=own)[0] == 200
+        assert time.monotonic() - begun_s < 5
+    assert shared.num_connections <= MAX_PENDING + 1
+    for connection in held:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "beginning", [b"", b"GET", b"GET / HTTP/1.1\r\nX: y", b"POST /api HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"]
+)
+def test_a_request_has_a_total_deadline(shared, monkeypatch, beginning):
+    monkeypatch.setattr("orchestrator.live.page_server.REQUEST_S", 0.4)
+    with half_open(shared, beginning) as connection:
+        begun_s = time.monotonic()
+        connection.settimeout(0.1)
+        while time.monotonic() - begun_s < 20:  # one byte after another: no single read waits long
+            try:
+                if connection.recv(1000) == b"":
+                    break
+            except TimeoutError:
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(b"x")
+            except ConnectionError:
+                break
+        assert time.monotonic() - begun_s < 10
+
+
+@pytest.mark.parametrize("length", ["\xb2", "-1", "+1", "1_0", "", "9" * 5000, "2, 3"])
+def test_lengths_that_are_no_digits_are_refused(shared, length, caplog):
+    with half_open(shared, f"POST /api HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode("latin-1")) as connection:
+        assert connection.recv(12) == b"HTTP/1.1 400"
+    assert caplog.text == ""
+
+
+def test_a_closed_stream_frees_its_place_at_once(shared, monkeypatch):
+    monkeypatch.setattr("orchestrator.live.page_server.MAX_CONNECTIONS", 2)
+    own = cookie(shared)
+    request = f"GET /api/events HTTP/1.1\r\nHost: {HOST}\r\nCookie: {own}\r\n\r\n".encode()
+    streams = [half_open(shared, request) for _ in range(2)]
+    assert [stream.recv(12) for stream in streams] == [b"HTTP/1.1 200"] * 2
+    assert ask(shared, "/", Cookie=own)[0] == 503
+    streams.pop().close()
+    begun_s = time.monotonic()
+    while ask(shared, "/", Cookie=own)[0] != 200:
+        assert time.monotonic() - begun_s < 10  # heartbeats come every 15 s
+    streams.pop().close()
+
+
 def test_a_feed_sends_the_latest_of_each_part_once():
     feed = Feed()
     assert feed.publish({"a": 1, "b": {"c": 2}})
     first = feed.since()
     assert json.loads(first.body) == {"a": 1, "b": {"c": 2}}
-    assert not feed.publish({"a": 1}) and feed.since(first.version, wait_s=0.01) is None
+    assert not feed.publish({"a": 1}) and feed.since(first.version) is None
     feed.publish({"a": 2})
     feed.publish({"a": 3}, is_all=True)
     assert json.loads(feed.since(first.version).body) == {"a": 3, "b": None}
-    feed.close()
-    assert feed.since(feed.since().version, wait_s=60.0) is None
 
 
 def test_a_home_that_goes_away_is_said_and_waited_for(server, home):
@@ -261,7 +322,6 @@ def test_a_taken_port_is_refused_only_where_it_was_asked_for(server, home):
 
 
 def test_long_sweeps_show_the_latest_and_the_best(server, home):
-    from orchestrator.live import rows
     from tests.support import long_story
     from tests.support.story import measured
 
@@ -272,5 +332,5 @@ def test_long_sweeps_show_the_latest_and_the_best(server, home):
     _, first = next(patches(events(server, "long")))
     shown = {int(name.partition("/")[2]) for name in first if name.startswith("trial/")}
     state = home.read("long").state
-    assert first["table"]["hidden"] == 450 - len(shown) > 0
-    assert {0, 449, *(ranked.number for ranked in state.fastest)} <= shown and len(shown) <= rows.MAX_ROWS + 13
+    assert f"; {450 - len(shown)} trials between are left out" in first["html/about"]
+    assert {0, 449, *(ranked.number for ranked in state.fastest)} <= shown and len(shown) <= MAX_ROWS + 13

@@ -9,16 +9,15 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.cost.balance.balancer import balance
-from cluster.cost.balance.inputs import nested_policies, problem_of
-from cluster.cost.balance.problem import DoesNotFitError
+from cluster.cost.balancer import balance, nested_policies, problem_of
 from cluster.cost.candidates import inputs_of
-from cluster.cost.estimate import cost_model
+from cluster.cost.cost_model import cost_model
+from cluster.cost.stage_balance import DoesNotFitError
 from cluster.hardware.accelerators import load_cluster
 from orchestrator.cli.main import main
 from orchestrator.objective import Objective
-from orchestrator.planning.balancing import balance_layouts, balanced, with_balance
-from orchestrator.space.knobs.layer_choices import even_split
+from orchestrator.planning.planner import balance_layouts, balanced, with_balance
+from orchestrator.space.file_types import even_split
 from tests.support.sweep_files import write
 from trials.spec import Candidate, Layout, LlamaModel, Precision, Recompute, SelectiveRecompute, TextData, Workload
 

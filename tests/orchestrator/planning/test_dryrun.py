@@ -14,16 +14,20 @@ from click.testing import CliRunner
 
 from configs import CONFIGS
 from orchestrator.cli.main import main
-from orchestrator.commands.dry_run import TrialChoices
-from orchestrator.commands.plan import plan_file
+from orchestrator.commands.forecast import TrialChoices, plan_file
 from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
-from orchestrator.planning.dryrun.estimates import RULE_ID, DryRunEstimates
-from orchestrator.planning.dryrun.simulation import estimate_all, representative_rank
-from orchestrator.space.naming import short_name
+from orchestrator.planning.dry_runs import (
+    RULE_ID,
+    DryRunCache,
+    DryRunEstimates,
+    cache_key,
+    estimate_all,
+    representative_rank,
+)
+from orchestrator.space.notation import short_name
 from orchestrator.space.rules import Case
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import Home
 from trials.codec import from_json, to_json
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, StageEstimate
 from trials.spec import Candidate, Layout
@@ -221,6 +225,6 @@ def test_command_line_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
 
 
 def test_planning_with_estimates_needs_no_torch() -> None:
-    modules = ("planning.dryrun.simulation", "commands.dry_run", "controller.controller")
+    modules = ("planning.dry_runs", "commands.forecast", "controller.controller")
     code = f"import sys, {', '.join(f'orchestrator.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

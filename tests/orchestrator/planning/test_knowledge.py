@@ -6,12 +6,11 @@ from click.testing import CliRunner
 
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
-from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
-from orchestrator.planning.dryrun.estimates import DryRunEstimates
-from orchestrator.planning.knowledge import PROFILE, CountedCandidates, EarlierTrials, PriorKnowledge
+from orchestrator.planning.dry_runs import DryRunCache, DryRunEstimates, cache_key
+from orchestrator.planning.predictions import PROFILE, CountedCandidates, EarlierTrials, PriorKnowledge
 from orchestrator.sweep.events import AttemptEnded
-from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import Home
 from tests.support.sweep_files import changed, write
 from tests.support.virtual_sweeps import SWEEP, submit
 from trials.dryrun.estimate import DryRunEstimate, StageEstimate

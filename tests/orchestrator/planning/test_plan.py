@@ -7,7 +7,7 @@ from hypothesis import given
 
 from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.planning.plan import NUM_EXAMPLES, check_plan, make_plan
+from orchestrator.planning.planner import NUM_EXAMPLES, check_plan, make_plan
 from orchestrator.space.rules import check
 from orchestrator.space.space import make_space
 from tests.orchestrator.space.test_space import SPACES, spec_with

@@ -5,11 +5,10 @@ import functools
 import numpy as np
 import pytest
 
-from orchestrator.planning import plan as planning
+from orchestrator.planning import planner as planning
 from orchestrator.planning import predictions
-from orchestrator.planning.plan import make_plan
+from orchestrator.planning.planner import make_plan, pool_rows, promise
 from orchestrator.planning.predictions import plan_predictor, search_predictor
-from orchestrator.planning.sampling import pool_rows, promise
 from tests.orchestrator.space.test_large import TOPOLOGY, spec
 
 

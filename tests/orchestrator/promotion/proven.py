@@ -11,14 +11,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from orchestrator.promotion.evidence import choose
-from orchestrator.promotion.manifest import Manifest, build_manifest
-from orchestrator.sweep.events import FinalistsChosen, LedgerEvent, SweepFinished, TrialProposed, VerdictReached
+from orchestrator.promotion.manifest import Manifest, build_manifest, choose
+from orchestrator.sweep.events import (
+    Check,
+    ConfirmationRun,
+    FinalistsChosen,
+    FinishCause,
+    GateReport,
+    GateRun,
+    LedgerEvent,
+    RatioInterval,
+    SweepFinished,
+    TrialProposed,
+    Verdict,
+    VerdictReached,
+)
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.values import Check, ConfirmationRun, GateReport, GateRun, RatioInterval, Verdict
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.sweep.snapshot import Home
+from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.support.long_story import candidate, events, fill, speeds
 from tests.support.mlflow_store import copy_store, new_store
 from tests.support.story import ended, failures, launched, measured
@@ -62,7 +73,13 @@ def proof(first: int, winner: int, verdict: Verdict, step_times_s: Sequence[floa
     runs += [GateRun(of=0, role="baseline"), GateRun(of=winner, role="finalist")]
     at_s = 1_700_001_000.0
     story: list[LedgerEvent] = [
-        FinalistsChosen(at_s=at_s, finalists=(winner,), reason="the search ended", first_check=first)
+        FinalistsChosen(
+            at_s=at_s,
+            finalists=(winner,),
+            reason="the search ended",
+            first_check=first,
+            cause=FinishCause.BUDGET_TRIALS,
+        )
     ]
     for number, check in enumerate(runs, start=first):
         at_s += 10.0
@@ -89,7 +106,11 @@ def sweep(
     if verdict is not None:
         story += proof(len(outcomes), 1, verdict, step_times_s)
     if finished:
-        story.append(SweepFinished(at_s=1_700_002_000.0, status="finished", reason="the budget is spent"))
+        story.append(
+            SweepFinished(
+                at_s=1_700_002_000.0, status="finished", reason="the budget is spent", cause=FinishCause.EXHAUSTED
+            )
+        )
     with Ledger(home.sweep_folder(name)) as ledger:
         fill(ledger, story)
         ledger.put_document("tracking", {"uri": None})
@@ -133,7 +154,11 @@ def simulate(home: Home, name: str = "simulated") -> None:
     story = events(outcomes, finished=False, name=name)
     story[0] = replace(story[0], cluster_kind="simulated")  # type: ignore[type-var]
     story += proof(len(outcomes), 1, confirmed(), FASTER)
-    story.append(SweepFinished(at_s=1_700_002_000.0, status="finished", reason="the budget is spent"))
+    story.append(
+        SweepFinished(
+            at_s=1_700_002_000.0, status="finished", reason="the budget is spent", cause=FinishCause.EXHAUSTED
+        )
+    )
     with Ledger(home.sweep_folder(name)) as ledger:
         fill(ledger, story)
         ledger.put_document("tracking", {"uri": None})

@@ -19,7 +19,7 @@ from orchestrator.promotion import commands
 from orchestrator.promotion.manifest import FILES, list_files
 from orchestrator.promotion.references import describe
 from orchestrator.promotion.release import Releases
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.orchestrator.promotion.proven import manifest, proven_home
 from trials.codec import digest
 
@@ -112,6 +112,7 @@ def outcome(store: Store) -> dict[str, str]:
     }
 
 
+NONE_LEFT = "no version of llama that was in production before is left"
 ALTERED = "was altered after its promotion"
 ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
     "digests made right by hand": (
@@ -140,20 +141,22 @@ ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
     ),
     "version in production deleted": (
         lambda at: at.client.delete_model_version(NAME, "3"),
-        dict.fromkeys(("show", "diff", "export"), "the registry has no llama@production")
-        | {"rollback": "llama has no version 3"},
+        dict.fromkeys(("show", "diff", "export"), "the registry has no llama@production"),
     ),
     "version before deleted": (
         lambda at: at.client.delete_model_version(NAME, "2"),
-        {"diff": "the registry has no llama@previous", "rollback": "llama has no version 2"},
+        {
+            "diff": "the registry has no llama@previous",
+            "rollback": "version 2, which was in production before, was deleted in MLflow. Version 1 is there",
+        },
     ),
     "model deleted": (
         lambda at: at.client.delete_registered_model(NAME),
-        dict.fromkeys(("show", "diff", "export"), "the registry has no") | {"rollback": "llama has no version 3"},
+        dict.fromkeys(("show", "diff", "export"), "the registry has no") | {"rollback": NONE_LEFT},
     ),
     "model renamed": (
         lambda at: at.client.rename_registered_model(NAME, "renamed"),
-        dict.fromkeys(("show", "diff", "export"), "the registry has no") | {"rollback": "llama has no version 3"},
+        dict.fromkeys(("show", "diff", "export"), "the registry has no") | {"rollback": NONE_LEFT},
     ),
     "production is somebody's own model": (
         lambda at: at.foreign("production"),
@@ -179,20 +182,12 @@ ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
         lambda at: at.purge(2),
         {"diff": "version 2 cannot be read", "rollback": "version 2"},
     ),
-    "action of a record": (
-        lambda at: at.tag_record("tc.action", "bless"),
-        dict.fromkeys(("history", "rollback", "promote"), "a record of llama was altered"),
-    ),
-    "number of a record": (
-        lambda at: at.tag_record("tc.number", "x"),
-        dict.fromkeys(("history", "rollback", "promote"), "a record of llama was altered"),
-    ),
-    "time of a record": (
-        lambda at: at.tag_record("tc.at_s", "1e400"),
-        dict.fromkeys(("history", "rollback", "promote"), "a record of llama was altered"),
-    ),
-    "what a record says was missing": (
-        lambda at: at.tag_record("tc.missing", "7"),
+    "action of a record": (lambda at: at.tag_record("tc.action", "bless"), {}),
+    "number of a record": (lambda at: at.tag_record("tc.number", "x"), {}),
+    "time of a record": (lambda at: at.tag_record("tc.at_s", "1e400"), {}),
+    "what a record says was missing": (lambda at: at.tag_record("tc.missing", "7"), {}),
+    "action and file of a record": (
+        lambda at: [at.tag_record("tc.action", "bless"), (at.recipe("3").parents[1] / "record.json").unlink()],
         dict.fromkeys(("history", "rollback", "promote"), "a record of llama was altered"),
     ),
 }

@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from orchestrator.cli.main import main
 from orchestrator.promotion.release import Releases
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.orchestrator.promotion.proven import manifest, proven_home
 
 
@@ -25,7 +25,11 @@ def ok(*words: str | Path) -> str:
 def test_a_configuration_goes_to_production_and_back(tmp_path: Path):
     proven_home(tmp_path)
     home = ("--home", tmp_path)
-    first = ok("promote", "story", "--name", "llama", "--reason", "[bold]new[/bold] drivers", *home)
+    first_run = run("promote", "story", "--name", "llama", "--reason", "[bold]new[/bold] drivers", *home)
+    assert first_run.exit_code == 0, first_run.output
+    phases = [line[6:].strip() for line in first_run.stderr.splitlines()]
+    assert phases[0] == "checking the evidence of story" and phases[-1] == "adding it to the sweep's report"
+    first = first_run.stdout
     assert "llama@production is now version 1" in first and "confirmed: t001 is faster" in first
     assert "loss gate: passed" in first
     assert "already" in ok("promote", "story", "--name", "llama", *home)

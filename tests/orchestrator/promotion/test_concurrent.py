@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,13 @@ from mlflow import MlflowClient
 
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands
-from orchestrator.promotion.lock import LockLostError, RegistryLock
 from orchestrator.promotion.manifest import Manifest, list_files
-from orchestrator.promotion.records import Record, chain
+from orchestrator.promotion.records import LockLostError, Record, RegistryLock, chain
 from orchestrator.promotion.release import Releases
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
-from orchestrator.tracking.registry import Registry
-from orchestrator.tracking.tracker import Tracker
+from orchestrator.sweep.snapshot import Home
+from orchestrator.tracking.mlflow_store import Registry
+from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.orchestrator.promotion.proven import manifest, proven_home
 from trials.codec import digest
 
@@ -60,13 +61,18 @@ def invariants(home: Home) -> list[Record]:
 # ---- processes ----
 
 
-def children(*calls: tuple[Callable[..., None], Sequence[Any]]) -> list[int]:
-    """Exit codes of processes that do these calls at the same time."""
+def forked(call: Callable[..., None], args: Sequence[Any]) -> BaseProcess:
+    """A process that does the call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    processes = [context.Process(target=call, args=args) for call, args in calls]
-    for process in processes:
-        process.start()
+    process = context.Process(target=call, args=args)
+    process.start()
+    return process
+
+
+def children(*calls: tuple[Callable[..., None], Sequence[Any]]) -> list[int]:
+    """Exit codes of processes that do these calls at the same time."""
+    processes = [forked(*one) for one in calls]
     for process in processes:
         process.join(120)
     return [process.exitcode or 0 for process in processes]
@@ -206,6 +212,66 @@ def test_a_lock_left_elsewhere_is_taken_over_and_its_owner_notices(registry: Reg
         renew()
         with waiting.hold(wait_s=30.0), pytest.raises(LockLostError, match="another process took over"):
             renew()
+
+
+def wait_until_stopped(process: BaseProcess) -> None:
+    """Its parent is the server that forked it, so that it cannot be waited for."""
+    stat, until_s = Path(f"/proc/{process.pid}/stat"), time.monotonic() + 60.0
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < until_s and process.is_alive(), "it did not stop"
+        time.sleep(0.02)
+
+
+def promote_and_sleep_at(folder: Path, wanted: Manifest, step: str) -> None:
+    """Stop right before the write, with the lock just renewed; leave with 3 where it then finds the lock lost."""
+
+    def on_step(now: str) -> None:
+        if now == step:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    try:
+        releases(Home(folder), on_step).promote(NAME, wanted)
+    except LockLostError as error:
+        (folder / "lost").write_text(str(error))
+        os._exit(3)
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@pytest.mark.representative("production")
+@pytest.mark.parametrize("step", ["previous", "production", "finish"])
+def test_a_promotion_that_slept_does_not_undo_its_successor(tmp_path: Path, step: str):
+    """It ends with an error, unless all was written before it slept: then it did come about."""
+    home = proven_home(tmp_path)
+    releases(home).promote(NAME, manifest(home, 0))
+    process = forked(promote_and_sleep_at, (tmp_path, manifest(home, 1), step))
+    wait_until_stopped(process)
+    successor = Releases(Tracker(home.default_tracking_uri), stale_s=0.5).promote(NAME, manifest(home, 2))
+    assert (successor.record.from_version, successor.record.to_version) == ("2", "3")
+    os.kill(process.pid, signal.SIGCONT)
+    process.join(60)
+    assert process.exitcode == (0 if step == "finish" else 3)
+    assert step == "finish" or "llama@production is version 3" in (tmp_path / "lost").read_text()
+    assert [record.to_version for record in invariants(home)] == ["1", "2", "3"]
+    assert commands.history(NAME, home)["is_settled"]
+    assert not any(record.taken_over for record in releases(home).records.of(NAME)[-1:])
+
+
+def test_a_late_write_of_a_process_that_is_gone_is_undone_once(tmp_path: Path):
+    home = proven_home(tmp_path)
+    at = releases(home)
+    for trial in (0, 1, 2):
+        at.promote(NAME, manifest(home, trial))
+    at.records.take_over(at.records.of(NAME)[1])
+    at.registry.set_alias(NAME, "production", "2")  # what it wrote before it died
+    with pytest.raises(ConfigError, match="is version 3, not 9"):
+        at.roll_back(NAME, expect_current="9")
+    assert [record.to_version for record in invariants(home)] == ["1", "2", "3"]
+    assert "after it had been taken over: undone" in at.records.of(NAME)[1].note
+    at.registry.set_alias(NAME, "production", "2")  # by hand, from now on
+    with pytest.raises(ConfigError, match="is version 2, not 9"):
+        at.roll_back(NAME, expect_current="9")
+    assert [record.action for record in invariants(home)] == [*["promote"] * 3, "external"]
 
 
 def test_what_happened_past_this_program_is_written_down(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,16 @@ from mlflow import MlflowClient
 
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands
-from orchestrator.promotion.evidence import choose
-from orchestrator.promotion.manifest import list_files
+from orchestrator.promotion.manifest import choose, list_files
+from orchestrator.promotion.references import describe
 from orchestrator.promotion.release import Releases
+from orchestrator.sweep.events import Verdict
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
-from orchestrator.sweep.ledger import SweepBusyError
-from orchestrator.sweep.values import Verdict
-from orchestrator.tracking.tracker import Tracker
-from tests.orchestrator.promotion.proven import confirmed, gate, manifest, new_home, proven_home, sweep
-from tests.support.long_story import candidate
+from orchestrator.sweep.ledger import Ledger, SweepBusyError
+from orchestrator.sweep.snapshot import Home
+from orchestrator.tracking.mlflow_tracker import Tracker
+from tests.orchestrator.promotion.proven import FASTER, confirmed, gate, manifest, new_home, proof, proven_home, sweep
+from tests.support.long_story import candidate, events, fill, speeds
 from tests.support.story import WORKLOAD
 from trials.codec import digest, from_json
 from trials.spec import Candidate, Workload
@@ -139,6 +140,25 @@ def test_force_is_recorded_everywhere(home: Home, client: MlflowClient):
     assert client.get_run(done["record"]["record_id"]).data.tags["tc.forced"] == "true"
     with home.open("story") as ledger:
         assert fold(ledger.events()).promotions[0].record["forced"] == "true"
+    client.set_tag(done["record"]["record_id"], "tc.forced", "false")
+    client.set_model_version_tag("llama", "1", "forced", "false")
+    (record,) = commands.history("llama", home)["records"]
+    assert record["forced"] and record["altered"] and record["missing"] == done["missing"]
+    (kept,) = home.path.glob("mlartifacts/promotions/*/artifacts/record.json")
+    kept.write_text(kept.read_text().replace('"forced": true', '"forced": false'))
+    with pytest.raises(ConfigError, match="a record of llama was altered"):
+        commands.history("llama", home)
+
+
+def test_a_change_whose_folder_belongs_to_somebody_else_blocks_nobody(home: Home, client: MlflowClient):
+    """Root may write everywhere, so that a file stands where the folder of the interrupted change would be."""
+    releases = Releases(Tracker(home.default_tracking_uri))
+    commands.promote("llama", home, sweep="story")
+    begun = releases.records.begin(replace(releases.records.of("llama")[-1], number=2, to_version="", from_version="1"))
+    (home.path / "mlartifacts" / "promotions" / begun.record_id).write_text("in the way")
+    done = commands.promote("llama", home, sweep="story", trial="2", force=True)
+    assert done["record"]["number"] == 3 and done["previous_version"] == "1"
+    assert [record["state"] for record in commands.history("llama", home)["records"]] == ["done", "void", "done"]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +181,19 @@ def test_refusals_say_what_is_wrong(home: Home, client: MlflowClient, options: d
         commands.promote(home=home, sweep="story", force=True, **asked)
     assert part in str(caught.value)
     assert client.search_registered_models() == []
+
+
+def test_rounds_that_were_measured_are_told_while_the_confirmation_runs(tmp_path: Path):
+    home = new_home(tmp_path)
+    story = proof(3, 1, confirmed(), FASTER)
+    with Ledger(home.sweep_folder("story")) as ledger:
+        fill(ledger, [*events(speeds(*FASTER), finished=False, name="story"), *story[:13]])
+        ledger.put_document("tracking", {"uri": None})
+        state = fold(ledger.events())
+    with pytest.raises(ConfigError, match="2 rounds of its confirmation are measured, the confirmation is still runn"):
+        choose(state, None, force=False)
+    assert describe("story:1", home, None).doubt.startswith("2 rounds of its confirmation are measured")
+    assert describe("story:2", home, None).doubt == "it was not measured again, interleaved with the baseline"
 
 
 def test_a_sweep_at_work_is_left_alone(tmp_path: Path):

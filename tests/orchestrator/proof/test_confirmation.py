@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from benchmarks.confirmation.methods import World, best_trial, draw, naive, ours
 from benchmarks.confirmation.schemes import BOUNDARIES, criticals, statistics
-from orchestrator.proof.boundaries import SHAPE, Design, critical_value, nominal_levels
-from orchestrator.proof.confirmation import Judgement, SpeedComparison, judge, order
+from orchestrator.proof.confirmation import (
+    SHAPE,
+    Design,
+    Judgement,
+    SpeedComparison,
+    critical_value,
+    judge,
+    nominal_levels,
+    order,
+)
 
 FINALISTS = (3, 7, 8)
 

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from orchestrator.proof.evaluation import EvaluationProcess, facts
+from orchestrator.proof.loss_gate import ROUNDING
 from orchestrator.proof.progress import gate_report
-from orchestrator.proof.tolerances import ROUNDING
-from orchestrator.sweep.events import Event, FinalistsChosen
+from orchestrator.sweep.events import Evaluation, Event, FinalistsChosen, FinishCause, GateRun, GateSettings
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import SweepState, attempt_id
-from orchestrator.sweep.values import Evaluation, GateRun, GateSettings
 from tests.support.story import created, ended, launched, measured, proposed
 from trials.codec import to_json
 from trials.spec import Candidate
@@ -167,7 +166,7 @@ def test_much_output_is_cut(tmp_path: Path) -> None:
 def story() -> SweepState:
     """A baseline and a finalist that trained for the gate."""
     searched = [proposed(0), launched(0), ended(0, measured()), proposed(1), launched(1), ended(1, measured(0.05))]
-    chosen = FinalistsChosen(at_s=4.0, finalists=(1,), reason="test", first_check=2)
+    chosen = FinalistsChosen(at_s=4.0, finalists=(1,), reason="test", first_check=2, cause=FinishCause.BUDGET_TRIALS)
     twin = GateRun(of=0, role="twin", perturbation=ROUNDING["float32"])
     checks = (GateRun(of=0, role="baseline"), GateRun(of=1, role="finalist"), twin)
     trained: list[Event] = []

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.proof.loss_gate import (
+    ERRORS,
     GateTrajectories,
+    Tolerance,
     Trajectory,
     deviations,
     failed_gate,
@@ -22,13 +24,12 @@ from orchestrator.proof.loss_gate import (
     reference_candidate,
     trajectory,
 )
-from orchestrator.proof.tolerances import ERRORS, Tolerance
-from orchestrator.sweep.values import GateReport, GateSettings
+from orchestrator.sweep.events import GateReport, GateSettings
 from tests.support import ROOT
 from tests.support.story import WORKLOAD, measured
 from tests.trials.parity_knobs import read_rows, spec_of
 from trials.codec import canonical_json, from_json, to_json
-from trials.legality.rules import violations
+from trials.legality import violations
 from trials.spec import Candidate, ImageFolderData, Kernels, LossScale, Precision, Recompute, ResNetModel, Workload
 
 N = 20

@@ -7,44 +7,44 @@ import re
 import pytest
 
 from cluster.hardware.topology import Device
-from orchestrator.controller.command_events import event_of
-from orchestrator.controller.step import decide, step
+from orchestrator.controller.step import decide, event_of, step
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
-from orchestrator.promotion.evidence import choose
-from orchestrator.proof.progress import confirmation
-from orchestrator.proof.tolerances import ROUNDING
-from orchestrator.report.markdown import report_markdown
-from orchestrator.report.report import make_short_report
+from orchestrator.promotion.manifest import choose
+from orchestrator.proof.loss_gate import ROUNDING
+from orchestrator.proof.progress import confirmation, verified_change
+from orchestrator.report.report import make_report, make_short_report, report_markdown
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
     Budget,
+    BudgetChanged,
     ChecksAsked,
+    ConfirmationRun,
+    ConfirmSettings,
     ControllerStarted,
     Evaluate,
+    Evaluation,
     EvaluationEnded,
     Finish,
+    GateRun,
+    GateSettings,
     Launch,
+    ProfileRun,
+    PromotedRounds,
+    ProofSettings,
     Propose,
     SearchExhausted,
+    SoakRun,
     TrialsRetried,
 )
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import SweepState
-from orchestrator.sweep.values import (
-    ConfirmationRun,
-    ConfirmSettings,
-    Evaluation,
-    GateRun,
-    GateSettings,
-    ProfileRun,
-    ProofSettings,
-)
-from tests.support.story import WORKLOAD, created, failures, measured, proposed
-from trials.outcome import GangLost
-from trials.spec import Candidate, Layout, Precision, Recompute
+from tests.support.story import WORKLOAD, created, failures, measured, not_believed, proposed
+from trials.outcome import GangLost, StoppedEarly
+from trials.reports import Disturbance
+from trials.spec import Candidate, Layout, OwnChoice, Precision, Recompute
 
 PROOF = ProofSettings(confirm=ConfirmSettings(max_rounds=6), gate=GateSettings(num_steps=20))
 LOSSES = tuple(5.5 - 0.05 * i for i in range(20))
@@ -66,6 +66,10 @@ class Play:
         self.wrong = {self.candidates[number] for number in wrong}
         self.noise = 1.0
         """What rounding alone makes of losses."""
+        self.slowdown = {}
+        """Candidate to what the times of the last half of a longer run are multiplied with."""
+        self.stopped = {}
+        """Candidate to the number of the trial that stops its first attempt early."""
         self.outcomes, self.nodes, self.evaluations = {}, {}, {}
         self.events, self.state, self.now_s = [], SweepState(), 0.0
         self.take(created(proof=proof, budget=budget or Budget(max_trials=len(times_s)), **more))
@@ -89,8 +93,9 @@ class Play:
     def execute(self, command):
         match command:
             case Propose():
-                if command.trial < len(self.candidates):
-                    self.take(proposed(command.trial, self.candidates[command.trial], at_s=self.tick()))
+                number = self.state.num_searched
+                if number < len(self.candidates):
+                    self.take(proposed(command.trial, self.candidates[number], at_s=self.tick()))
                 else:
                     self.take(SearchExhausted(at_s=self.tick()))
             case Launch():
@@ -113,9 +118,47 @@ class Play:
 
     def outcome(self, trial):
         time_s = self.time_of.get(trial.candidate, 0.1) * 2.718281828 ** self.rng.gauss(0.0, self.between)
+        if trial.candidate in self.stopped and not trial.attempts and trial.check is None:
+            return stopped_by(self.stopped[trial.candidate])
+        if isinstance(trial.check, SoakRun):
+            return self.soaked(trial, time_s)
         is_twin = isinstance(trial.check, GateRun) and trial.check.perturbation > 0.0
         factor = 1.1 if trial.candidate in self.wrong else self.noise if is_twin else 1.0
         return measured(time_s, losses=tuple(factor * loss for loss in LOSSES), grad_norms=NORMS)
+
+    def soaked(self, trial, time_s):
+        """As many steps as asked for, at most 120, each with noise of 1 %."""
+        half = min(trial.check.num_steps, 120) // 2
+        factors = [1.0] * half + [self.slowdown.get(trial.candidate, 1.0)] * half
+        return measured(time_s, step_times_s=tuple(time_s * self.rng.gauss(one, 0.01) for one in factors))
+
+
+class BusyPlay(Play):
+    """Every run is measured on a busy machine, which slows both trials of a round alike."""
+
+    def outcome(self, trial):
+        time_s = self.time_of[trial.candidate] * 1.3 * 2.718281828 ** self.rng.gauss(0.0, self.between)
+        return measured(time_s, disturbances=(Disturbance(node="host", seconds=1.0, steal=0.1),))
+
+
+@pytest.mark.parametrize(("today_s", "loss", "most"), [(0.05, "excluded", 6), (0.07, "open", 12)], ids=["kept", "lost"])
+def test_busy_rounds_rule_a_loss_of_speed_out_and_never_show_one(today_s, loss, most):
+    then = [measured(time_s).measurement.tokens_per_s_per_device for time_s in (0.05, 0.1)]
+    promoted = PromotedRounds(own=(then[0],) * 3, baseline=(then[1],) * 3, tolerance=0.05)
+    confirm = ConfirmSettings(min_rounds=3, max_rounds=12, always=True, soak_s=None, promoted=promoted)
+    state = BusyPlay([0.1, today_s], between=0.004, proof=ProofSettings(confirm=confirm)).run()
+    rounds = confirmation(state).complete
+    found, counts_busy = verified_change(state, rounds, 1)
+    assert len(rounds) <= most
+    assert counts_busy is (loss == "excluded")
+    assert (found.loss if found else "open") == loss
+
+
+def stopped_by(incumbent):
+    evidence = failures()["crashed"].evidence
+    return StoppedEarly(
+        step_times_s=(0.1, 0.1), at_least_s=0.08, incumbent=incumbent, saved_device_seconds=1.0, evidence=evidence
+    )
 
 
 def checks(state, kind):
@@ -232,16 +275,27 @@ def test_a_run_that_met_its_deadline_is_not_judged(role, kind, answer):
     assert ("met its deadline" in verdict.reason) == (answer == "inconclusive")
 
 
-@pytest.mark.parametrize("kind", ["simulated", "replay"])
-def test_on_a_cluster_that_does_not_exist_a_proof_is_rehearsed(kind):
+@pytest.mark.parametrize("check", [ConfirmationRun, GateRun])
+@pytest.mark.parametrize("of", [0, 1])
+def test_a_check_that_is_not_believed_takes_its_finalist_out_and_leaves_no_proof_without_a_baseline(check, of):
+    runs = checks(Play([0.1, 0.04]).run(), check)
+    number = next(trial.number for trial in runs if trial.check.of == of)
+    play = Play([0.1, 0.04])
+    play.outcomes = {(number, 0): not_believed()}
+    verdict = play.run().verdict
+    assert (verdict.conclusion, verdict.winner) == ("unconfirmed" if of == 0 else "keep", None)
+    assert "reported 16 ms, but 400 ms passed" in verdict.reason
+
+
+def test_on_a_cluster_that_does_not_exist_a_proof_is_rehearsed():
     """Nothing trains for the gate, nothing is confirmed, nothing can be forced into production."""
-    state = Play([0.1, 0.05, 0.08], cluster_kind=kind).run()
+    state = Play([0.1, 0.05, 0.08], cluster_kind="simulated").run()
     verdict = state.verdict
     assert (verdict.conclusion, verdict.winner, verdict.gates) == ("rehearsed", 1, ())
     assert not checks(state, GateRun) and checks(state, ConfirmationRun)
     report = make_short_report(state, summarize(state, "sqlite:///x"))
     text = report_markdown(report)
-    word = {"simulated": "SIMULATED", "replay": "REPLAYED"}[kind]
+    word = "SIMULATED"
     assert text.startswith(f"# {word}") and f"{word}: nothing was measured" in text
     assert (
         "2.00x the speed of your present configuration" in report.headline
@@ -255,17 +309,232 @@ def test_on_a_cluster_that_does_not_exist_a_proof_is_rehearsed(kind):
     assert choose(state, None, force=False, is_candidate=True).trial.number == 1
 
 
-def test_an_old_ledger_tells_a_virtual_cluster_by_its_fingerprint():
-    assert created(fingerprint={"torch": "2", "virtual": "abc"}).virtual == "simulated"
-    assert created().virtual is None and created(cluster_kind="local").virtual is None
-
-
 def test_a_finalist_that_fails_when_measured_again_is_out():
     play = Play([0.1, 0.04, 0.06])
     play.outcomes[(5, 0)] = failures()["oom"]
     state = play.run()
     failed = state.trials[5].check.of
     assert state.verdict.conclusion == "confirmed" and state.verdict.winner == ({1, 2} - {failed}).pop()
+
+
+def cheats(*modes, mbs=None):
+    """Candidates with a knob ``w``, which cheats where it is ``cheat``, each with another micro-batch size."""
+    sizes = mbs or [2**i for i in range(len(modes))]
+    knob = {mode: (OwnChoice(name="w", value=mode),) for mode in modes}
+    return [Candidate(micro_batch_size=size, own=knob[mode]) for size, mode in zip(sizes, modes, strict=True)]
+
+
+def test_finalists_that_all_cheat_are_replaced_by_the_best_that_differ():
+    """The three fastest share ``w=cheat`` and train another model: the honest ones follow, and the fastest wins."""
+    candidates = cheats("a", "cheat", "cheat", "cheat", "a", "cheat", "a", "a")
+    play = Play([0.1, 0.025, 0.026, 0.027, 0.053, 0.028, 0.066, 0.081], candidates=candidates, wrong=[1, 2, 3, 5])
+    state = play.run()
+    verdict = state.verdict
+    assert (verdict.conclusion, verdict.winner) == ("confirmed", 4)
+    assert [proof.finalists for proof in state.set_aside] == [(1, 2, 3)] and state.proof.finalists == (4, 6, 7)
+    assert [(one.trial, one.by) for one in verdict.disqualified] == [(1, "gate"), (2, "gate"), (3, "gate")]
+    assert verdict.shared == ("w=cheat",) and "t001, t002, t003 all have w=cheat" in verdict.reason
+    assert {report.trial for report in verdict.gates} == {1, 2, 3, 4}
+    roles = [(run.check.role, run.check.of) for run in checks(state, GateRun)]
+    assert roles.count(("baseline", 0)) == roles.count(("twin", 0)) == 1, "they serve the next finalists, too"
+    assert state.best_trial == 4 and [one.number for one in state.fastest][:2] == [4, 6]
+    text = report_markdown(make_short_report(state, summarize(state, "sqlite:///x")))
+    assert "Confirmed: " in text and "t004" in text and "w=cheat" in text
+
+
+def test_of_candidates_that_share_a_suspect_value_one_at_a_time_is_tried():
+    """The disqualified have ``w=cheat`` and a micro-batch size in common: which of them it is, the next ones show."""
+    candidates = cheats("a", "cheat", "cheat", "cheat", "a", "a", mbs=[1, 8, 8, 4, 8, 4])
+    candidates[2] = dataclasses.replace(candidates[2], recompute=Recompute(full=((2,),)))
+    two = dataclasses.replace(PROOF.confirm, num_finalists=2)
+    play = Play(
+        [0.1, 0.025, 0.026, 0.027, 0.05, 0.06],
+        candidates=candidates,
+        wrong=[1, 2, 3],
+        proof=ProofSettings(confirm=two, gate=PROOF.gate),
+    )
+    state = play.run()
+    assert [proof.finalists for proof in state.set_aside] == [(1, 2)] and state.proof.finalists == (3, 4)
+    assert state.verdict.winner == 4 and state.verdict.shared == ("w=cheat",)
+
+
+def test_what_a_disqualified_trial_stopped_early_runs_again():
+    candidates = cheats("a", "cheat", "a", "a")
+    play = Play([0.1, 0.025, 0.05, 0.09], candidates=candidates, wrong=[1])
+    play.stopped = {candidates[2]: 1}
+    state = play.run()
+    assert (state.verdict.conclusion, state.verdict.winner) == ("confirmed", 2)
+    assert [attempt.outcome.kind for attempt in state.trials[2].attempts] == ["stopped_early", "measured"]
+    spent = Play([0.1, 0.025, 0.05, 0.09], candidates=candidates, wrong=[1], budget=Budget(device_hours=15 / 3600))
+    spent.stopped = {candidates[2]: 1}
+    state = spent.run()
+    assert len(state.trials[2].attempts) == 1 and state.verdict.conclusion != "confirmed"
+
+
+@pytest.mark.parametrize("why", ["oom", "gate"])
+@pytest.mark.parametrize("reopens", [False, True])
+def test_one_disqualified_trial_does_not_take_those_with_it_that_have_its_values(why, reopens):
+    """t002 has the value of t001 and another: it is no worse for that, and as the winner it is the best."""
+    sizes = [(1, Recompute()), (8, Recompute()), (8, Recompute(full=((2,),))), (2, Recompute())]
+    candidates = [Candidate(micro_batch_size=size, recompute=recompute) for size, recompute in sizes]
+
+    def play():
+        found = Play([0.1, 0.04, 0.05, 0.12], candidates=candidates, wrong=[1] if why == "gate" else [])
+        found.stopped = {candidates[3]: 1} if reopens else {}
+        return found
+
+    one = play()
+    if why == "oom":
+        again = next(run.number for run in checks(play().run(), ConfirmationRun) if run.check.of == 1)
+        one.outcomes = {(again, 0): failures()["oom"]}
+    state = one.run()
+    assert (state.verdict.conclusion, state.verdict.winner, state.best_trial) == ("confirmed", 2, 2)
+    assert [found.trial for found in state.verdict.disqualified] == [1] and not state.left_out
+    assert len(state.set_aside) == reopens and not state.is_disqualified(2)
+
+
+def test_a_finalist_of_two_proofs_has_the_reports_of_the_last():
+    """The longer run of t001 is lost in the first proof; t002 is disqualified there, so that t003 runs again."""
+
+    def play():
+        found = Play([0.1, 0.04, 0.06, 0.12], wrong=[2])
+        found.stopped = {found.candidates[3]: 2}
+        return found
+
+    soak = next(run.number for run in checks(play().run(), SoakRun) if run.check.of == 1)
+    one = play()
+    one.outcomes = {(soak, attempt): GangLost(evidence=failures()["crashed"].evidence) for attempt in range(3)}
+    state = one.run()
+    assert [[report.answer for report in proof.verdict.soaks] for proof in state.set_aside] == [["inconclusive"]]
+    assert (state.verdict.winner, [(report.trial, report.answer) for report in state.verdict.soaks]) == (
+        1,
+        [(1, "passed")],
+    )
+    assert "a longer run of 120 steps" in state.verdict.reason
+
+
+def test_a_proof_that_was_set_aside_keeps_its_own_rounds():
+    """A larger budget drops the proof that follows; its rounds have the numbers of those that were set aside."""
+    candidates = cheats("a", "cheat", "cheat", "a", "a", "a", mbs=[1, 2, 4, 8, 16, 32])
+    two = ProofSettings(confirm=dataclasses.replace(PROOF.confirm, num_finalists=2), gate=PROOF.gate)
+    times_s = [0.1, 0.025, 0.026, 0.05, 0.06, 0.07]
+    play = Play(times_s, candidates=candidates, wrong=[1, 2], proof=two, budget=Budget(max_trials=5))
+    while not (play.state.set_aside and len(checks(play.state, ConfirmationRun)) > 11):
+        play.execute(decide(play.state)[0])
+    before = confirmation(play.state, play.state.set_aside[0])
+    play.take(BudgetChanged(at_s=play.tick(), request=1, budget=Budget(max_trials=6), by="someone"))
+    state = play.run()
+    assert confirmation(state, state.set_aside[0]) == before
+    assert (state.num_searched, state.verdict.winner, len(before.complete)) == (6, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("hours", "words"), [(8, "before anything was shown faster"), (12, "the loss gate"), (16, "a longer run")]
+)
+def test_a_proof_that_the_budget_cut_short_goes_on_with_a_larger_one(hours, words):
+    play = Play([0.1, 0.05, 0.08], budget=Budget(max_trials=9, device_hours=hours / 3600))
+    cut, num_trials = play.run(), len(play.state.trials)
+    assert cut.verdict.conclusion == "unconfirmed" and words in cut.verdict.reason
+    larger = {"request": 1, "by": "someone"}
+    play.take(BudgetChanged(at_s=play.tick(), budget=Budget(max_trials=9, device_hours=hours / 3600), **larger))
+    assert play.state.status == "finished"
+    play.take(BudgetChanged(at_s=play.tick(), budget=Budget(max_trials=9, device_hours=1.0), **larger))
+    state = play.run()
+    assert (state.verdict.conclusion, state.verdict.winner) == ("confirmed", 1)
+    assert state.num_searched == 3 and len(state.trials) > num_trials and fold(play.events) == state
+
+
+def test_a_search_that_ended_for_a_disqualified_trial_goes_on():
+    """Patience was spent waiting for a trial faster than the cheat."""
+    candidates = cheats("a", "cheat", "a", "a", "a", "a")
+    budget = Budget(max_trials=6, patience=2)
+    play = Play([0.1, 0.025, 0.2, 0.2, 0.05, 0.2], candidates=candidates, wrong=[1], budget=budget)
+    state = play.run()
+    assert state.set_aside[0].cause == "patience" and state.num_searched == 6
+    assert state.verdict.conclusion == "confirmed" and state.winner.candidate == candidates[4]
+
+
+def test_where_the_budget_ends_before_the_next_finalists_their_names_are_told():
+    candidates = cheats("a", "cheat", "cheat", "cheat", "a")
+    budget = Budget(max_trials=5, device_hours=20.5 / 3600)
+    share = dataclasses.replace(PROOF.confirm, budget_share=0.7)
+    proof = ProofSettings(confirm=share, gate=PROOF.gate)
+    times_s = [0.1, 0.025, 0.026, 0.027, 0.053]
+    state = Play(times_s, candidates=candidates, wrong=[1, 2, 3], budget=budget, proof=proof).run()
+    assert state.verdict.conclusion in ("keep", "unconfirmed") and state.verdict.winner is None
+    report = make_report(state, summarize(state, "sqlite:///x"))
+    assert [one.command for one in report.commands if one.purpose == "confirm"] == ["tune-cluster confirm story t004"]
+
+
+def test_a_finalist_whose_speed_fades_is_disqualified():
+    play = Play([0.1, 0.05, 0.08])
+    play.slowdown = {play.candidates[1]: 2.5}
+    state = play.run()
+    verdict = state.verdict
+    assert (verdict.conclusion, verdict.winner) == ("confirmed", 2)
+    fading = verdict.disqualified[0].reason
+    assert re.search(r"its speed fades: 2\.0\dx in the first third .*, 0\.8\dx in the last", fading)
+    assert [(one.trial, one.answer) for one in verdict.soaks] == [(1, "failed"), (2, "passed")]
+    assert re.fullmatch(
+        r"t002 is 1\.\d\dx as fast as the baseline \(95 %: .*\) over 3 rounds and a longer run of 120 steps \(10 s\)",
+        verdict.reason,
+    )
+    runs = [(run.check.of, run.check.finalist) for run in checks(state, SoakRun)]
+    assert runs == [(0, 1), (1, 1), (0, 2), (2, 2)]
+    assert [run.check.expected_s for run in checks(state, SoakRun)] == pytest.approx([30.0] * 4, rel=0.01)
+    alone = Play([0.1, 0.05])
+    alone.slowdown = {alone.candidates[1]: 2.5}
+    assert alone.run().verdict.conclusion == "keep"
+
+
+@pytest.mark.parametrize(
+    ("of", "kind", "conclusion", "words"),
+    [
+        (1, "timed_out", "keep", "failed in its longer run"),
+        (1, "oom", "keep", "failed in its longer run"),
+        (0, "oom", "unconfirmed", "the baseline could not be measured in a longer run"),
+    ],
+)
+def test_a_longer_run_that_fails(of, kind, conclusion, words):
+    play = Play([0.1, 0.05])
+    number = next(run.number for run in checks(Play([0.1, 0.05]).run(), SoakRun) if run.check.of == of)
+    play.outcomes = {(number, 0): failures()[kind]}
+    verdict = play.run().verdict
+    assert verdict.conclusion == conclusion and words in verdict.reason
+
+
+def test_soak_may_be_off_or_of_a_given_length():
+    def proof(soak_s):
+        return ProofSettings(confirm=dataclasses.replace(PROOF.confirm, soak_s=soak_s), gate=PROOF.gate)
+
+    off = Play([0.1, 0.05], proof=proof(0.0)).run()
+    assert not checks(off, SoakRun) and off.verdict.conclusion == "confirmed"
+    state = Play([0.1, 0.05], proof=proof(7.0)).run()
+    assert [run.check.num_steps for run in checks(state, SoakRun)] == [70, 140]
+    assert not checks(Play([0.1, 0.05], cluster_kind="simulated").run(), SoakRun)
+
+
+def test_of_equal_finalists_the_smaller_change_wins():
+    half = Precision(level="O1", dtype="bfloat16")
+    more = Recompute(full=((2,),))
+    candidates = [
+        Candidate(),
+        Candidate(micro_batch_size=2, precision=half),
+        Candidate(micro_batch_size=4, recompute=more),
+        Candidate(micro_batch_size=8),
+    ]
+    state = Play([0.1, 0.0495, 0.0497, 0.05], candidates=candidates, between=0.03, seed=1).run()
+    verdict = state.verdict
+    assert (verdict.conclusion, verdict.winner, set(verdict.tied_with)) == ("confirmed", 3, {1, 2})
+    assert "; equal: " in verdict.reason and "t001" in verdict.reason.split("equal: ")[1]
+    apart = Play([0.1, 0.03, 0.04, 0.05], candidates=candidates, between=0.001).run().verdict
+    assert (apart.winner, apart.tied_with) == (1, ())
+
+
+def test_where_nothing_was_compared_nothing_is_concluded():
+    verdict = Play([0.1]).run().verdict
+    assert verdict.conclusion == "unconfirmed" and "nothing was compared" in verdict.reason
+    assert Play([0.1, 0.2]).run().verdict.conclusion == "keep"
 
 
 def test_without_a_baseline_nothing_is_settled():

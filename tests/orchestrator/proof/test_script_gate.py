@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from orchestrator.proof.loss_gate import Trajectory
 from orchestrator.proof.script_gate import ScriptRuns, judge_script
-from orchestrator.proof.trajectories import Trajectory
-from orchestrator.sweep.values import GateSettings
+from orchestrator.sweep.events import GateSettings
 from trials.spec import Precision
 
 NUM_STEPS = 20

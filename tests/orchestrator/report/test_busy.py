@@ -4,25 +4,24 @@ import io
 import json
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from orchestrator.report import words
-from orchestrator.report.markdown import report_markdown
-from orchestrator.report.proof import proof_result
-from orchestrator.report.report import make_report
+from orchestrator.report.curves import proof_result
+from orchestrator.report.report import make_report, report_markdown
 from orchestrator.report.summary import summarize
 from orchestrator.status import explanation
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
-from orchestrator.terminal.explain_trial import render_explanation
-from orchestrator.terminal.report import render_report
-from orchestrator.tracking import content, metrics
+from orchestrator.sweep.snapshot import Home
+from orchestrator.terminal.explain_screen import render_explanation
+from orchestrator.terminal.result_screen import render_report
+from orchestrator.tracking import run_records
 from tests.support.cli_homes import keep, run
 from tests.support.proof_story import proof_events
 from tests.support.story import measured
 from trials.outcome import Measured
-from trials.reports.devices import DeviceMemory
-from trials.reports.disturbance import Disturbance
+from trials.reports import DeviceMemory, Disturbance
 
 BUSY = Disturbance(node="n1", seconds=4.0, foreign_cpu=0.48, foreign_processes=("cc1plus 0.9",), steal=0.01)
 QUIET = Disturbance(node="n1", seconds=4.0, foreign_cpu=0.01, steal=0.0)
@@ -63,9 +62,9 @@ def test_a_trial_measured_on_a_busy_machine_is_marked_and_explained(tmp_path):
     assert text.count("measured !") == 1 and report.proof.caution == ""
     body = summarize(state, "").to_json()["disturbed"]
     assert body == {"trials": [1], "most": 1, "why": WORDS}
-    assert content.attempt_tags(state.trials[1])["tc.disturbed"] == WORDS
-    assert metrics.trial_metrics(state, state.trials[1])["busy/foreign_cpu_share"] == 0.48
-    assert "tc.disturbed" not in content.attempt_tags(state.trials[0])
+    assert run_records.attempt_tags(state.trials[1])["tc.disturbed"] == WORDS
+    assert run_records.trial_metrics(state, state.trials[1])["busy/foreign_cpu_share"] == 0.48
+    assert "tc.disturbed" not in run_records.attempt_tags(state.trials[0])
     keep(tmp_path, "story", story(busy=(1,)))
     explained = explanation.explain("story", "t001", Home(tmp_path))
     assert f"disturbed {WORDS}" in shown(render_explanation(explained))
@@ -74,6 +73,29 @@ def test_a_trial_measured_on_a_busy_machine_is_marked_and_explained(tmp_path):
     assert f"1 trial measured on a busy machine; t001 most: {WORDS}" in " ".join(
         run("status", "story", "--home", tmp_path).output.split()
     )
+
+
+def test_a_trial_whose_steps_became_slower_is_marked_and_explained(tmp_path):
+    def on(event):
+        if getattr(event, "trial", None) != 1 or not isinstance(getattr(event, "outcome", None), Measured):
+            return event
+        times_s = tuple(0.05 * 1.05**i for i in range(9))
+        return replace(event, outcome=Measured(measurement=replace(event.outcome.measurement, step_times_s=times_s)))
+
+    events = [on(event) for event in proof_events()]
+    state = fold(events)
+    why = "steps became 34% slower while it was measured: only the last 3 of 9 count"
+    report = make_report(state, summarize(state, ""))
+    text = shown(render_report(report))
+    assert f"- winner: {why}" in report_markdown(report)
+    assert "measured ~" in text and f"~ step times were not steady; t001: {why}" in text
+    assert run_records.attempt_tags(state.trials[1])["tc.trend"] == why
+    assert run_records.trial_metrics(state, state.trials[1])["step_time_trend"] == 0.3401
+    keep(tmp_path, "story", events)
+    assert f"trend {why}" in shown(render_explanation(explanation.explain("story", "t001", Home(tmp_path))))
+    body = json.loads(run("explain", "story", "t001", "--home", tmp_path, "--json").stdout)["measured"]
+    assert body["trend"] == {"change": pytest.approx(1.05**6 - 1), "num_last": 3}
+    assert body["step_time_s"] == pytest.approx(0.05 * 1.05**7)
 
 
 def test_a_confirmation_with_disturbed_rounds_says_so_beside_the_verdict():

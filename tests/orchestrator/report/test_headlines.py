@@ -9,25 +9,23 @@ import pytest
 from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import check_tracking_uri
-from orchestrator.notifications.content import payload
+from orchestrator.notifications import payload
 from orchestrator.objective import Objective
 from orchestrator.proof.next_check import ratio_interval
 from orchestrator.proof.progress import confirmation
-from orchestrator.report.markdown import report_markdown
 from orchestrator.report.page.page import page_html
-from orchestrator.report.report import make_report
-from orchestrator.report.summary import summarize
-from orchestrator.report.verdict import headline
+from orchestrator.report.report import make_report, report_markdown
+from orchestrator.report.summary import headline, summarize
 from orchestrator.statistics import Interval
+from orchestrator.sweep.events import ConfirmationRun
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.values import ConfirmationRun
-from orchestrator.terminal.report import render_report
-from orchestrator.terminal.status import best_words
-from orchestrator.tracking.checks import verdict_tags
+from orchestrator.terminal.result_screen import render_report
+from orchestrator.terminal.sweep_screen import best_words
+from orchestrator.tracking.run_records import verdict_tags
 from tests.orchestrator.terminal.test_report import text
 from tests.support.long_story import candidate, events, speeds
 from tests.support.proof_story import proof_events
-from tests.support.story import created, ended, failures, launched, measured, proposed
+from tests.support.story import created, ended, failures, launched, measured, not_believed, proposed
 from trials.spec import Layout
 
 
@@ -77,6 +75,19 @@ def test_a_wide_interval_is_told_by_its_lower_end_in_every_place():
     assert headline(state, summarize(state, "")).startswith(f"Confirmed: at least {low} (95 %: {low} ")
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "told"),
+    [
+        (1.004, 1.86, "at least 1.004x (95 %: 1.004x – 1.86x)"),  # noqa: RUF001
+        (1.0001, 1.86, "at least 1.0001x (95 %: 1.0001x – 1.86x)"),  # noqa: RUF001
+        (1.25, 1.86, "at least 1.25x (95 %: 1.25x – 1.86x)"),  # noqa: RUF001
+        (0.5, 0.996, "at most 0.996x (95 %: 0.50x – 0.996x)"),  # noqa: RUF001
+    ],
+)
+def test_a_claim_is_never_rounded_to_no_difference(low, high, told):
+    assert units.ratio(1.4, Interval(low, high)) == told
+
+
 def test_a_narrow_interval_stands_beside_its_value():
     state = proven(noise=0.001)
     for place, shown in told(state).items():
@@ -109,7 +120,11 @@ def test_figures_beside_a_ratio_are_those_it_is_made_of():
         assert f"step {units.milliseconds(confirmed.figures.step_time_s)}" in shown[place], place
         assert "measured by the confirmation" in shown[place], place
     body = summarize(state, "").to_json()
-    assert body["confirmed"]["figures"]["step_time_s"] == confirmed.figures.step_time_s != body["best"]["step_time_s"]
+    assert (
+        body["winner"]["figures"]["step_time_s"]
+        == confirmed.figures.step_time_s
+        != body["best_of_search"]["step_time_s"]
+    )
 
 
 def test_fewer_devices_than_the_baseline_are_told():
@@ -144,8 +159,8 @@ def test_costs_are_told_where_they_are_the_objective():
 def test_webhooks_tell_the_figures_too():
     body = payload("finished", 1, proven(noise=0.001))
     assert body["objective"] == "tokens_per_s_per_device"
-    assert {"step_time_s", "tokens_per_s", "num_devices"} <= body["winner"].keys() & body["baseline"].keys()
-    assert body["confirmed"]["num_rounds"] == 4
+    assert {"step_time_s", "tokens_per_s", "num_devices"} <= body["winner"]["figures"].keys() & body["baseline"].keys()
+    assert body["winner"]["speedup"]["num_rounds"] == 4
 
 
 def test_the_store_of_a_home_with_a_space_can_be_named():
@@ -173,12 +188,21 @@ def test_a_sweep_without_a_baseline_is_not_to_be_confirmed_but_mended():
     assert "confirm" not in next_of(sweep)
 
 
+def test_a_baseline_that_is_not_believed_is_the_result():
+    sweep = replace(fold(events([not_believed()])), status="failed")
+    assert headline(sweep, summarize(sweep, "")) == (
+        "The baseline is not believed: it reports 2 ms per step, but 50 ms passed. Nothing was compared."
+    )
+    commands = {one.purpose: one.command for one in make_report(sweep, summarize(sweep, "")).commands}
+    assert "--failed=not_believed" in commands["retry"]
+
+
 def test_nothing_is_called_measured_where_nothing_was():
     story = events(speeds(0.1, 0.08))
     story[0] = replace(story[0], cluster_kind="simulated")
     sweep = fold(story)
     report = make_report(sweep, summarize(sweep, ""))
-    assert {row.state for row in report.trials.rows} == {"simulated"}
+    assert {row.cells["state"].text for row in report.trials.rows} == {"simulated"}
     assert "2 simulated" in report.cost
     assert (
         "measured"

@@ -7,10 +7,18 @@ import re
 import pytest
 
 from orchestrator.diagnosis.values import KnobEffect, KnobImportance, Part, StepParts
-from orchestrator.report.plots import proof, search, step_time, style
-from orchestrator.report.plots.labels import fitting
-from orchestrator.report.proof import Finalist, GateCurves, finalists, gate_curves
-from orchestrator.report.series import History, ParallelCoordinates, SpeedPoint, history
+from orchestrator.report.curves import (
+    Finalist,
+    GateCurves,
+    History,
+    ParallelCoordinates,
+    SpeedPoint,
+    finalists,
+    gate_curves,
+    history,
+)
+from orchestrator.report.plots import charts, style
+from orchestrator.report.plots.style import fitting
 from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.sweep.fold import fold
 from tests.support.long_story import all_kinds, state
@@ -64,13 +72,13 @@ def plots(num_trials: int):
     several: list[Finalist] = [one] * 6
     assert isinstance(curves, GateCurves)
     return {
-        "history": lambda: search.plot_history(found, "tokens/s/p"),
-        "pareto": lambda: search.plot_pareto(found.measured, "tokens/s/p", 60 * 2**30),
-        "parallel": lambda: search.plot_coordinates(many_lines(num_trials), "tokens/s/p"),
-        "breakdown": lambda: step_time.plot_breakdown(steps()),
-        "importance": lambda: step_time.plot_importance(*importance()),
-        "rounds": lambda: proof.plot_rounds(several, "who is faster"),
-        "gate": lambda: proof.plot_gate(curves, None),
+        "history": lambda: charts.plot_history(found, "tokens/s/p"),
+        "pareto": lambda: charts.plot_pareto(found.measured, "tokens/s/p", 60 * 2**30),
+        "parallel": lambda: charts.plot_coordinates(many_lines(num_trials), "tokens/s/p"),
+        "breakdown": lambda: charts.plot_breakdown(steps()),
+        "importance": lambda: charts.plot_importance(*importance()),
+        "rounds": lambda: charts.plot_rounds(several, "who is faster"),
+        "gate": lambda: charts.plot_gate(curves, None),
     }
 
 
@@ -106,23 +114,23 @@ def test_no_label_covers_another_or_leaves_the_figure(num_trials, monkeypatch):
 
 def test_every_point_says_what_it_is():
     found = history(state(all_kinds()))
-    svg = style.to_svg(lambda: search.plot_history(found, "tokens/s/p"), "history")
+    svg = style.to_svg(lambda: charts.plot_history(found, "tokens/s/p"), "history")
     titles = re.findall(r"<title>(.*?)</title>", svg)
     assert len(titles) == len(found.measured) + len(found.failed) + len(found.stopped)
     assert "t001  z2x2 mbs1 O0: 3,200 tokens/s/p" in " ".join(titles)
     assert "t003  not measured" in titles
     assert re.search(r'<svg role="img" aria-label="t001 is the fastest', svg)
     lines = many_lines(25)
-    drawn = style.to_svg(lambda: search.plot_coordinates(lines, "tokens/s/p"), "parallel")
+    drawn = style.to_svg(lambda: charts.plot_coordinates(lines, "tokens/s/p"), "parallel")
     assert len(re.findall(r"<path [^>]*><title>", drawn)) == len(lines.lines)
-    bars = style.to_svg(lambda: step_time.plot_breakdown(steps()), "breakdown")
+    bars = style.to_svg(lambda: charts.plot_breakdown(steps()), "breakdown")
     assert len(re.findall(r"<title>compute: 200 s, \d+% of the step</title>", bars)) == 2
 
 
 def test_titles_are_escaped():
     hostile = "</title><script>alert(1)</script>"
     point = SpeedPoint(trial=1, speed=1.0, low=1.0, high=1.0, peak_bytes=1, name=hostile)
-    svg = style.to_svg(lambda: search.plot_pareto([point], "tokens/s/p"), "pareto")
+    svg = style.to_svg(lambda: charts.plot_pareto([point], "tokens/s/p"), "pareto")
     assert "<script" not in svg
     assert "&lt;/title&gt;&lt;script&gt;" in svg
 

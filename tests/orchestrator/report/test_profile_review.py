@@ -9,24 +9,24 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from cluster.gang.files import MAX_BYTES_PER_RANK
-from cluster.gang.outcome import merge_findings
+from cluster.gang.environment import MAX_BYTES_PER_RANK
+from cluster.gang.gang_outcome import merge_findings
 from cluster.hardware.topology import Device
 from orchestrator.config.profile import ProfileSection
 from orchestrator.errors import ConfigError
-from orchestrator.report.artifacts import ProfileCopies, copy_profile, profile_files
 from orchestrator.report.page.page import environment
-from orchestrator.report.profile import profile_tables, remarks
-from orchestrator.sweep.home import attempt_folder
+from orchestrator.report.profile_tables import profile_tables, remarks
+from orchestrator.report.sources import ProfileCopies, copy_profile, profile_files
+from orchestrator.sweep.events import ProfileRun
+from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.sweep.state import Attempt, Trial
-from orchestrator.sweep.values import ProfileRun
-from orchestrator.terminal.report import render_profile
+from orchestrator.terminal.result_screen import render_profile
 from trials.codec import from_json, to_json
 from trials.outcome import Measured, Measurement, StepBreakdown
-from trials.reports.findings import Findings
-from trials.reports.profile import (
+from trials.reports import (
     FOLDER,
     CollectiveCount,
+    Findings,
     MemoryPeak,
     OperatorTime,
     PhaseTime,

@@ -1,21 +1,29 @@
 import json
+from dataclasses import replace
 
+import jsonschema
 import pytest
 
+from configs import CONFIGS
 from orchestrator.mlflow_urls import public_uri
+from orchestrator.report.result_schema import SCHEMA_FILE, result_schema, schema_text
 from orchestrator.report.summary import summarize
+from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import SweepState
-from tests.support.long_story import all_kinds, candidate, speeds, state
+from tests.support.long_story import all_kinds, candidate, events, speeds, state
+from tests.support.proof_story import proof_events
 from tests.support.story import failures, measured
 from trials.codec import from_json
-from trials.spec import Candidate
+from trials.spec import Candidate, ImageFolderData, ResNetModel, Workload
 
 
 def test_the_json_form_is_complete():
     body = summarize(state(all_kinds()), "sqlite:////home/mlflow.db").to_json()
     assert json.loads(json.dumps(body, allow_nan=False)) == body
-    best, baseline, interval = body.pop("best"), body.pop("baseline"), body.pop("speedup_ci95")
+    best, baseline = body.pop("best_of_search"), body.pop("baseline")
+    compared = best.pop("speedup")
     assert body == {
+        "schema_version": 1,
         "sweep": "story",
         "state": "finished",
         "reason": "the budget of 9 trials is spent",
@@ -30,16 +38,15 @@ def test_the_json_form_is_complete():
             "host_oom": 0,
             "gang_lost": 1,
             "total": 9,
+            "not_believed": 0,
         },
-        "speedup": pytest.approx(1.25),
-        "verdict": "faster",
         "ruled_out": [],
         "objective": "tokens_per_s_per_device",
         "unit": "tokens/s/p",
         "num_leased_devices": 2,
         "measured": True,
         "virtual": None,
-        "confirmed": None,
+        "remeasured": None,
         "device_hours": pytest.approx(9 / 3600),
         "saved_device_hours": 0,
         "duration_s": 100.0,
@@ -53,15 +60,17 @@ def test_the_json_form_is_complete():
     }
     figures = {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "num_devices"}
     costs = {"device_hours_per_1e9_tokens", "price_per_1e9_tokens"}
-    assert set(best) == set(baseline) == {"trial", "reason", "config", "score", "ci95"} | figures | costs
+    about = {"trial", "reason", "config", "score", "score_low", "score_high"}
+    assert set(best) == set(baseline) == about | figures | costs
     assert (best["trial"], baseline["trial"]) == (1, 0)
     assert best["tokens_per_s_per_device"] == pytest.approx(512 / 0.08 / 2)
-    assert best["ci95"][0] < best["tokens_per_s_per_device"] < best["ci95"][1]
-    assert interval[0] < 1.25 < interval[1]
+    assert best["score_low"] < best["tokens_per_s_per_device"] < best["score_high"]
+    assert (compared["value"], compared["verdict"]) == (pytest.approx(1.25), "faster")
+    assert compared["low"] < 1.25 < compared["high"]
 
 
 def test_the_configuration_reads_back_as_the_candidate():
-    config = dict(summarize(state(all_kinds()), "").to_json()["best"]["config"])
+    config = dict(summarize(state(all_kinds()), "").to_json()["best_of_search"]["config"])
     assert "mbs1" in config.pop("short_name")
     assert from_json(Candidate, config) == candidate(1)
 
@@ -78,20 +87,67 @@ def test_keeping_what_one_has_is_a_verdict(step_times_s: tuple[float, ...], best
 
 def test_nothing_measured():
     body = summarize(state(failures().values()), "").to_json()
-    assert (body["best"], body["baseline"], body["speedup"]) == (None, None, None)
+    assert (body["best_of_search"], body["baseline"], body["winner"]) == (None, None, None)
 
 
 def test_a_failed_baseline_leaves_no_comparison():
     body = summarize(state([failures()["oom"], measured()]), "").to_json()
-    assert body["best"]["trial"] == 1
-    assert (body["baseline"], body["speedup"]) == (None, None)
+    assert body["best_of_search"]["trial"] == 1
+    assert (body["baseline"], body["best_of_search"]["speedup"]) == (None, None)
 
 
 def test_an_unknown_interval_is_null():
     outcomes = [measured(step_times_s=(0.1,)), measured(step_times_s=(0.05,))]
     body = summarize(state(outcomes), "").to_json()
-    assert body["best"]["ci95"] is None
-    assert (body["speedup"], body["speedup_ci95"], body["verdict"]) == (pytest.approx(2.0), None, "tie")
+    best = body["best_of_search"]
+    assert (best["score_low"], best["score_high"]) == (None, None)
+    assert best["speedup"] == {"value": pytest.approx(2.0), "low": None, "high": None, "verdict": "tie"}
+
+
+def vision(outcomes):
+    """A story whose samples are no sequences."""
+    workload = Workload(model=ResNetModel(), data=ImageFolderData(), seq_length=1, global_batch_size=512)
+    story = events(outcomes)
+    return fold([replace(story[0], workload=workload), *story[1:]])
+
+
+STORIES = {
+    "searched": lambda: state(all_kinds()),
+    "running": lambda: state(speeds(0.1, 0.08), finished=False),
+    "nothing measured": lambda: state(failures().values()),
+    "samples": lambda: vision(speeds(0.1, 0.08)),
+    **{one: lambda one=one: fold(proof_events(one)) for one in ("confirmed", "keep", "unconfirmed")},
+    "promoted": lambda: fold(proof_events(is_promoted=True)),
+    "gate not over": lambda: fold(proof_events()[:-6]),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_every_result_follows_the_published_schema(story):
+    body = summarize(STORIES[story](), "").to_json()
+    jsonschema.validate(json.loads(json.dumps(body, allow_nan=False)), result_schema())
+    assert set(body) == set(result_schema()["properties"]), "nothing that the schema does not name"
+
+
+def test_the_schema_in_the_docs_is_current():
+    assert (CONFIGS.parent / SCHEMA_FILE).read_text(encoding="utf-8") == schema_text()
+
+
+def test_the_winner_comes_first_with_its_own_confirmed_speed_up():
+    """The fastest of the search is another trial with another figure."""
+    found = fold(proof_events(search=[*speeds(0.1, 0.08, 0.06), *failures().values()]))
+    body = summarize(found, "").to_json()
+    assert list(body)[:2] == ["schema_version", "winner"]
+    winner, best = body["winner"], body["best_of_search"]
+    assert (winner["trial"], best["trial"]) == (1, 2)
+    assert winner["speedup"] == {"value": 1.25, "low": 1.2, "high": 1.3, "num_rounds": 4}
+    assert winner["figures"] == body["remeasured"]["figures"] and winner["search"]["trial"] == 1
+    assert best["speedup"]["value"] > 1.6
+
+
+def test_samples_are_not_called_tokens():
+    best = summarize(vision(speeds(0.1, 0.08)), "").to_json()["best_of_search"]
+    assert "samples_per_s" in best and not any("token" in key for key in best)
 
 
 def test_an_empty_ledger_has_no_summary():

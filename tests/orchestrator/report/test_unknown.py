@@ -6,30 +6,27 @@ import json
 import re
 from dataclasses import replace
 
-from orchestrator.diagnosis.step_parts import split
+from orchestrator.diagnosis.bottlenecks import split
 from orchestrator.invocation import Invocation
-from orchestrator.live.rows import trial_rows
-from orchestrator.live.trial_page import trial_document
-from orchestrator.report.markdown import report_markdown
+from orchestrator.live.live_pages import SweepLook, trial_document
+from orchestrator.report.curves import front, history
 from orchestrator.report.page.page import page_html
-from orchestrator.report.report import make_report
-from orchestrator.report.series import front, history
+from orchestrator.report.report import make_report, report_markdown
 from orchestrator.report.summary import summarize
-from orchestrator.search.prediction.transfer import EarlierTrial
+from orchestrator.search.transfer import EarlierTrial
 from orchestrator.status import explanation
+from orchestrator.sweep.events import GateRun
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
-from orchestrator.sweep.values import GateRun
-from orchestrator.terminal.explain_trial import render_explanation
-from orchestrator.terminal.report import render_report
-from orchestrator.tracking import metrics
-from orchestrator.tracking.checks import check_note
+from orchestrator.sweep.snapshot import Home
+from orchestrator.terminal.explain_screen import render_explanation
+from orchestrator.terminal.result_screen import render_report
+from orchestrator.tracking import run_records
+from orchestrator.tracking.run_records import check_note
 from tests.orchestrator.report.test_busy import shown
 from tests.support.cli_homes import keep
 from tests.support.proof_story import proof_events
 from trials.outcome import Measured, StepBreakdown
-from trials.reports.findings import Findings
-from trials.reports.script import ScriptReport
+from trials.reports import Findings, ScriptReport
 
 NOTHING_TOLD = {
     "breakdown": StepBreakdown(),
@@ -56,6 +53,11 @@ def told_nothing():
     return [silent(event) for event in proof_events()]
 
 
+def live_rows(home):
+    parts = SweepLook(home, "story", Invocation(), lambda _sweep: {}).parts()
+    return "".join(part["row"] for name, part in parts.items() if name.startswith(("trial/", "check/")))
+
+
 def test_reports_and_pages_leave_out_what_is_not_known(tmp_path):
     keep(tmp_path, "story", told_nothing())
     home, state = Home(tmp_path), fold(told_nothing())
@@ -66,8 +68,8 @@ def test_reports_and_pages_leave_out_what_is_not_known(tmp_path):
         "markdown": report_markdown(report),
         "page": page_html(report),
         "explanation": shown(render_explanation(found)),
-        "live": json.dumps([row.get("memory") for row in trial_rows(home.read("story"))[0].values()]),
-        "trial page": json.dumps(trial_document(home, "story", 1, Invocation())["measured"]),
+        "live": live_rows(home),
+        "trial page": json.dumps(trial_document(home, "story", 1, Invocation())["html"]["measured"]),
     }
     assert {where: ZERO.findall(text) for where, text in texts.items() if ZERO.search(text)} == {}
     assert all(report.shown[0].measurement.step_time_s > 0 and not one.step.parts for one in report.shown)
@@ -76,10 +78,10 @@ def test_reports_and_pages_leave_out_what_is_not_known(tmp_path):
 def test_nothing_is_learnt_from_what_is_not_known():
     state = fold(told_nothing())
     trial = state.trials[1]
-    told = metrics.trial_metrics(state, trial)
+    told = run_records.trial_metrics(state, trial)
     assert not {"peak_memory_gib", "peak_reserved_gib", "mfu", "final_loss"} & set(told)
     assert [name for name in told if name.startswith("parts/")] == []
-    assert [name for name, curve in metrics.trial_curves(trial).items() if curve] == ["curve/step_time_ms"]
+    assert [name for name, curve in run_records.trial_curves(trial).items() if curve] == ["curve/step_time_ms"]
     parts = split(trial, {}, "its model is not known")
     assert "your program tells only how long a step takes" in parts.notes[0]
     assert EarlierTrial.of_outcome("s", state.sweep.workload, trial.candidate, trial.outcome).peak_bytes is None

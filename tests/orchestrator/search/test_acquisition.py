@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 
 from orchestrator.search.acquisition import (
     SHORTLIST_SIZE,
+    ErrorModel,
+    Posterior,
     ProposalRound,
     Seen,
     expected_improvement,
+    incumbent,
+    learn,
     plain_scores,
     probability_fits,
     should_stop,
 )
-from orchestrator.search.prediction.gaussian_process import ErrorModel, learn, normal_cdf
-from orchestrator.search.prediction.memory_belief import MemoryBelief, Structured
-from orchestrator.search.prediction.posterior import Posterior
+from orchestrator.search.memory_belief import MemoryBelief, Structured, normal_cdf
 
 
 def grid(n=12):
@@ -263,3 +265,11 @@ def test_trials_that_ran_without_a_figure_say_that_their_like_fit():
     rows = np.array([5])
     before = probability_fits(posterior, Seen(), rows)[0]
     assert before < 0.5 < probability_fits(posterior, Seen(ran=frozenset({0})), rows)[0]
+
+
+def test_a_lucky_noisy_time_is_not_what_has_to_be_beaten():
+    assert incumbent(Seen()) is None
+    times_s = {0: 1.0, 1: 0.9, 2: 0.02}
+    seen = Seen(times_s=times_s, noise_std={0: 0.01, 1: 0.02, 2: 3.0})
+    assert incumbent(seen) == pytest.approx(math.log(0.9))
+    assert incumbent(replace(seen, noise_std={})) == pytest.approx(math.log(0.02))

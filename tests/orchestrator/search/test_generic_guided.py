@@ -11,18 +11,17 @@ from click.testing import CliRunner
 from cluster.cost.coefficients import load_prior
 from cluster.cost.generic import generic_step_seconds
 from cluster.hardware.accelerators import load_cluster
-from cluster.virtual.modelled import ModelledCost
+from cluster.virtual import ModelledCost
 from orchestrator.cli.main import main
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.predictor import Predictor
 from orchestrator.search.search import Search
-from orchestrator.space.naming import flat_params
+from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from tests.support.story import created, ended, launched, measured, proposed
 from tests.support.virtual_sweeps import submit
-from trials.dryrun.estimate import DryRunEstimate, StageEstimate
-from trials.dryrun.records import Traffic
+from trials.dryrun.estimate import DryRunEstimate, StageEstimate, Traffic
 from trials.flops import model_flops_per_token
 from trials.spec import (
     Candidate,

@@ -9,20 +9,19 @@ import pytest
 from cluster.cost.calibrate import Calibrated
 from cluster.cost.candidates import inputs_of
 from cluster.cost.coefficients import load_prior
-from cluster.cost.estimate import CostModel
+from cluster.cost.cost_model import CostModel
 from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
+from orchestrator.search import predictor
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction import predictor
-from orchestrator.search.prediction.prediction import make_predictor
-from orchestrator.search.prediction.predictor import Predictor, UnpredictableError
+from orchestrator.search.predictor import Predictor, UnpredictableError, make_predictor
 from orchestrator.search.search import Search
-from orchestrator.space.naming import flat_params
+from orchestrator.space.notation import flat_params
 from orchestrator.space.rules import check
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from tests.support.story import created, ended, failures, launched, measured, proposed, ruled_out
-from trials.reports.devices import DeviceMemory
+from trials.reports import DeviceMemory
 from trials.spec import Candidate, Layout, LlamaModel, Loader, Precision, Recompute, TextData, Workload
 
 MODEL = LlamaModel(

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.search.prediction.gaussian_process import log_normal_cdf, normal_cdf
-from orchestrator.search.prediction.memory_belief import NUGGET_STD, MemoryBelief, Structured
+from orchestrator.search.memory_belief import NUGGET_STD, MemoryBelief, Structured, log_normal_cdf, normal_cdf
 
 NUM = 200_000
 

@@ -12,14 +12,11 @@ from click.testing import CliRunner
 from benchmarks.search.generic.programs import script_ranks, script_vision
 from benchmarks.search.generic.sweeps import search
 from cluster.candidate_table import CandidateTable
-from cluster.cost.usual.effects import EFFECTS, NUM_DRAWS, drawn_programs
-from cluster.cost.usual.knobs import KnobColumns, column_of
-from cluster.cost.usual.step import bytes_sent
+from cluster.cost.usual import EFFECTS, NUM_DRAWS, KnobColumns, bytes_sent, column_of, drawn_programs
 from orchestrator.cli.main import main
-from orchestrator.search.prediction.knob_effects import UnmodelledKnobs
-from orchestrator.search.prediction.relative import RelativePredictor
-from orchestrator.search.prediction.transfer import EarlierTrial, same_program
-from orchestrator.space.naming import flat_params
+from orchestrator.search.knob_effects import RelativePredictor, UnmodelledKnobs
+from orchestrator.search.transfer import EarlierTrial, same_program
+from orchestrator.space.notation import flat_params
 from tests.support.sweep_files import write
 from trials.spec import Candidate, Layout, Loader, OwnChoice, Precision, Recompute, ScriptData, ScriptModel, Workload
 

@@ -7,14 +7,14 @@ import logging
 import pytest
 
 from orchestrator.config.sweep import load_sweep
-from orchestrator.controller import creation
+from orchestrator.controller import controller
 from orchestrator.objective import Objective
-from orchestrator.planning.knowledge import EarlierTrials
-from orchestrator.report.verdict import cost
-from orchestrator.search.prediction.transfer import EarlierTrial, same_hardware
+from orchestrator.planning.predictions import EarlierTrials
+from orchestrator.report.summary import cost
+from orchestrator.search.transfer import EarlierTrial, same_hardware
 from orchestrator.sweep.events import AttemptEnded, SweepFinished
-from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import Home
 from tests.support.story import WORKLOAD, failures, measured
 from tests.support.sweep_files import changed, write
 from tests.support.virtual_sweeps import SWEEP, submit
@@ -113,5 +113,5 @@ def test_what_is_learned_is_a_value_that_survives_json():
 
 
 def test_no_store_no_question(tmp_path):
-    assert creation.earlier(load_sweep(write(tmp_path, SWEEP)), {}, Home(tmp_path / "empty"), Objective()) == ()
+    assert controller.earlier(load_sweep(write(tmp_path, SWEEP)), {}, Home(tmp_path / "empty"), Objective()) == ()
     assert not (tmp_path / "empty").exists()

@@ -5,13 +5,13 @@ import random
 
 from hypothesis import strategies as st
 
-from orchestrator.space.knobs.canonical import (
+from orchestrator.space.file_types import layers_of, resolve_recompute
+from orchestrator.space.knobs import (
     canonical_kernels,
     canonical_layout,
     canonical_loader,
     canonical_precision,
 )
-from orchestrator.space.knobs.layer_choices import layers_of, resolve_recompute
 from trials.spec import (
     Candidate,
     ImageFolderData,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.space.dominance import Pruner
+from orchestrator.space.rules import Pruner
 from trials.spec import Candidate, Kernels, Layout, Loader, Precision, Recompute, SelectiveRecompute
 
 GLOBAL_BATCH = 64

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.space.knobs.layer_choices import ALL_LAYERS, RecomputeChoice, StageSplit
+from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, StageSplit
 from orchestrator.space.rules import Case, Filters, matches
 from tests.orchestrator.space.candidate_strategies import CANDIDATES
 from tests.orchestrator.space.test_rules import WORKLOAD, broken
-from trials.legality import rules
+from trials import legality
 from trials.spec import Candidate, Layout, Recompute
 
 PATTERNS = st.fixed_dictionaries(
@@ -91,7 +91,7 @@ def test_patterns_are_resolved_against_the_candidate(pattern, accepted, expected
     ],
 )
 def test_patterns_that_are_refused(pattern, words):
-    assert words in rules.pattern_problem(pattern)
+    assert words in legality.pattern_problem(pattern)
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_patterns_that_are_refused(pattern, words):
     ],
 )
 def test_patterns_that_are_fine(pattern):
-    assert rules.pattern_problem(pattern) is None
+    assert legality.pattern_problem(pattern) is None

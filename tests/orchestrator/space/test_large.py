@@ -11,20 +11,19 @@ from cluster.hardware.topology import uniform_topology
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller import controller
 from orchestrator.errors import ConfigError
-from orchestrator.planning import plan
-from orchestrator.planning.plan import make_plan
+from orchestrator.planning import planner
+from orchestrator.planning.planner import make_plan
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.prediction import make_predictor
+from orchestrator.search.predictor import make_predictor
 from orchestrator.search.search import Search, _Space
 from orchestrator.space import space
-from orchestrator.space.large import Lookup, without_effect
-from orchestrator.space.naming import feature_columns, flat_params
+from orchestrator.space.notation import feature_columns, flat_params
 from orchestrator.space.rules import check
-from orchestrator.space.space import make_space
+from orchestrator.space.space import Lookup, make_space, without_effect
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
-from orchestrator.terminal.plan import render_plan
+from orchestrator.sweep.snapshot import Home
+from orchestrator.terminal.plan_screen import render_plan
 from tests.orchestrator.controller.test_virtual_sweeps import SWEEP
 from tests.support.story import created, ended, failures, launched, measured, proposed
 from tests.support.sweep_files import changed, write
@@ -56,7 +55,7 @@ def spec():
 
 @pytest.fixture
 def made(monkeypatch):
-    monkeypatch.setattr(plan, "MAX_ENUMERATED", 3000)
+    monkeypatch.setattr(planner, "MAX_ENUMERATED", 3000)
     return make_plan(spec(), TOPOLOGY)
 
 
@@ -98,7 +97,7 @@ def test_the_plan_of_a_space_too_large_to_enumerate_says_so_and_holds_a_legal_pa
 
 
 def test_without_a_cost_model_candidates_of_a_large_space_are_drawn_at_random(monkeypatch):
-    monkeypatch.setattr(plan, "SAMPLE_SIZE", 1500)
+    monkeypatch.setattr(planner, "SAMPLE_SIZE", 1500)
     unknown = uniform_topology(2, 8, device_name="a device that nobody knows", memory_bytes=80 * 10**9)
     found = make_plan(spec(), unknown)
     assert "drawn at random, and conditional TPE goes beyond them" in found.too_large
@@ -177,7 +176,7 @@ def test_very_many_layouts_are_sampled_and_other_parts_refused(monkeypatch):
 
 
 def test_a_sweep_over_a_space_too_large_to_enumerate_finishes(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "MAX_ENUMERATED", 3000)
+    monkeypatch.setattr(planner, "MAX_ENUMERATED", 3000)
     content = changed(LARGE, ("budget", "max_trials"), 14)
     result = controller.submit(load_sweep(write(tmp_path, content)), Home(tmp_path / "home"), Quiet())
     assert result.state.status == "finished"

@@ -5,8 +5,7 @@ import random
 
 from orchestrator.config.schema import NOTATION_FILE, with_signs
 from orchestrator.space.knobs import KNOB_NAMES
-from orchestrator.space.naming import names_apart, short_name
-from orchestrator.space.notation import NOTATION, legend, spelled, words_of
+from orchestrator.space.notation import NOTATION, legend, names_apart, short_name, spelled, words_of
 from tests.orchestrator.space.candidate_strategies import random_candidate
 from tests.support import ROOT
 from trials.spec import Candidate, Kernels, Layout, OwnChoice, Precision, Recompute, SelectiveRecompute

@@ -5,12 +5,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.space.dominance import Pruner
-from orchestrator.space.knobs import KNOBS
-from orchestrator.space.knobs.canonical import build_candidate
-from orchestrator.space.knobs.own import OwnKnob, chosen, combinations, in_order, memory_ranks
-from orchestrator.space.naming import INHERITED, diff, flat_params, short_name
-from orchestrator.space.rules import Filters, check
+from orchestrator.space.knobs import KNOBS, build_candidate
+from orchestrator.space.notation import INHERITED, diff, flat_params, short_name
+from orchestrator.space.own_knobs import OwnKnob, chosen, combinations, in_order, memory_ranks
+from orchestrator.space.rules import Filters, Pruner, check
 from orchestrator.space.space import make_space
 from tests.trials.tiny import SHAPE, WORKLOAD
 from trials.spec import Candidate, OwnChoice

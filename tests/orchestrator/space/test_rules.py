@@ -17,7 +17,7 @@ from tests.orchestrator.space.candidate_strategies import (
     random_candidate,
 )
 from tests.support.sweep_files import topology
-from trials.legality import rules
+from trials import legality
 from trials.spec import (
     Candidate,
     Kernels,
@@ -210,13 +210,13 @@ def test_every_rule_is_put_to_the_test():
     rng, found = random.Random(0), set()
     for _ in range(1500):
         found |= broken(random_candidate(rng), awkward)
-    assert {rule.id for rule in rules.RULES} - found == {"degrees", "model-kind", *OF_OTHER_MODELS}
+    assert {rule.id for rule in legality.RULES} - found == {"degrees", "model-kind", *OF_OTHER_MODELS}
 
 
 @given(CANDIDATES, WORKLOADS | OTHER_WORKLOADS)
 def test_the_planner_rejects_exactly_what_the_runner_refuses(candidate, workload):
     candidate = canonicalize(candidate, workload.model)
-    assert bool(check(candidate, workload)) == bool(list(rules.violations(workload, candidate)))
+    assert bool(check(candidate, workload)) == bool(list(legality.violations(workload, candidate)))
 
 
 @given(CANDIDATES, OTHER_WORKLOADS)
@@ -346,7 +346,7 @@ def test_far_more_stages_than_layers_are_refused_without_laying_them_out():
         (LossScale(growth_factor=1.0), "growth_factor 1"),
         (LossScale(backoff_factor=1.0), "backoff_factor 1"),
         (LossScale(backoff_interval=0), "start at 1"),
-        (LossScale(initial=rules.FP32_MAX), None),
+        (LossScale(initial=legality.FP32_MAX), None),
     ],
 )
 def test_loss_scales_are_fp32_numbers(scale, words):

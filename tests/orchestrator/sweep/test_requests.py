@@ -3,14 +3,16 @@
 import pytest
 
 from orchestrator.controller.step import decide
-from orchestrator.report.summary import summarize
-from orchestrator.report.verdict import cost
+from orchestrator.report.summary import cost, summarize
 from orchestrator.sweep.events import (
     Asked,
     Budget,
+    BudgetChanged,
     CandidatesPruned,
     ControllerStarted,
+    FinalistsChosen,
     Finish,
+    FinishCause,
     Launch,
     LeaseChanged,
     Pause,
@@ -23,7 +25,7 @@ from orchestrator.sweep.events import (
     TrialsRetried,
 )
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.values import FinishCause
+from orchestrator.sweep.state import end_of_search
 from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
 from trials.outcome import GangLost, HostOutOfMemory, TimedOut
 
@@ -97,7 +99,7 @@ def test_a_sweep_lasts_from_its_creation_to_its_end_whoever_ran_it():
     paused = fold([*first, Tick(at_s=50.0)])
     assert (paused.duration_s, paused.paused_s) == (11.0, 0.0)
     again = [started(2, at_s=100.0), LeaseChanged(at_s=101.0, nodes=("host",))]
-    finished = SweepFinished(at_s=111.0, status="finished", reason="done")
+    finished = SweepFinished(at_s=111.0, status="finished", reason="done", cause=FinishCause.EXHAUSTED)
     over = fold([*first, *again, finished, Tick(at_s=500.0)])
     assert (over.duration_s, over.paused_s) == (111.0, 89.0)
     assert cost(summarize(over, "")) == "0 trials; 0.0 device-seconds; in 1 min 51 s, 1 min 29 s of them paused"
@@ -113,7 +115,7 @@ def test_nothing_undoes_a_cancellation():
         *events,
         ended(0, measured()),
         ended(1, FAILED["crashed"]),
-        SweepFinished(at_s=5.0, status="cancelled", reason=""),
+        SweepFinished(at_s=5.0, status="cancelled", reason="", cause=FinishCause.CANCELLED),
     ]
     retried = fold([*over, TrialsRetried(at_s=6.0, request=3, trials=(1,), by="eve")])
     assert (retried.status, retried.waiting, retried.num_requests) == ("cancelled", (), 3)
@@ -185,3 +187,51 @@ def test_what_runs_counts_against_device_hours_before_anything_else_is_placed():
     events = [created(budget=budget, max_concurrent=2), proposed(0), launched(0, at_s=2.0)]
     assert decide(fold([*events, Tick(at_s=11.0)])) == (Propose(trial=1),)
     assert decide(fold([*events, Tick(at_s=12.0)])) == ()
+
+
+def larger(request=1, **limits):
+    return BudgetChanged(at_s=20.0, request=request, budget=Budget(**limits), by="eve")
+
+
+def ended_by_budget(**limits):
+    """A sweep of two trials that ended because its budget was spent, its proof included."""
+    limits = limits or {"max_trials": 2}
+    events = [created(budget=Budget(**limits)), *whole(0, measured()), *whole(1, measured(0.2))]
+    end = end_of_search(fold(events))
+    events.append(FinalistsChosen(at_s=6.0, finalists=(), reason=end.reason, first_check=2, cause=end.cause))
+    return [*events, SweepFinished(at_s=7.0, status="finished", reason=end.reason, cause=end.cause)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"max_trials": 2}, {"max_trials": 3}),
+        ({"wall_time_s": 1.0}, {"wall_time_s": 600.0}),
+        ({"device_hours": 1 / 3600}, {"device_hours": 1.0}),
+        ({"patience": 1}, {"patience": 4}),
+    ],
+    ids=lambda limits: next(iter(limits)),
+)
+def test_a_larger_budget_opens_a_sweep_that_had_spent_it(before, after):
+    state = fold([*ended_by_budget(**before), larger(**after)])
+    assert (state.status, state.proof, state.finish_reason) == ("running", None, "")
+    assert state.sweep.budget == Budget(**after) and state.num_requests == 1
+    assert decide(state) == (Propose(trial=2),)
+
+
+def test_a_budget_that_is_still_spent_or_ended_nothing_changes_only_the_limit():
+    for limits in ({"max_trials": 1}, {"max_trials": 2, "wall_time_s": 99.0}):
+        state = fold([*ended_by_budget(), larger(**limits)])
+        assert (state.status, state.sweep.budget) == ("finished", Budget(**limits))
+    exhausted = [created(budget=Budget(max_trials=9)), *whole(0, measured()), SearchExhausted(at_s=4.0)]
+    exhausted.append(SweepFinished(at_s=5.0, status="finished", reason="", cause=FinishCause.EXHAUSTED))
+    assert fold([*exhausted, larger(max_trials=99)]).status == "finished"
+    cancelled = SweepFinished(at_s=9.0, status="cancelled", reason="", cause=FinishCause.CANCELLED)
+    assert fold([*RUNNING, cancelled, larger(max_trials=99)]).sweep.budget == Budget(max_trials=4)
+
+
+def test_a_smaller_budget_ends_a_running_search():
+    events = [created(budget=Budget(max_trials=9)), *whole(0, measured()), *whole(1, measured())]
+    assert decide(fold(events)) == (Propose(trial=2),)
+    (command,) = decide(fold([*events, larger(max_trials=2)]))
+    assert isinstance(command, Finish) and command.cause == FinishCause.BUDGET_TRIALS

@@ -8,17 +8,16 @@ from rich.console import Console, RenderableType
 
 from cluster.base import GangProgress
 from orchestrator.invocation import Invocation
-from orchestrator.report.markdown import report_markdown
 from orchestrator.report.page.page import page_html
-from orchestrator.report.report import Report, make_report
+from orchestrator.report.report import Report, make_report, report_markdown
 from orchestrator.report.sources import Sources
 from orchestrator.report.summary import summarize
-from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
+from orchestrator.sweep.ledger import Recorded
 from orchestrator.sweep.state import SweepState
-from orchestrator.terminal import report
-from orchestrator.terminal.live import LiveView, eta_s, render_live, trial_line
+from orchestrator.terminal import result_screen
+from orchestrator.terminal.sweep_screen import LiveView, eta_s, render_live, trial_line
 from tests.support.long_story import START_S, all_kinds, events, speeds, state
 from tests.support.story import FOUND, created, failures, launched, measured, proposed
 from trials.outcome import StepBreakdown
@@ -36,7 +35,7 @@ def made(sweep: SweepState, uri: str = "sqlite:////home/mlflow.db", **sources: o
 
 
 def full_report(sweep: SweepState, width: int = 100) -> str:
-    return text(report.render_report(made(sweep)), width)
+    return text(result_screen.render_report(made(sweep)), width)
 
 
 def html(sweep: SweepState) -> str:
@@ -111,7 +110,7 @@ def test_long_sweeps_are_cut_but_keep_the_baseline():
 def test_a_server_gets_a_deep_link():
     recorded = Recorded(experiment_id="3", run_id="abc")
     sweep = made(state(speeds(0.1, 0.05)), "http://u:secret@host:5000", recorded=recorded)
-    shown = text(report.render_report(sweep)).replace("\n  ", "")
+    shown = text(result_screen.render_report(sweep)).replace("\n  ", "")
     assert "http://host:5000/#/experiments/3/runs/abc/artifacts/report.html?workflowType=machine_learning" in shown
     assert "secret" not in shown
 

@@ -7,21 +7,19 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from orchestrator.commands.dry_run import DryRunVerdict
-from orchestrator.promotion.diff import Difference
-from orchestrator.report.profile import profile_tables
+from orchestrator.commands.forecast import DryRunVerdict
+from orchestrator.promotion.references import Difference
+from orchestrator.report.profile_tables import profile_tables
 from orchestrator.sweep.fold import fold
-from orchestrator.terminal.dry_run import render_dry_runs
-from orchestrator.terminal.live import render_live
-from orchestrator.terminal.promotion import render_difference, render_history
-from orchestrator.terminal.report import render_profile
-from orchestrator.terminal.table import ALWAYS, Column, FittedTable
+from orchestrator.terminal.fitted import ALWAYS, Column, FittedTable
+from orchestrator.terminal.plan_screen import render_dry_runs
+from orchestrator.terminal.result_screen import render_difference, render_history, render_profile
+from orchestrator.terminal.sweep_screen import render_live
 from tests.orchestrator.report.test_profile_review import FIRST, SECOND, trial
 from tests.support import virtual_sweeps
 from tests.support.cli_homes import keep_running, run, running
 from tests.support.sweep_files import changed, write
-from trials.dryrun.estimate import DryRunEstimate, StageEstimate
-from trials.dryrun.records import RunFailure, Traffic
+from trials.dryrun.estimate import DryRunEstimate, RunFailure, StageEstimate, Traffic
 from trials.spec import Candidate, Layout, RandomData, Workload
 from trials.spec import LinearModel as Model
 
@@ -153,7 +151,7 @@ RECORD = {
     "number": 3, "at_s": 1.7e9, "from_version": 1, "to_version": 2, "action": "promote", "state": "ended", "trial": "4",
     "short_name": r"pp4 interleavedv2 z2x4 mbs1 ~feed_forward|add|.*norm|.*\.(wo|sc.*):40 O2-bf16", "speedup": "1.25x",
     "sweep": LONG, "by": "somebody@a-host-with-a-long-name", "forced": False,
-    "missing": [], "reason": "because it is faster", "note": "",
+    "altered": False, "missing": [], "reason": "because it is faster", "note": "",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+import os
 import re
 import socket
 import subprocess
@@ -13,17 +14,18 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from orchestrator.errors import ConfigError
+from orchestrator.invocation import user_name
 from orchestrator.mlflow_urls import sweep_links
-from orchestrator.report.findings import findings_metrics
 from orchestrator.report.summary import summarize
-from orchestrator.sweep.documents import PLAN, Recorded
-from orchestrator.sweep.events import ChecksAsked, FinalistsChosen, LedgerEvent, SweepFinished
+from orchestrator.report.words import findings_metrics
+from orchestrator.sweep.events import ChecksAsked, FinalistsChosen, FinishCause, LedgerEvent, SweepFinished
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import attempt_folder
-from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.ledger import PLAN, Ledger, MeasuredProgram, Recorded
+from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.tracking import content
-from orchestrator.tracking.tracker import CURSOR, Tracker
+from orchestrator.tracking import run_records
+from orchestrator.tracking.mlflow_tracker import CURSOR, Tracker
 from tests.support.long_story import START_S, all_kinds, events, fill, speeds
 from tests.support.mlflow_store import new_store
 from tests.support.proof_story import proof_events
@@ -31,7 +33,7 @@ from tests.support.story import FOUND, created, ended, evidence, failures, launc
 from tests.support.virtual_sweeps import SWEEP, home, submit
 from trials.codec import from_json
 from trials.outcome import Crashed, Evidence, StoppedEarly
-from trials.reports.findings import Findings
+from trials.reports import Findings
 from trials.spec import Candidate, LinearModel, OwnChoice, RandomData, ResNetModel, Workload
 
 
@@ -92,7 +94,7 @@ STATUSES = ["FINISHED"] * 6 + ["FAILED"] * 2 + ["KILLED"]
 
 
 def test_importing_tracking_does_not_import_mlflow():
-    code = "import sys, orchestrator.tracking.tracker, orchestrator.promotion; sys.exit('mlflow' in sys.modules)"
+    code = "import sys, orchestrator.tracking.mlflow_tracker, orchestrator.promotion; sys.exit('mlflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -109,7 +111,7 @@ def test_a_sweep_is_a_parent_with_a_child_per_trial(ledger: Ledger, uri: str):
     assert {run.data.tags["tc.sweep"] for run in recording.trials} == {"story"}
     assert [run.data.tags["tc.state"] for run in recording.trials] == [trial.status for trial in state.trials]
     assert [run.info.status for run in recording.trials] == STATUSES
-    assert recording.trials[1].info.run_name == f"t001 {content.short_name(state.trials[1].candidate)}"
+    assert recording.trials[1].info.run_name == f"t001 {run_records.short_name(state.trials[1].candidate)}"
     assert Recorded.read(ledger) == Recorded(experiment_id=experiment.experiment_id, run_id=sweep.info.run_id)
 
 
@@ -186,6 +188,7 @@ def test_writing_everything_again_changes_nothing(ledger: Ledger, uri: str):
 
 def test_checks_are_runs_of_their_own_and_the_verdict_is_on_the_parent(ledger: Ledger, uri: str, tmp_path: Path):
     ledger.put_document("sweep_yaml", {"text": "name: story\n"})
+    MeasuredProgram(sha256="0" * 64, commit="abc123+").put(ledger)
     rule = {"rule": "r", "count": 2, "examples": []}
     counts = {"num_legal": 9, "product_size": 11, "num_duplicates": 0}
     ledger.put_document(PLAN, {**counts, "too_large": "", "rejected": [rule]})
@@ -209,6 +212,7 @@ def test_checks_are_runs_of_their_own_and_the_verdict_is_on_the_parent(ledger: L
     (sweep,) = recording.sweeps
     tags, metrics = sweep.data.tags, sweep.data.metrics
     assert (tags["tc.verdict"], tags["tc.winner"], tags["tc.promoted"]) == ("confirmed", "t001", "llama version 1")
+    assert (tags["mlflow.user"], tags["mlflow.source.git.commit"]) == (user_name(), "abc123")
     assert (metrics["confirmed_speedup"], metrics["confirmed_speedup_low"]) == (1.25, 1.2)
     assert (metrics["num_trials"], metrics["num_checks"]) == (len(recording.trials), len(recording.checks))
     roles = [run.data.tags["tc.role"] for run in recording.trials]
@@ -218,6 +222,7 @@ def test_checks_are_runs_of_their_own_and_the_verdict_is_on_the_parent(ledger: L
         for name in ("remeasured_speedup", "confirmed_speedup")
     )
     assert (again, confirmed) == (["1", "2"], ["1"])
+    assert [run.data.metrics.get("rank") for run in recording.trials[:4]] == [3, 1, 2, None]
     assert recording.trials[1].data.tags["tc.gate"] == "passed"
     history = recording.client.get_metric_history(sweep.info.run_id, "best_tokens_per_s_per_device")
     assert max(metric.step for metric in history) < len(recording.trials)
@@ -240,8 +245,10 @@ def test_a_later_proof_takes_the_role_of_the_winner_away(ledger: Ledger, uri: st
     first = sum(event.kind == "trial_proposed" for event in story)
     again = [
         ChecksAsked(at_s=START_S + 900.0, request=1, by="me", confirm=(2,)),
-        FinalistsChosen(at_s=START_S + 901.0, finalists=(2,), reason="asked for", first_check=first),
-        SweepFinished(at_s=START_S + 902.0, status="cancelled", reason="asked to"),
+        FinalistsChosen(
+            at_s=START_S + 901.0, finalists=(2,), reason="asked for", first_check=first, cause=FinishCause.BUDGET_TRIALS
+        ),
+        SweepFinished(at_s=START_S + 902.0, status="cancelled", reason="asked to", cause=FinishCause.CANCELLED),
     ]
     recording, _ = synced(ledger, uri, [*story, *again])
     assert [run.data.tags.get("tc.role") for run in recording.trials[:3]] == ["baseline", "finalist", "finalist"]
@@ -273,10 +280,15 @@ def test_the_run_table_opens_with_its_columns_order_and_charts(ledger: Ledger, u
         shown = json.loads(saved["state"])
         assert saved["name"] == f"story: {what}"
         assert shown["selectedColumns"][:2] == ["tags.`tc.role`", "tags.`tc.outcome`"]
-        assert shown["selectedColumns"][2] == shown["orderByKey"] == "metrics.`tokens_per_s_per_device`"
+        assert shown["selectedColumns"][2] == "metrics.`tokens_per_s_per_device`"
+        assert (shown["orderByKey"], shown["orderByAsc"]) == ("metrics.`rank`", True)
+        assert {"params.`micro_batch_size`", "params.`zero_stage`"} <= set(shown["selectedColumns"])
         found = recording.client.search_runs([experiment.experiment_id], shown["searchFilter"])
         assert {run.info.run_id for run in found} == {run.info.run_id for run in recording.trials}
     charts = {chart["type"]: chart for chart in shown["compareRunCharts"]}
+    assert shown["isAccordionReordered"], "MLflow would sort sections of its own before these"
+    assert shown["compareRunSections"][0]["name"] == "Knobs against speed"
+    assert charts["PARALLEL"]["metricSectionId"] == shown["compareRunSections"][0]["uuid"]
     assert charts["PARALLEL"]["selectedParams"] == ["micro_batch_size", "dp_replicate", "dp_shard", "zero_stage"]
 
 
@@ -351,6 +363,22 @@ def test_mlflow_being_away_delays_and_loses_nothing(
     assert len(Recording(uri).trials) == len(state.trials)
 
 
+def test_a_store_that_fails_is_one_message_and_no_traceback_of_mlflow(
+    uri: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    tracker = Tracker(uri)
+    tracker.prepare()
+    (tmp_path / "mlflow.db").unlink()
+    with pytest.raises(ConfigError, match="cannot be used: "), tracker.reached():
+        tracker.client().create_experiment("after it was deleted")
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+    monkeypatch.setattr(os, "geteuid", lambda: -1)
+    owned = f"{tmp_path} belongs to {tmp_path.owner()}: sudo chown -R"
+    with pytest.raises(ConfigError, match=re.escape(owned)), tracker.reached():
+        raise PermissionError(13, "Permission denied", str(tmp_path / "missing"))
+
+
 def test_a_dead_server_holds_up_nothing(ledger: Ledger, caplog: pytest.LogCaptureFixture):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -402,8 +430,8 @@ def test_secrets_of_the_environment_stay_out(ledger: Ledger, uri: str, tmp_path:
 
 
 def test_names_are_safe_in_paths():
-    assert content.slug("Llama on 1x2 / AMD: ../x") == "llama-on-1x2-amd-..-x"
-    assert content.slug("../..") == ""
+    assert run_records.slug("Llama on 1x2 / AMD: ../x") == "llama-on-1x2-amd-..-x"
+    assert run_records.slug("../..") == ""
 
 
 def test_findings_become_metrics_and_one_artifact(ledger: Ledger, uri: str, tmp_path: Path):
@@ -422,7 +450,7 @@ def test_findings_become_metrics_and_one_artifact(ledger: Ledger, uri: str, tmp_
     assert metrics["samples_per_s"] == pytest.approx(metrics["num_devices"] * 8 / 0.05)
     assert "parts/forward_ms" in metrics
     assert set(findings_metrics(Findings())) == set()
-    assert "matches nothing" in content.trial_note(state, state.trials[1])
+    assert "matches nothing" in run_records.trial_note(state, state.trials[1])
 
 
 def test_experiments_of_other_models_are_named_after_their_shape():
@@ -431,7 +459,7 @@ def test_experiments_of_other_models_are_named_after_their_shape():
         (LinearModel(), "linear-8192-l9 on 1x2 test CPU"),
     ):
         workload = Workload(model=model, data=RandomData(), seq_length=1, global_batch_size=8)
-        assert content.experiment_name(created(workload=workload)) == name
+        assert run_records.experiment_name(created(workload=workload)) == name
 
 
 def test_a_guided_sweep_says_of_every_trial_why_and_what_was_predicted(tmp_path: Path):
@@ -463,7 +491,7 @@ def test_names_of_own_knobs_are_such_as_mlflow_takes():
     names = ("$OMP_NUM_THREADS", "--tp-comm-overlap", "config:zero_optimization.overlap_comm", "width")
     own = tuple(OwnChoice(name=name, value=1) for name in names)
     trial = Trial(number=1, candidate=Candidate(own=own), origin="search", reason="", proposed_at_s=0.0)
-    params = content.trial_params(trial)
+    params = run_records.trial_params(trial)
     for name, value in params.items():
         _validate_param(name, value)
     assert {"env:OMP_NUM_THREADS", *names[1:]} <= set(params)
@@ -473,7 +501,7 @@ def test_names_of_own_knobs_are_such_as_mlflow_takes():
 def test_two_sweeps_that_begin_in_an_empty_home_share_one_whole_store(tmp_path: Path):
     """MLflow's migrations know no lock: made twice at once, the store could never be used again."""
     uri = f"sqlite:///{tmp_path}/für alle/mlflow.db"
-    code = f"from orchestrator.tracking.tracker import Tracker; Tracker({uri!r}).client()"
+    code = f"from orchestrator.tracking.mlflow_tracker import Tracker; Tracker({uri!r}).client()"
     started = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]
     errors = [one.communicate(timeout=180)[1] for one in started]
     assert [one.returncode for one in started] == [0, 0, 0], errors

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.tracking.ui import serve
+from orchestrator.tracking.mlflow_server import serve
 from tests.support.mlflow_store import new_store
 
 SERVE = """
 import sys
-from orchestrator.tracking.ui import serve
+from orchestrator.tracking.mlflow_server import serve
 sys.exit(serve(sys.argv[1], port=int(sys.argv[2]), on_ready=lambda base: print(base, flush=True)))
 """
 

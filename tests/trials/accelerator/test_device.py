@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from orchestrator.errors import ConfigError
-from orchestrator.planning.dryrun import simulation
+from orchestrator.planning import dry_runs
 from tests.trials.tiny import tiny_spec
 from trials.accelerator.device import collectives_of, is_host, kind_of, mark, open_device, seconds_between
 from trials.accelerator.kinds import FAMILIES, without_devices
-from trials.dryrun.records import DryRunRequest
+from trials.dryrun.estimate import DryRunRequest
 from trials.failure import classify
 from trials.spec import Layout
 
@@ -50,7 +50,7 @@ def test_children_that_compute_nothing_see_no_device(monkeypatch):
     told = "import os, sys; sys.exit(' '.join(f'{n}={os.environ.get(n)}' for n in sys.argv[1:]))"
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
     told_of = "CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=-1 ASCEND_RT_VISIBLE_DEVICES="
-    monkeypatch.setattr(simulation, "python_module", lambda _: [sys.executable, "-c", told, *names])
+    monkeypatch.setattr(dry_runs, "python_module", lambda _: [sys.executable, "-c", told, *names])
     with pytest.raises(ConfigError, match=told_of):
-        list(simulation._batch([DryRunRequest(spec=tiny_spec(Layout()), rank=0)]))
+        list(dry_runs._batch([DryRunRequest(spec=tiny_spec(Layout()), rank=0)]))
     assert without_devices({"A": "1"})["A"] == "1"

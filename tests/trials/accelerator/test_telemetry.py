@@ -14,10 +14,17 @@ import pynvml
 import pytest
 import torch
 
-from trials.accelerator import device, telemetry
-from trials.accelerator.telemetry import HealthSample, HealthWatch, sample
-from trials.reports.devices import DeviceHealth, device_health, most_noteworthy, with_throttling
-from trials.reports.disturbance import THROTTLED_BY, Disturbance, reasons_in
+from trials.accelerator import device, kinds
+from trials.accelerator.kinds import HealthSample, HealthWatch, sample
+from trials.reports import (
+    THROTTLED_BY,
+    DeviceHealth,
+    Disturbance,
+    device_health,
+    most_noteworthy,
+    reasons_in,
+    with_throttling,
+)
 
 UUID = "GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01"
 SLICE = "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"
@@ -157,14 +164,14 @@ def test_reasons_for_lowered_clocks_are_nvmls_bits() -> None:
         "hw_power_brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
     }
     assert bits == THROTTLED_BY
-    assert telemetry.POWER_CAP == POWER_CAP == pynvml.nvmlClocksThrottleReasonSwPowerCap
+    assert kinds.POWER_CAP == POWER_CAP == pynvml.nvmlClocksThrottleReasonSwPowerCap
     normal = pynvml.nvmlClocksThrottleReasonAll & ~sum(THROTTLED_BY.values())
     assert reasons_in(normal) == () and reasons_in(pynvml.nvmlClocksThrottleReasonAll) == tuple(THROTTLED_BY)
 
 
 def test_nobody_waits_for_a_driver_that_does_not_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
-    monkeypatch.setattr("trials.accelerator.telemetry._PATIENCE_S", 0.1)
+    monkeypatch.setattr("trials.accelerator.kinds._PATIENCE_S", 0.1)
     monkeypatch.setattr(driver, "nvmlDeviceGetTemperature", lambda *_: never.wait(60.0), raising=False)
     start_s = time.monotonic()
     assert device_health(0, watched(UUID, driver)) == ()

@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trials.attention.kernels import attend, attend_backward
-from trials.attention.pieces import Back, Merged, Parts, add_part, packed, plus_packed
-from trials.dryrun.fake import fake_process_group
-from trials.parallel.collectives import Group
-from trials.parallel.context.gathered import GatheredAttention
-from trials.parallel.context.ring import RingAttention
+from trials.attention import Back, Merged, Parts, add_part, attend, attend_backward, packed, plus_packed
+from trials.dryrun.tracker import fake_process_group
+from trials.parallel.context import GatheredAttention, RingAttention
+from trials.parallel.mesh import Group
 
 CP = 4
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.trials.tiny import tiny_spec
-from trials.attention.plan import plan_attention
-from trials.dryrun.records import DryRunRequest
-from trials.kernels.settings import attention_plan
+from trials.attention import plan_attention
+from trials.dryrun.estimate import DryRunRequest
+from trials.kernels import attention_plan
 from trials.shapes import LlamaModel
 from trials.spec import Kernels, Precision
 

@@ -12,9 +12,20 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.trials.tiny import WORKLOAD
-from trials.datasets import Share, StepBatches, build_dataset
-from trials.datasets.images import ImageBatches, decode, make_up_images, open_images
-from trials.datasets.tokens import MAX_TEXT_BYTES, TokenBatches, VectorBatches, load_text, open_token_file
+from trials.datasets import (
+    MAX_TEXT_BYTES,
+    ImageBatches,
+    Share,
+    StepBatches,
+    TokenBatches,
+    VectorBatches,
+    build_dataset,
+    decode,
+    load_text,
+    make_up_images,
+    open_images,
+    open_token_file,
+)
 from trials.failure import DataError, InfeasibleSpec
 from trials.spec import ImageFolderData, RandomData, ResNetModel, TextData, TokenFileData
 
@@ -53,7 +64,7 @@ def test_steps_and_seeds_differ(kind: str) -> None:
 @pytest.mark.parametrize(("full_batch", "num_decoded"), [(False, 3), (True, 12)])
 def test_a_full_batch_reads_every_row(full_batch: bool, num_decoded: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("trials.datasets.images.decode", lambda *args: calls.append(1) or decode(*args))
+    monkeypatch.setattr("trials.datasets.decode", lambda *args: calls.append(1) or decode(*args))
     share = Share(global_batch_size=12, dp_rank=1, dp=4, full_batch=full_batch)
     inputs, _ = ImageBatches(PICTURES, share, image_size=16)[0]
     assert len(calls) == num_decoded

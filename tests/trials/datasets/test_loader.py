@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from benchmarks.runner.gang import gang, receive
-from trials.datasets import Batch, Share, StepBatches
-from trials.datasets.loader import stream_batches
-from trials.datasets.tokens import TokenBatches
+from trials.datasets import Batch, Share, StepBatches, TokenBatches
 from trials.failure import DataError
+from trials.loader import stream_batches
 from trials.spec import Loader
 
 TOKENS = TokenBatches(

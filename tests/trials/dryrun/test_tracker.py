@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from trials.dryrun import fake
-from trials.dryrun.pipelines import held_sends, static_shapes
+from trials.dryrun import tracker as fake
+from trials.dryrun.simulate import held_sends, static_shapes
 from trials.dryrun.tracker import MemoryTracker
 
 KIB = 1024

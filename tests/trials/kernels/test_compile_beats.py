@@ -7,14 +7,13 @@ import warnings
 import pytest
 import torch
 
-from trials.kernels import compile_beats
-from trials.kernels.compile_beats import CompileBeats
-from trials.kernels.graph_mode import forget_compilations
+from trials import kernels
+from trials.kernels import CompileBeats, forget_compilations
 
 
 @pytest.fixture
 def told(monkeypatch):
-    monkeypatch.setattr(compile_beats, "BEAT_S", 0.05)
+    monkeypatch.setattr(kernels, "BEAT_S", 0.05)
     return []
 
 
@@ -51,7 +50,7 @@ def test_kernels_that_triton_tunes_when_they_first_run_count_as_compiling(told, 
             return "best"
 
     module = types.SimpleNamespace(CachingAutotuner=CachingAutotuner)
-    monkeypatch.setitem(compile_beats.sys.modules, compile_beats._TRITON, module)
+    monkeypatch.setitem(kernels.sys.modules, kernels._TRITON, module)
     own = CachingAutotuner.autotune_to_one_config
     torch._dynamo.reset()
     with beats.listening(), warnings.catch_warnings(action="ignore"):
@@ -65,5 +64,5 @@ def test_kernels_that_triton_tunes_when_they_first_run_count_as_compiling(told, 
 
 def test_what_is_wrapped_of_triton_is_there():
     """Both methods, by the names of the installed torch."""
-    heuristics = pytest.importorskip(compile_beats._TRITON)
-    assert all(hasattr(heuristics.CachingAutotuner, name) for name in compile_beats._TUNINGS)
+    heuristics = pytest.importorskip(kernels._TRITON)
+    assert all(hasattr(heuristics.CachingAutotuner, name) for name in kernels._TUNINGS)

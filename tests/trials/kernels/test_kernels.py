@@ -10,13 +10,19 @@ from torch import nn
 
 from tests.trials.tiny import tiny_spec
 from trials.failure import InfeasibleSpec
-from trials.kernels.cudnn import KernelTuner
-from trials.kernels.graph_mode import Compilation, compilations, forget_compilations, graph_report
-from trials.kernels.settings import ATTENTION_BACKENDS, kernel_settings
-from trials.models.linear import Layer
-from trials.reports.findings import GraphReport
+from trials.kernels import (
+    ATTENTION_BACKENDS,
+    Compilation,
+    KernelTuner,
+    compilations,
+    forget_compilations,
+    graph_report,
+    kernel_settings,
+)
+from trials.models.resnet import Layer
+from trials.reports import GraphReport
 from trials.spec import Kernels, Layout, Precision, TrialSpec
-from trials.training.memory_format import choose_format, convert_weights, format_by_rule
+from trials.training.step import choose_format, convert_weights, format_by_rule
 
 CPU = torch.device("cpu")
 
@@ -123,7 +129,7 @@ def test_an_explicit_attention_backend_must_attend_to_parts_of_the_keys(monkeypa
     for method in ("all_gather", "ring", "ulysses"):
         with kernel_settings(tiny_spec(Layout(cp=2, cp_method=method), kernels=kernels), CPU):
             pass
-    monkeypatch.setattr("trials.attention.pieces.attend", no_kernel)
+    monkeypatch.setattr("trials.attention.attend", no_kernel)
     with kernel_settings(tiny_spec(Layout(cp=2, cp_method="ulysses"), kernels=kernels), CPU):
         pass
     with (

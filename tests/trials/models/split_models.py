@@ -16,15 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.trials.tiny import SHAPE
-from trials.attention.kernels import causal_attention
-from trials.attention.plan import plan_attention
+from trials.attention import causal_attention, plan_attention
 from trials.models.llama import Llama
-from trials.parallel.context.apply import apply_context_parallel, split_sequence
-from trials.parallel.seeding import init_parameters
-from trials.parallel.shards import ShardMap, plain_name
-from trials.parallel.tensor.copies import apply_copies
-from trials.parallel.tensor.engines import apply_tensor_parallel
-from trials.recompute.apply import apply_recompute
+from trials.parallel.context import apply_context_parallel, split_sequence
+from trials.parallel.shards import ShardMap, init_parameters, plain_name
+from trials.parallel.tensor import apply_copies, apply_tensor_parallel
+from trials.recompute import apply_recompute
 from trials.spec import Layout, LlamaModel, Recompute, SelectiveRecompute
 from trials.stages import Chunk
 

@@ -9,11 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trials.models import draws
-from trials.models.base import Initial
-from trials.models.draws import Draws, key_of, tiles
-from trials.parallel.seeding import fill
-from trials.parallel.shards import Piece
+from trials.models import model
+from trials.models.model import Draws, Initial, key_of, tiles
+from trials.parallel.shards import Piece, fill
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
@@ -70,12 +68,12 @@ def test_a_part_is_that_part_of_the_whole(size: list[int], seed: int, words: int
     name = f"{seed}"
     together = whole(name, tuple(size), perturbation=1e-3)
     cut = tuple(slice(low, high) for low, high in ends)
-    before = draws.CPU_TILE_WORDS
+    before = model.CPU_TILE_WORDS
     try:
-        draws.CPU_TILE_WORDS = words  # tiles that cut rows, and tiles of several rows
+        model.CPU_TILE_WORDS = words  # tiles that cut rows, and tiles of several rows
         assert torch.equal(normal(name, tuple(size), start, shape, perturbation=1e-3), together[cut])
     finally:
-        draws.CPU_TILE_WORDS = before
+        model.CPU_TILE_WORDS = before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

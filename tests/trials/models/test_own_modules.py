@@ -13,14 +13,12 @@ from torch import nn
 from tests.support import ROOT
 from tests.trials import own_modules
 from tests.trials.test_own_parity import ENCODER, decoder
-from trials.datasets.base import Share
-from trials.datasets.own import OwnBatches
+from trials.datasets import OwnBatches, Share
 from trials.failure import DataError, InfeasibleSpec
-from trials.legality.rules import violations
+from trials.legality import violations
 from trials.models.counting import CountRequest, count
-from trials.models.stage_cut import pipeline_problem
-from trials.models.tensor_plan import plan_problem
-from trials.own_code.functions import call_function, load_function
+from trials.models.model import pipeline_problem, plan_problem
+from trials.own_code import call_function, load_function
 from trials.spec import Candidate, Kernels, Layout, PythonData, TextData, Workload
 
 DATA = PythonData(dataset="tests.trials.own_modules:dataset", cwd=str(ROOT))
@@ -184,7 +182,7 @@ def test_samples_that_make_no_batch_are_named(samples: list, words: str) -> None
 
 def test_perturbed_weights_differ_from_the_others_by_that_much() -> None:
     from trials.models import build_model
-    from trials.parallel.seeding import perturb_parameters
+    from trials.parallel.shards import perturb_parameters
     from trials.stages import all_chunks
 
     workload = Workload(model=ENCODER, data=DATA, seq_length=1, global_batch_size=8)

@@ -207,7 +207,7 @@ def test_initial_values_keep_the_size_of_activations() -> None:
 
 
 def test_statistics_count_each_batch_once_under_recompute() -> None:
-    from trials.recompute.apply import apply_recompute
+    from trials.recompute import apply_recompute
 
     plain, recomputed = tiny_resnet(), tiny_resnet()
     recomputed.load_state_dict(plain.state_dict())

@@ -17,10 +17,10 @@ from benchmarks.dryrun.gang import measured_peaks
 from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials.dryrun.__main__ import run_children
-from trials.dryrun.records import DryRunRequest, RankRun
+from trials.dryrun.estimate import DryRunRequest, RankRun
 from trials.dryrun.simulate import simulate
 from trials.failure import InfeasibleSpec
-from trials.legality.rules import check
+from trials.legality import check
 from trials.models.llama import next_token_loss
 from trials.parallel.mesh import build_mesh
 from trials.spec import (

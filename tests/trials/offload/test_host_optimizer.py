@@ -15,12 +15,11 @@ from benchmarks.dryrun.gang import measured_peaks
 from tests.trials.gang import differences, run_gang
 from tests.trials.offload.test_activations import simulated
 from tests.trials.tiny import tiny_spec
-from trials.offload import host
-from trials.parallel.held import HeldParameter
+from trials import offload as host
+from trials.parallel.shards import HeldParameter
 from trials.spec import Layout, LossScale, Offload, Precision
-from trials.training.optimizer import adamw
-from trials.training.optimizer.adamw import LocalAdamW
-from trials.training.optimizer.on_host import HostAdamW
+from trials.training import optimizer as adamw
+from trials.training.optimizer import HostAdamW, LocalAdamW
 
 CPU = torch.device("cpu")
 ON = Offload(optimizer=True)
@@ -32,7 +31,7 @@ O2_FP16 = Precision(level="O2", dtype="float16", loss_scale=LossScale())
 def test_updates_are_those_of_the_device_also_of_tensors_cut_into_groups(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("trials.training.optimizer.adamw", "trials.training.optimizer.on_host"):
+    for module in ("trials.training.optimizer", "trials.training.optimizer"):
         monkeypatch.setattr(f"{module}.WORKSPACE_BYTES", 4 * 100)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(30, 7, generator=generator, dtype=dtype), torch.randn(8, generator=generator, dtype=dtype)]
@@ -71,7 +70,7 @@ def test_counts_of_steps_are_in_host_memory_where_no_kernel_reads_them(monkeypat
 
 def test_steps_after_the_first_need_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that are new to a process cost more than what is computed in them."""
-    monkeypatch.setattr("trials.training.optimizer.on_host.WORKSPACE_BYTES", 4 * 100)
+    monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 100)
     parameter = torch.nn.Parameter(torch.ones(30, 7, dtype=torch.bfloat16))
     optimizer = HostAdamW([HeldParameter(parameter)], CPU, lr=1e-2)
     parameter.grad = torch.ones_like(parameter)

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from tests.support.streams import StreamRaceError, StreamWatch, WatchedEvent
 from tests.trials.offload.test_activations import DEEP, O1, ON
 from tests.trials.tiny import tiny_spec
+from trials import offload
 from trials.dryrun.estimate import HOST_FRAGMENTATION
 from trials.models.llama import next_token_loss
-from trials.offload import host
-from trials.offload.host import CopyStream, HostMemory, Region
-from trials.parallel.held import HeldParameter
+from trials.offload import CopyStream, HostMemory, Region
+from trials.parallel.shards import HeldParameter
 from trials.spec import Precision
 from trials.training.build import parallelize
-from trials.training.optimizer.on_host import HostAdamW
+from trials.training.optimizer import HostAdamW
 
 CPU = torch.device("cpu")
 
@@ -28,17 +28,17 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> StreamWatch:
     """A device with queues, and memory of its own for copies on the host, of which regions serve again."""
-    made = StreamWatch().installed(monkeypatch, host)
-    monkeypatch.setattr(host, "allocating", made.on_host)
+    made = StreamWatch().installed(monkeypatch, offload)
+    monkeypatch.setattr(offload, "allocating", made.on_host)
     memory = HostMemory(CPU)
     memory._locks_pages = True
 
     def cut(size: int) -> Tensor:
-        with host.allocating():
+        with offload.allocating():
             return torch.empty(size, dtype=torch.uint8)  # races are told apart by storage
 
     monkeypatch.setattr(memory, "_cut", cut)
-    for module in ("trials.offload.activations", "trials.training.optimizer.on_host"):
+    for module in ("trials.offload", "trials.training.optimizer"):
         monkeypatch.setattr(f"{module}.memory_beside", lambda _device: memory)
     return made
 
@@ -105,7 +105,7 @@ def test_host_memory_serves_again_once_nobody_is_at_it(watch: StreamWatch, monke
     here = torch.ones(4)
 
     def use_twice() -> None:
-        memory: HostMemory = host.HostMemory(CPU)
+        memory: HostMemory = offload.HostMemory(CPU)
         memory._locks_pages = True
         monkeypatch.setattr(memory, "_cut", lambda size: torch.empty(size, dtype=torch.uint8))
         for stream in (CopyStream(CPU), CopyStream(CPU)):
@@ -126,7 +126,7 @@ class Update:
     """Five groups of one parameter each, in steps whose gradients the device makes from the weights."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-        monkeypatch.setattr("trials.training.optimizer.on_host.WORKSPACE_BYTES", 4 * 100)
+        monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 100)
         self.parameters = [nn.Parameter(torch.ones(10, 10, dtype=dtype)) for _ in range(5)]
         self.optimizer = HostAdamW([HeldParameter(one) for one in self.parameters], CPU)
 
@@ -163,7 +163,7 @@ UPDATE_WAITS: dict[str, Callable[[pytest.MonkeyPatch, HostAdamW], None]] = {
     "gradients are out": lambda patch, _: patch.setattr(WatchedEvent, "synchronize", _none),
     "weights are back": lambda patch, one: patch.setattr(one._back, "wait_for", _none),
     "weights have left the buffer": lambda patch, _: patch.setattr(
-        "trials.training.optimizer.on_host._Buffers.begin_weights", _restart_only
+        "trials.training.optimizer._Buffers.begin_weights", _restart_only
     ),
 }
 
@@ -183,7 +183,7 @@ def test_a_wait_that_the_update_lacks_is_seen(watch: StreamWatch, monkeypatch: p
 def test_page_locked_memory_is_little_more_than_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """What layers of Llama-2-7B keep of 4096 tokens, in kilobytes for megabytes: torch alone would round each piece up
     to a power of two, here 28 % more."""
-    monkeypatch.setattr(host, "locked_slab", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(offload, "locked_slab", lambda size: torch.empty(size, dtype=torch.uint8))
     memory = HostMemory(CPU)
     memory._locks_pages = True
     sizes = [one << 10 for one in (32, 32, 32, 32, 32, 32, 86, 86, 86)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 from trials.dryrun.__main__ import run_children
-from trials.dryrun.records import DryRunRequest
+from trials.dryrun.estimate import DryRunRequest
 from trials.dryrun.simulate import simulate
 from trials.spec import TrialSpec
 

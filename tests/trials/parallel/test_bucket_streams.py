@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.streams import StreamRaceError, StreamWatch
-from trials.offload import host
-from trials.parallel import buckets
-from trials.parallel.buckets import Bucket, BucketedReplica, Kind, Peers
-from trials.training.optimizer.adamw import LocalAdamW
-from trials.training.optimizer.on_host import HostAdamW
+from trials import offload
+from trials.parallel import data_parallel
+from trials.parallel.data_parallel import Bucket, BucketedReplica, Kind, Peers
+from trials.training.optimizer import HostAdamW, LocalAdamW
 
 CPU = torch.device("cpu")
 UPDATE, GATHER = "_fused_adamw_.default", "_allgather_base_.default"
@@ -26,12 +25,12 @@ class Training:
     """Four layers with a bucket each, whose states have replicas, on a device with streams."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, group: Any, dtype: torch.dtype, *, on_host: bool) -> None:
-        monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
-        monkeypatch.setattr(buckets, "SLICE_BYTES", 1)
-        monkeypatch.setattr("trials.training.optimizer.adamw.WORKSPACE_BYTES", 4 * 64)
-        monkeypatch.setattr("trials.training.optimizer.on_host.WORKSPACE_BYTES", 4 * 64)
-        self.watch = StreamWatch().installed(monkeypatch, buckets, host)
-        monkeypatch.setattr(host, "allocating", self.watch.on_host)
+        monkeypatch.setattr(data_parallel, "BUCKET_BYTES", 1)
+        monkeypatch.setattr(data_parallel, "SLICE_BYTES", 1)
+        monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 64)
+        monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 64)
+        self.watch = StreamWatch().installed(monkeypatch, data_parallel, offload)
+        monkeypatch.setattr(offload, "allocating", self.watch.on_host)
         torch.manual_seed(0)
         layers = [nn.Linear(8, 8, bias=False, dtype=dtype) for _ in range(4)]
         model = nn.Sequential(*layers)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trials.parallel.buckets import BucketedReplica, Kind, Peers, _dealt_out
-from trials.parallel.held import HeldParameter
-from trials.training.optimizer.adamw import LocalAdamW
+from trials.parallel.data_parallel import BucketedReplica, Kind, Peers, _dealt_out
+from trials.parallel.shards import HeldParameter
+from trials.training.optimizer import LocalAdamW
 
 HELD_BY_ALL, HELD_BY_HALF = Kind(torch.float32, 2, False), Kind(torch.float32, 1, False)
 
@@ -77,8 +77,8 @@ def test_trains_as_without_buckets_whatever_the_memory_format_and_what_is_not_us
 
 
 def test_gradients_are_reduced_while_the_backward_pass_runs(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trials.parallel.buckets.BUCKET_BYTES", 1)
-    monkeypatch.setattr("trials.parallel.buckets.SLICE_BYTES", 1)
+    monkeypatch.setattr("trials.parallel.data_parallel.BUCKET_BYTES", 1)
+    monkeypatch.setattr("trials.parallel.data_parallel.SLICE_BYTES", 1)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     kinds = {parameter: Kind(torch.float32, 1, False) for parameter in model.parameters()}
     replica = BucketedReplica(model, kinds, peers, torch.device("cpu"))

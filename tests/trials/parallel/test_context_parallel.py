@@ -17,8 +17,7 @@ from tests.trials.models.split_models import Result, differences, many
 from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE
 from trials.models.llama import rotary_table
-from trials.parallel.context.apply import split_sequence
-from trials.parallel.context.ulysses import by_holder, in_order
+from trials.parallel.context import by_holder, in_order, split_sequence
 from trials.spec import Layout
 
 ULYSSES, RING = (Layout(cp=2, cp_method=method) for method in ("ulysses", "ring"))

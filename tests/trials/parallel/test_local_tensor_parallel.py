@@ -21,10 +21,9 @@ from tests.trials.parallel.overlap import LAYERS, orders
 from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE
 from trials.models.llama import Llama
-from trials.parallel.collectives import group_of
+from trials.parallel.mesh import group_of
 from trials.parallel.shards import LocalShard, ShardMap
-from trials.parallel.tensor.engines import apply_tensor_parallel
-from trials.parallel.tensor.local import gather_sequence, scatter_sequence, start_gather
+from trials.parallel.tensor import apply_tensor_parallel, gather_sequence, scatter_sequence, start_gather
 from trials.spec import Layout
 from trials.stages import Chunk
 

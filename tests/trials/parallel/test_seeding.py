@@ -13,15 +13,15 @@ import torch
 from benchmarks.runner.gang import gang, receive
 from tests.trials.parallel.initial import Cut, checked, whole
 from tests.trials.tiny import SHAPE, tiny_spec
-from trials.dryrun.fake import fake_process_group
-from trials.dryrun.records import BUILD, DryRunRequest
+from trials.dryrun.estimate import BUILD, DryRunRequest
 from trials.dryrun.simulate import simulation
+from trials.dryrun.tracker import fake_process_group
 from trials.parallel.mesh import build_mesh
 from trials.parallel.shards import local_part, stored_part
 from trials.spec import Layout, LlamaModel, Precision
 from trials.stages import coordinates
 from trials.training.build import parallelize
-from trials.training.device.memory import PeakMemory
+from trials.training.rank_device import PeakMemory
 
 CPU = torch.device("cpu")
 PERTURBATION = 1e-3

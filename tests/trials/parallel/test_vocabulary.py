@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from tests.trials.parallel.simulated import simulated_peaks
 from tests.trials.test_own_parity import decoder
-from trials.dryrun.fake import fake_process_group
+from trials.dryrun.tracker import fake_process_group
 from trials.models.llama import projected_loss
+from trials.parallel import tensor
 from trials.parallel.mesh import build_mesh
-from trials.parallel.tensor import vocabulary
-from trials.parallel.tensor.vocabulary import chunked_loss
+from trials.parallel.tensor import chunked_loss
 from trials.spec import Candidate, Kernels, Layout, LlamaModel, Precision, TextData, TrialSpec, Workload
 from trials.training.build import parallelize
 
@@ -52,7 +52,7 @@ def gradients(loss: object, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 def test_chunks_give_the_loss_and_gradients_of_the_whole(
     num_chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vocabulary, "PIECE_ELEMENTS", 500)
+    monkeypatch.setattr(tensor, "PIECE_ELEMENTS", 500)
     chunked = gradients(functools.partial(chunked_loss, num_chunks=num_chunks, group=None), dtype)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     for value, wanted in zip(chunked, gradients(projected_loss, dtype), strict=True):
@@ -90,7 +90,7 @@ def test_no_rank_holds_the_logits_of_the_whole_vocabulary(level: str, shrinks: i
     """A rank holds its part of them once, in their own type, a piece of that in fp32, and little else."""
     (peak,) = simulated_peaks([trial(Layout(tp=4, **size), level=level)])  # type: ignore[arg-type]
     part = ALL_LOGITS / 4 / shrinks
-    assert peak < part + 4 * vocabulary.PIECE_ELEMENTS + OTHER_BYTES < ALL_LOGITS / 2
+    assert peak < part + 4 * tensor.PIECE_ELEMENTS + OTHER_BYTES < ALL_LOGITS / 2
 
 
 class Shapes(TorchDispatchMode):

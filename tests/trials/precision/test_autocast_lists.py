@@ -14,12 +14,10 @@ from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials.models import TrainModel, build_model
 from trials.operators import operator_name
 from trials.outcome import RankReport
-from trials.parallel.seeding import init_parameters
-from trials.parallel.shards import ShardMap
-from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
-from trials.precision.mixed import autocast
-from trials.recompute.apply import apply_recompute
-from trials.reports.findings import OperatorCast
+from trials.parallel.shards import ShardMap, init_parameters
+from trials.precision import CastMeter, apply_autocast_lists, autocast
+from trials.recompute import apply_recompute
+from trials.reports import OperatorCast
 from trials.spec import Layout, Precision, Recompute, SelectiveRecompute
 from trials.stages import chunks_of_stage
 

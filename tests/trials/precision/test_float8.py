@@ -15,10 +15,9 @@ from torch import Tensor
 
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials.failure import InfeasibleSpec
-from trials.legality.rules import check
+from trials.legality import check
 from trials.models.llama import next_token_loss
-from trials.precision.float8 import check_float8
-from trials.precision.mixed import autocast
+from trials.precision import autocast, check_float8
 from trials.spec import ImageFolderData, Layout, Precision, Recompute, ResNetModel, SelectiveRecompute, TrialSpec
 from trials.training.build import ModelPart, parallelize
 
@@ -122,6 +121,6 @@ def test_a_machine_without_the_package_is_told_how_to_get_it(monkeypatch: pytest
 
 
 def test_the_package_says_nothing_when_it_is_imported() -> None:
-    code = "from trials.precision.float8 import torchao_float8\nwith torchao_float8() as it: it.Float8LinearConfig"
+    code = "from trials.precision import torchao_float8\nwith torchao_float8() as it: it.Float8LinearConfig"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""

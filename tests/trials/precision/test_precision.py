@@ -12,10 +12,10 @@ from tests.trials.gang import run_gang
 from tests.trials.tiny import tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
-from trials.parallel.held import HeldParameter
-from trials.precision.mixed import LossScaler, check_device
+from trials.parallel.shards import HeldParameter
+from trials.precision import LossScaler, check_device
 from trials.spec import Layout, LossScale, Precision
-from trials.training.optimizer.adamw import LocalAdamW
+from trials.training.optimizer import LocalAdamW
 
 OVERFLOWING = LossScale(initial=2.0**60, backoff_factor=2.0**-24, backoff_interval=1)
 O1_FP16 = Precision(level="O1", dtype="float16", loss_scale=OVERFLOWING)
@@ -172,7 +172,7 @@ def test_every_layout_skips_the_same_steps(precision: Precision, tmp_path: Path)
 
 def test_cut_into_pieces_it_updates_as_adamw_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of 64 elements: one parameter is larger, others share; torch's AdamW over fp32 copies is the reference."""
-    monkeypatch.setattr("trials.training.optimizer.adamw.WORKSPACE_BYTES", 4 * 64)
+    monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 64)
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(*size).bfloat16()) for size in ((10, 17), (3, 5), (40,), (30,))]
     copies = [parameter.detach().float().requires_grad_() for parameter in parameters]

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import ROOT
+from trials import probe
 from trials.codec import from_json
-from trials.probe import worker
-from trials.probe.links import neighbours_of
-from trials.reports.rates import Link, MessageTime, RankRates, fit_line, probe_spec
+from trials.probe import neighbours_of
+from trials.reports import Link, MessageTime, RankRates, fit_line, probe_spec
 
 SIZES = probe_spec("cuda").message_bytes
 
@@ -51,10 +51,10 @@ def test_neighbours_are_mutual_and_on_other_nodes(per_node, num_nodes):
 
 def test_who_names_a_device_has_no_other_looked_at(monkeypatch):
     looks = []
-    monkeypatch.setattr(worker, "installed_kind", lambda: looks.append(1) or "cpu")
+    monkeypatch.setattr(probe, "installed_kind", lambda: looks.append(1) or "cpu")
     monkeypatch.setattr(sys, "argv", ["worker", "--device", "toaster"])
     with pytest.raises(SystemExit):
-        worker.main()
+        probe.main()
     assert not looks
 
 
@@ -63,7 +63,7 @@ def test_plain_torchrun(tmp_path):
     out = tmp_path / "rates.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "-m", "trials.probe.worker", "--device", "cpu", "--out", str(out)],
+        [*command, "-m", "trials.probe", "--device", "cpu", "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.trials.profiling.test_trace import event
-from trials.profiling.operators import MAX_OPERATORS, top_operators
 from trials.profiling.trace import (
     MARK,
+    MAX_OPERATORS,
     mean_times,
     memory_curve,
     name_process,
@@ -17,8 +17,9 @@ from trials.profiling.trace import (
     phase_ranges,
     show_memory,
     show_phases,
+    top_operators,
 )
-from trials.reports.profile import StepTimes
+from trials.reports import StepTimes
 
 STEPS = [(0.0, 100.0), (200.0, 300.0)]
 

@@ -17,7 +17,7 @@ from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
 from trials.profiling.profiler import check_profile, long_enough, profiled_ranks
 from trials.profiling.trace import lasting, load_trace, mean_times, step_times
-from trials.reports.profile import FOLDER_VARIABLE, RankProfile
+from trials.reports import FOLDER_VARIABLE, RankProfile
 from trials.spec import Kernels, Layout, ProfileSpec, Protocol, TrialSpec
 
 MICROBATCHES = 2

@@ -10,8 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.trials.ranks import run_ranks
-from trials.profiling.collectives import CollectiveCounter
-from trials.profiling.redundancy import Flow, StartedCollective
+from trials.profiling.collectives import CollectiveCounter, Flow, StartedCollective
 from trials.spec import Layout
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.trials.gang import run_gang
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials.outcome import RankReport
-from trials.reports.findings import PatternEffect
+from trials.reports import PatternEffect
 from trials.spec import Counts, Layout, Precision, Recompute, SelectiveRecompute
 
 pytestmark = pytest.mark.slow

@@ -20,13 +20,9 @@ from torch.utils._pytree import tree_leaves
 from tests.trials.tiny import WORKLOAD
 from trials.models import build_model
 from trials.models.resnet import ResNet
-from trials.parallel.seeding import init_parameters
-from trials.parallel.shards import ShardMap
-from trials.recompute.apply import apply_recompute
-from trials.recompute.rebuild import Handle, Rebuild, storage_of
-from trials.recompute.selective import recompute_selected
-from trials.recompute.tally import PatternTally
-from trials.reports.findings import PatternEffect
+from trials.parallel.shards import ShardMap, init_parameters
+from trials.recompute import Handle, PatternTally, Rebuild, apply_recompute, recompute_selected, storage_of
+from trials.reports import PatternEffect
 from trials.spec import Layout, Recompute, ResNetModel, SelectiveRecompute
 from trials.stages import chunks_of_stage
 

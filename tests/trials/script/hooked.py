@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trials.script.hook_path import with_hook
+from trials.script.command import with_hook
 
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 380

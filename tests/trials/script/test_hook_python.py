@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.trials.script.hooked import launch
-from trials.script.hook_path import HOOK_FOLDER, with_hook
+from trials.script.command import HOOK_FOLDER, with_hook
 
 
 def test_the_error_that_ends_the_program_is_told_and_shown_as_before(tmp_path):

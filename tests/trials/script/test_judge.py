@@ -1,15 +1,18 @@
 """What becomes of what programs tell: which source counts, when it is enough, what speaks against a measurement."""
 
+import itertools
 import json
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trials.failure import InfeasibleSpec, NonFiniteLoss, classify
 from trials.script.book import StepBook, ToldError
 from trials.script.command import Expected, ScriptCommand
-from trials.script.failures import OutputWatch, failure
-from trials.script.judge import Judge
-from trials.script.logs.base import LogRecord, LogValue
+from trials.script.judge import Judge, OutputWatch, failure
+from trials.script.logs import LogRecord, LogValue
 from trials.spec import Protocol
 
 COMMAND = ScriptCommand(
@@ -25,18 +28,15 @@ COMMAND = ScriptCommand(
 class Story:
     """A book that is told of steps, and its judge."""
 
-    def __init__(self, **expected):
-        command = ScriptCommand(
-            **{name: getattr(COMMAND, name) for name in ("argv", "cwd", "protocol", "num_devices", "tokens_per_step")},
-            samples_per_step=8,
-            expected=Expected(**expected),
-        )
+    def __init__(self, *, num_steps=3, **expected):
+        protocol = Protocol(min_warmup_steps=1, num_steps=num_steps, max_steps=max(16, num_steps))
+        command = replace(COMMAND, protocol=protocol, expected=Expected(**expected))
         self.book = StepBook(command)
         self.judge = Judge(command, self.book)
 
-    def report(self, step, *, source="report", origin="rank0.jsonl", **values):
+    def report(self, step, *, source="report", origin="rank0.jsonl", arrived_s=0.0, since_s=None, **values):
         line = json.dumps({"v": 1, "source": source, "step": step, **values})
-        self.book.hear_report(line, origin=origin, arrived_s=0.0)
+        self.book.hear_report(line, origin=origin, arrived_s=arrived_s, since_s=since_s)
         return self
 
     def facts(self, origin="rank0.jsonl", **values):
@@ -172,6 +172,20 @@ def test_another_global_batch_is_another_training():
     _told(lambda story, n: story.report(n, samples=16 + n)).judge.check_facts()  # they vary: batches of their own
 
 
+def test_amounts_per_step_are_no_more_than_a_hook_counts():
+    story = _told(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=4, forwards_per_step=1.0))
+    with pytest.raises(InfeasibleSpec, match=r"reports 63 samples per optimizer step, but trains on 8 \(seen by rank0"):
+        story.judge.check_facts()
+    packed = _told(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=1, forwards_per_step=1.0))
+    packed.judge.check_facts()
+    story = _told(lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=400))
+    with pytest.raises(InfeasibleSpec, match=r"reports 1000 tokens per optimizer step, but trains on 400"):
+        story.judge.check_facts()
+    _told(
+        lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=1000)
+    ).judge.check_facts()
+
+
 def test_divergence_beyond_the_measured_steps_does_not_count():
     story = _told(lambda story, n: story.report(n, loss=1.0))
     story.report(5, loss="NaN")
@@ -299,3 +313,123 @@ def test_of_many_errors_that_ranks_tell_a_lost_connection_is_the_last_to_be_beli
     watch.feed("Last error: Cuda failure 2 'out of memory'")
     watch.feed("torch.distributed.DistBackendError: NCCL error in: init.cc, unhandled cuda error")
     assert classify(failure(told=[], output=watch, **ended)) == "oom"
+
+
+# ---- reported times against the clock ----
+
+
+def watched(tell, *, num_steps=20, **options):
+    """The contradiction in a story of which ``tell`` gives the steps, one warm-up step before the measured ones."""
+    story = Story(num_steps=num_steps)
+    for step in range(1, num_steps + 2):
+        tell(story, step)
+    return story.judge.contradiction(**options)
+
+
+def test_reported_times_have_to_agree_with_the_arrival_of_their_lines():
+    assert watched(lambda story, n: story.report(n, step_time_s=0.1, arrived_s=0.1 * n)) is None
+    fast = watched(lambda story, n: story.report(n, step_time_s=0.002, arrived_s=0.4 * n))
+    assert fast.reported_s / fast.num_steps == pytest.approx(0.002)
+    assert fast.seen_s / fast.num_steps == pytest.approx(0.4)
+    assert "2 ms per step by report, but 400 ms per step by the arrival of its lines" in fast.message
+    assert "torch.cuda.synchronize()" in fast.message
+    slow = watched(lambda story, n: story.log(n, step_time_s=2.0, arrived_s=0.4 * n))
+    assert "2 s per step by log:pattern, but 400 ms" in slow.message
+    assert "a wrong unit" in slow.message
+
+
+def test_a_clock_of_the_programs_own_is_checked_as_well():
+    assert watched(lambda story, n: story.report(n, t=100 + 0.1 * n, arrived_s=0.1 * n)) is None
+    assert watched(lambda story, n: story.report(n, t=100 + 0.01 * n, arrived_s=0.1 * n)) is not None
+    assert watched(lambda story, n: story.report(n, source="hook:torch", step_time_s=0.01, arrived_s=0.1 * n))
+
+
+def test_pauses_between_steps_are_no_contradiction_but_half_of_the_steps_are():
+    def evaluates(every):
+        arrived = {n: 0.05 * n + 2.0 * (n // every) for n in range(1, 30)}
+        return watched(lambda story, n: story.report(n, step_time_s=0.05, arrived_s=arrived[n]))
+
+    assert evaluates(5) is None
+    assert evaluates(2) is not None
+    times = {n: 0.05 if n % 2 else 0.001 for n in range(1, 30)}
+    assert watched(lambda story, n: story.report(n, step_time_s=times[n], arrived_s=0.05 * n)) is not None
+
+
+def test_lines_that_a_buffer_held_back_are_compared_from_burst_to_burst():
+    assert watched(lambda story, n: story.log(n, step_time_s=0.1, arrived_s=0.1 * (n - n % 7))) is None
+    assert watched(lambda story, n: story.log(n, step_time_s=0.02, arrived_s=0.1 * (n - n % 7))) is not None
+
+
+@pytest.mark.parametrize("every", [7, 20, 25])
+def test_a_line_that_reports_on_all_measured_steps_is_compared_with_the_next(every):
+    def contradiction(claimed_s):
+        story = Story(num_steps=16)
+        for step in range(every, 81, every):
+            story.log(step, step_time_s=claimed_s, arrived_s=3.0 + 0.1 * step)
+        assert seconds(story) == [claimed_s] * 16
+        return story.judge.contradiction()
+
+    assert contradiction(0.1) is None
+    assert contradiction(0.02) is not None and contradiction(0.5) is not None
+
+
+def test_lines_that_arrive_all_at_once_can_only_be_too_many():
+    def at_once(tell, **options):
+        return watched(lambda story, n: getattr(story, tell)(n, step_time_s=0.1, arrived_s=9.0), **options)
+
+    assert at_once("log", began_s=5.0) is None, "the end of a program that buffers its output"
+    assert at_once("log", began_s=8.5) is not None, "20 steps of 100 ms within 500 ms"
+    assert "Flush the output" in at_once("log").message, "the program went on: no buffer explains that"
+    assert at_once("report", began_s=5.0) is not None, "reports are written one by one"
+    polled = watched(lambda story, n: story.report(n, step_time_s=0.001, arrived_s=9.0, since_s=8.98))
+    assert polled is None
+
+
+def test_optimizer_steps_that_a_hook_sees_go_before_what_the_program_says():
+    def with_hook(hook_s, *, per_step=1, later_s=0.01):
+        story = Story(num_steps=20)
+        for n in range(1, 21 // per_step + 2):
+            story.report(n, source="hook:torch", step_time_s=hook_s, arrived_s=hook_s * n)
+        for n in range(1, 22):  # in time with what it claims
+            story.report(n, step_time_s=0.1, arrived_s=later_s + 0.1 * n)
+        return story.judge.contradiction()
+
+    assert with_hook(0.1) is None
+    held_back = with_hook(0.4, later_s=8.5)
+    assert (
+        "100 ms per step by report, but 400 ms per step by the optimizer steps seen by hook:torch" in held_back.message
+    )
+    assert with_hook(0.05) is None, "a report may count larger steps"
+    assert "optimizer steps seen by hook:torch" in with_hook(1.0, per_step=10).message
+
+
+@pytest.mark.parametrize(("every", "num_steps"), [(5, 16), (8, 22), (10, 28)])
+def test_reports_of_every_few_steps_agree_with_the_optimizer_steps_between_them(every, num_steps):
+    story = Story(num_steps=num_steps)
+    for step in range(1, every * -(-(num_steps + 1) // every) + 1):
+        story.report(step, source="hook:torch", step_time_s=0.4, arrived_s=0.4 * step)
+        if step % every == 0:
+            story.report(step, step_time_s=0.4, arrived_s=0.01 + 0.4 * step)
+    assert story.judge.times().source == "report" and story.judge.contradiction() is None
+
+
+@given(
+    steps=st.lists(st.floats(1e-3, 5.0), min_size=4, max_size=40),
+    late=st.lists(st.floats(0.0, 0.02), min_size=41, max_size=41),
+    share=st.floats(0.9, 1.0),
+)
+def test_honest_programs_are_believed_whatever_their_steps(steps, late, share):
+    ends = list(itertools.accumulate(steps, initial=3.0))
+    honest = watched(
+        lambda story, n: story.log(
+            n, step_time_s=share * (steps[n - 2] if n > 1 else 1.0), arrived_s=ends[n - 1] + late[n - 1]
+        ),
+        num_steps=len(steps),
+    )
+    assert honest is None
+
+
+@given(step_s=st.floats(0.1, 5.0), factor=st.floats(1.5, 1000), count=st.integers(8, 60), is_slow=st.booleans())
+def test_a_clock_that_is_off_by_half_is_not_believed(step_s, factor, count, is_slow):
+    claimed_s = step_s * factor if is_slow else step_s / factor
+    assert watched(lambda story, n: story.report(n, step_time_s=claimed_s, arrived_s=step_s * n), num_steps=count)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from trials.script.command import LogFormat
 from trials.script.lines import LineSplitter
-from trials.script.logs import PARSERS, make_parser
-from trials.script.logs.base import LogValue, number, significant
+from trials.script.logs import PARSERS, LogValue, make_parser, number, significant
 
 FOLDER = Path(__file__).parent / "logs"
 NANO = r"iter (?P<step>\d+): loss (?P<loss>\S+), time (?P<step_ms>[\d.]+)ms"

@@ -14,7 +14,7 @@ import torch
 
 import tune_cluster_report
 from tests.support import ROOT
-from trials.script.hook_path import API_FOLDER, HOOK_FOLDER, hook_path, with_hook
+from trials.script.command import API_FOLDER, HOOK_FOLDER, hook_path, with_hook
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from trials.parallel.held import HeldParameter
-from trials.training.optimizer import adamw
-from trials.training.optimizer.adamw import LocalAdamW
+from trials.parallel.shards import HeldParameter
+from trials.training import optimizer as adamw
+from trials.training.optimizer import LocalAdamW
 
 WORKSPACE_BYTES = 4 * 100
 

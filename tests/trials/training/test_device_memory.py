@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trials.accelerator import memory as accelerator
-from trials.reports.devices import DeviceMemory, worst_memory
-from trials.training.device import account as device_memory
-from trials.training.device.account import DEFAULT_SETTINGS, MemoryLimit, set_up_allocator
+from trials.accelerator import device as accelerator
+from trials.reports import DeviceMemory, worst_memory
+from trials.training import rank_device as device_memory
+from trials.training.rank_device import DEFAULT_SETTINGS, MemoryLimit, set_up_allocator
 
 DEVICE = torch.device("meta")
 GIB = 1 << 30

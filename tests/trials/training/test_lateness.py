@@ -19,7 +19,8 @@ from trials.datasets import Batch
 from trials.outcome import RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, process_group
 from trials.spec import Layout, Protocol
-from trials.training import clock, feed
+from trials.training import measure as clock
+from trials.training import measure as feed
 from trials.training import step as steps
 from trials.training.measure import Measurer, Recording
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.trials.gang import run_gang
 from tests.trials.tiny import tiny_spec
 from trials.outcome import RankReport
-from trials.reports.findings import OperatorCast, PatternEffect
+from trials.reports import OperatorCast, PatternEffect
 from trials.spec import AXES, Layout, Loader, LoaderTuning
 from trials.stages import all_chunks, chunks_of_stage, coordinates, count_at, data_parallel_rank
 from trials.training.step import merged_casts, merged_effects
@@ -131,9 +131,9 @@ def _with_microbatches(layouts: list[Layout]) -> list:
 def _reads_nothing_in_the_middle() -> None:
     """Rank 1 of 3 fails where it would open a data set, and where a step counts time for data."""
     from trials import worker
-    from trials.training import clock
+    from trials.training import measure
 
-    stop = clock.StepClock.stop
+    stop = measure.StepClock.stop
 
     def checked(self: Any) -> Any:
         timing = stop(self)
@@ -142,7 +142,7 @@ def _reads_nothing_in_the_middle() -> None:
 
     if os.environ["RANK"] == "1":
         del worker.open_dataset
-        clock.StepClock.stop = checked
+        measure.StepClock.stop = checked
 
 
 @pytest.mark.slow

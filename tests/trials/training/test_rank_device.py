@@ -10,12 +10,12 @@ import torch
 
 from tests.trials.accelerator.test_telemetry import UUID, Driver
 from tests.trials.tiny import tiny_spec
+from trials import kernels
 from trials.codec import from_json, to_json
-from trials.kernels import settings
 from trials.outcome import Phase, RankReport
 from trials.spec import Kernels, TrialSpec
-from trials.training.device import rank_device
-from trials.training.device.rank_device import RankDevice
+from trials.training import rank_device
+from trials.training.rank_device import RankDevice
 from trials.worker import run_rank
 
 
@@ -84,7 +84,7 @@ def test_the_allocator_is_set_up_before_a_kernel_is_tried(monkeypatch: pytest.Mo
 
     kept(rank_device, "set_up_allocator")
     kept(rank_device, "MemoryLimit")
-    kept(settings, "_runs_attention")
+    kept(kernels, "_runs_attention")
     assert len(run(tiny_spec(kernels=Kernels(attention=kernel))).losses) == 5
     assert calls[0] == "set_up_allocator" and calls[-1] == "MemoryLimit"
     assert ("_runs_attention" in calls) == (kernel == "math")

@@ -1,1 +1,1 @@
-"""Goes first on the PYTHONPATH of training programs, see :mod:`trials.script.hook_path`; nothing of ours imports it."""
+"""Goes first on the PYTHONPATH of training programs, see :mod:`trials.script.command`; nothing of ours imports it."""

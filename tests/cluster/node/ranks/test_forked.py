@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cluster.gang.messages import RankFailure
-from cluster.node import host_memory
-from cluster.node.host_memory import OomKills
-from cluster.node.ranks import rank
-from cluster.node.ranks.forked import ABORT_TAIL_BYTES, how_it_ended, with_devices, with_host_cause, with_logged_cause
+from cluster.node import memory_watch, ranks
+from cluster.node.memory_watch import OomKills
+from cluster.node.ranks import ABORT_TAIL_BYTES, how_it_ended, with_devices, with_host_cause, with_logged_cause
+from trials.script import judge
 
 WATCHDOG = (
     "[rank1]:[E1103 ProcessGroupNCCL.cpp:2068] [PG 0 Rank 1] Process group watchdog thread terminated with exception"
@@ -24,7 +24,7 @@ LATE = (
 NO_MEMORY = "terminate called after throwing an instance of 'c10::OutOfMemoryError'\n  what():  CUDA out of memory."
 TORCHRUN = "  traceback : Signal 6 (SIGABRT) received by PID 214033"
 SHARED = "Last error:\nError while creating shared memory segment /dev/shm/nccl-cjY8K5 (size 10617216)"
-KILLED = "rank 1 was killed by signal 6 (SIGABRT) that nobody here sent"
+KILLED = "rank 1 was killed by signal 6 (SIGABRT)"
 ENDED = "the command exited with code 1 after 3 of 10 steps"
 NCCL = "NCCL error in: NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO for details)"
 
@@ -41,7 +41,7 @@ def failure(category, message, **changes):
         ("exit", KILLED, LATE, "connection"),
         ("exit", KILLED, ASSERT, "error"),
         ("exit", KILLED, "free(): invalid pointer", "exit"),
-        ("exit", "rank 1 was killed by signal 11 (SIGSEGV) that nobody here sent", ECC, "exit"),
+        ("exit", "rank 1 was killed by signal 11 (SIGSEGV)", ECC, "exit"),
         ("exit", "exited with code 1 without a report", f"{ECC}\n{TORCHRUN}", "exit"),
         ("error", ENDED.replace("exited with code 1", "was killed by signal 6"), ECC, "device_lost"),
         ("error", ENDED.replace("code 1", "code 134"), ECC, "device_lost"),
@@ -101,11 +101,11 @@ def test_a_log_without_lines_is_searched_in_no_time(tmp_path):
 
 def test_words_that_mean_memory_only_where_none_is_left(monkeypatch):
     """The device is asked where an error has no better reason; a device that SYCL calls lost may be a full one."""
-    monkeypatch.setattr(rank, "is_memory_full", lambda device: device == "xpu")
+    monkeypatch.setattr(ranks, "is_memory_full", lambda device: device == "xpu")
     lost = RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)")
     handle = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
-    assert [rank._category(error, "xpu") for error in (lost, handle)] == ["oom", "oom"]
-    assert [rank._category(error, "cuda") for error in (lost, handle)] == ["device_suspect", "error"]
+    assert [ranks._category(error, "xpu") for error in (lost, handle)] == ["oom", "oom"]
+    assert [ranks._category(error, "cuda") for error in (lost, handle)] == ["device_suspect", "error"]
 
 
 def test_the_memory_of_the_host_is_the_devices_where_the_device_is_the_cpu(tmp_path):
@@ -133,10 +133,35 @@ def test_devices_are_named_in_the_line_that_people_see():
     ],
 )
 def test_a_bus_error_is_for_want_of_shared_memory_where_there_is_little(tmp_path, monkeypatch, category, message):
-    monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path / "none")
-    found = with_host_cause(failure(category, message), OomKills())
+    monkeypatch.setattr(memory_watch, "SHARED_MEMORY", tmp_path / "none")
+    found = with_host_cause(failure(category, message), OomKills(), tmp_path)
     assert found.category == "host_oom"
     assert message in found.message and "--shm-size=8g" in found.message
-    monkeypatch.setattr("cluster.node.ranks.forked.MIN_SHARED_BYTES", 0)
-    monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path)
-    assert with_host_cause(failure(category, message), OomKills()).category == category
+    monkeypatch.setattr("cluster.node.ranks.MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr(memory_watch, "SHARED_MEMORY", tmp_path)
+    assert with_host_cause(failure(category, message), OomKills(), tmp_path).category == category
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "category"),
+    [
+        (-signal.SIGKILL, "killed"),
+        (-signal.SIGTERM, "killed"),
+        (-signal.SIGSEGV, "exit"),
+        (-signal.SIGABRT, "exit"),
+        (137, "exit"),
+    ],
+)
+def test_only_signals_that_programs_do_not_get_for_their_errors_come_from_outside(tmp_path, exit_code, category):
+    assert how_it_ended(exit_code, OomKills())[0] == category
+    program = failure("error", f"the command {judge.how_it_ended(exit_code)} after 3 of 10 steps")
+    assert with_host_cause(program, OomKills(), tmp_path).category == ("killed" if category == "killed" else "error")
+
+
+def test_what_fails_on_a_full_disk_is_the_hosts_fault(tmp_path, monkeypatch):
+    broken = failure("error", "the command exited with code 0 but reported no step")
+    assert with_host_cause(broken, OomKills(), tmp_path) is broken
+    monkeypatch.setattr("trials.files.FULL_BYTES", 1 << 80)
+    found = with_host_cause(broken, OomKills(), tmp_path)
+    assert found.category == "disk" and str(tmp_path) in found.message
+    assert with_host_cause(failure("oom", "CUDA out of memory"), OomKills(), tmp_path).category == "oom"

@@ -1,1 +1,0 @@
-"""What other programs than our own runner keep in device memory: hypotheses that outcomes decide between."""

@@ -1,0 +1,514 @@
+"""Seconds of computation on the device: matmuls, attention and element-wise work of a layer, head and loss."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.cost.coefficients import Coefficients
+from cluster.cost.inputs import CP_METHODS, Array, CostInputs
+from cluster.cost.peak_memory import layer_activation_bytes
+from cluster.cost.pipelining import pipeline_seconds
+from cluster.cost.work import Work, exchanged_bytes, is_first, is_last, rows_per_expert
+
+REFERENCE_PEAK_FLOPS_PER_S = 312e12
+"""Peak of the device (A100, 16 bits) for which ``matmul_efficiency`` is stated."""
+COMPILED_TRAFFIC_SHARE = 0.75
+"""Share of a layer's element-wise traffic that is left when it is compiled: norms fused with additions, rotation and
+gating in one pass each. By count for SwiGLU decoders, 8 hidden + 2 width + 3 FFN elements of 10 + 3 + 4."""
+
+
+TILE = 128 * 256
+"""Elements of a matmul's result that a unit works out at a time (NVIDIA, Matrix Multiplication Background User's Guide,
+section 3)."""
+NUM_UNITS = 128
+"""Units of a device, between the 108 multiprocessors of an A100 and the 148 of a B200."""
+CORE_TILE = 64 * 64
+"""Elements of a matmul's result that a processor's core works out at a time: a block that fits its nearest caches
+(Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication)."""
+CORE_SHARE = 0.1
+"""What short products and few keys cost a core relative to an accelerator's unit: its pipelines are that much shorter.
+By order of magnitude, some ten instructions in flight against hundreds of cycles to fill shared memory."""
+HALF_SEQUENCE = 1000.0
+"""Keys of a rank at which fused attention is half as efficient as with many: causal forward and backward passes on an
+A100 rise that way from 512 to 16,384 tokens (Dao, arXiv 2307.08691, figure 5)."""
+HALF_HEAD = 32.0
+"""Elements of a head at which fused attention is half as efficient as with many: those of 64 reach some 0.8 of what
+those of 128 do (the same figure; Shah et al., arXiv 2407.08608, figure 5)."""
+AGED_SHARE = 0.6
+"""What fused attention of an older generation reaches: FlashAttention-2 some 340 TFLOP/s forward and backward on an
+H100, cuDNN and FlashAttention-3 some 570 (Shah et al., arXiv 2407.08608, figures 5 and 6)."""
+REFERENCE_HEAD = 128.0
+"""Elements of the heads for which ``attention_efficiency`` is stated."""
+
+
+def matmul_flops_per_s(
+    k: Coefficients, *, peak: Array, base: Array, rows: Array, columns: Array, depth: Array, on_cores: Array | bool
+) -> Array:
+    """FLOPs per second that matmuls reach, shape (n,).
+
+    The result is worked out in tiles, as many at a time as there are units: the fewer there are, the more units wait in
+    the last wave and for each other. Short products hardly cover the time to begin and end a tile.
+
+    Args:
+        peak: FLOPs per second of the data sheet in the matmuls' number format.
+        base: the same in 16 bits, for fp32 in 32.
+        rows: rows of the result.
+        columns: columns of the result.
+        depth: length of the products that are added up for each element.
+        on_cores: 1 where the device is a processor's core: one unit of small tiles.
+    """
+    return np.asarray(_large_flops_per_s(k, peak, base) / _slowness(k, rows, columns, depth, on_cores))
+
+
+def _large_flops_per_s(k: Coefficients, peak: Array, base: Array) -> Array:
+    """FLOPs per second of matmuls that are large in every direction."""
+    sustained = base * np.maximum(1.0, 1 + k["low_precision_gain"] * (peak / base - 1))
+    return np.asarray(sustained * k["matmul_efficiency"] * (base / REFERENCE_PEAK_FLOPS_PER_S) ** -k["peak_exponent"])
+
+
+def _slowness(k: Coefficients, rows: Array, columns: Array, depth: Array, on_cores: Array | bool) -> Array:
+    """How much longer a matmul takes per FLOP than a large one."""
+    per_wave = np.where(np.asarray(on_cores) > 0, CORE_TILE, TILE * NUM_UNITS) * k["half_waves"]
+    half_depth = np.where(np.asarray(on_cores) > 0, CORE_SHARE, 1.0) * k["half_depth"]
+    return np.asarray((1 + per_wave / (rows * columns)) * (1 + half_depth / depth))
+
+
+def layer_flops_per_s(x: CostInputs, work: Work, k: Coefficients) -> Array:
+    """FLOPs per second that the matmuls of a layer reach together, but for those of routed experts."""
+    width, kv_width = x.num_heads * x.head_dim / x.tp, x.num_kv_heads * x.head_dim / x.tp
+    inner = np.maximum(1.0, (x.ffn * (1 - x.expert_share) + x.shared_ffn * x.expert_share) / x.tp)
+    rows = work.tokens / x.num_copies
+    shapes = ((width + 2 * kv_width, x.hidden), (x.hidden, width), ((1 + x.gated) * inner, x.hidden), (x.hidden, inner))
+    slowed = sum(n * d * _slowness(k, rows, n, d, x.on_cores) for n, d in shapes) / sum(n * d for n, d in shapes)
+    return np.asarray(_large_flops_per_s(k, x.peak_flops_per_s, x.base_flops_per_s) / slowed)
+
+
+def attention_flops_per_s(x: CostInputs, k: Coefficients, rate: Array) -> Array:
+    """FLOPs per second that attention reaches where a layer's matmuls reach ``rate`` in 16 bits.
+
+    Fused kernels are the less efficient the fewer keys and the smaller heads there are; a ring's ranks see the keys of
+    one rank at a time. Matrices whose rows are no multiple of 16 bytes miss the fast paths (NVIDIA, Matrix
+    Multiplication Background User's Guide, section 2), unless fused kernels pad them.
+    """
+    keys = x.seq_length / np.where(x.cp_method == CP_METHODS.index("ring"), x.cp, 1.0)
+    by_head = x.head_dim / (x.head_dim + HALF_HEAD) * (1 + HALF_HEAD / REFERENCE_HEAD)
+    half = np.where(x.on_cores > 0, CORE_SHARE, 1.0) * HALF_SEQUENCE
+    fused = keys / (keys + half) * by_head * np.where(x.aged_attention > 0, AGED_SHARE, 1.0)
+    plain = 1 / np.where(x.head_dim % 8 > 0, k["misaligned_cost"], 1.0)
+    return np.asarray(rate * k["attention_efficiency"] * np.where(x.flash > 0, fused, plain))
+
+
+def layer_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> tuple[Array, Array]:
+    """Seconds of forward and backward pass of one layer on the device, without communication. ``rate``: FLOPs per
+    second of its matmuls."""
+    attention = work.attention_flops / attention_flops_per_s(x, k, rate / low_precision_gain(x, k))
+    bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
+    matmul = (
+        work.matmul_flops / rate + expert_seconds(x, work, k) + x.num_copies * work.weight_traffic_bytes / bandwidth
+    )
+    matmul = matmul + _cast_bytes(x, work) / bandwidth
+    normed = work.tokens * x.hidden / np.where(x.sequence_parallel > 0, x.tp, 1.0)
+    loose = x.loose_norms * k["loose_norm_bytes"] * normed
+    elementwise = (work.elementwise_bytes + loose) / bandwidth * np.where(x.compiled > 0, COMPILED_TRAFFIC_SHARE, 1.0)
+    frozen = matmul * (1 - x.trained_share)
+    # Fused attention's backward repeats the scores: 2.5 times the forward FLOPs (Dao, arXiv 2307.08691).
+    backward = 2 * matmul - frozen + np.where(x.flash > 0, 2.5, 2.0) * attention + 1.5 * elementwise
+    return matmul + attention + elementwise, backward
+
+
+def low_precision_gain(x: CostInputs, k: Coefficients) -> Array:
+    """How much faster matmuls are than in 16 bits."""
+    return np.maximum(1.0, 1 + k["low_precision_gain"] * (x.peak_flops_per_s / x.base_flops_per_s - 1))
+
+
+def expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
+    """Seconds of the matmuls of a layer's routed experts, forward: each multiplies the rows that were sent to it."""
+    peak, base, rows = x.peak_flops_per_s, x.base_flops_per_s, rows_per_expert(x, work.tokens)
+    width = np.maximum(x.expert_ffn, 1.0) / x.tp
+    flops_per_s = functools.partial(matmul_flops_per_s, k, peak=peak, base=base, rows=rows, on_cores=x.on_cores)
+    into = flops_per_s(columns=(1 + x.gated) * width, depth=x.hidden)
+    out = flops_per_s(columns=x.hidden, depth=width)
+    rate = (2 + x.gated) / ((1 + x.gated) / into + 1 / out) * k["expert_efficiency"]
+    return np.asarray(work.expert_flops / rate)
+
+
+def _cast_bytes(x: CostInputs, work: Work) -> Array:
+    """Bytes read and written to make 8-bit operands of one layer's forward pass: inputs in 16 bits and weights in their
+    own type, each read for its largest element and once more to be cast."""
+    inputs = work.tokens * (2 * x.hidden + (x.num_heads * x.head_dim + x.ffn) / x.tp)
+    return np.asarray(
+        x.casts_operands * (5 * inputs + (2 * x.weight_bytes + 1) * (work.layer_params + work.expert_params) / x.tp)
+    )
+
+
+def head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
+    """Seconds of head and loss, forward and backward; in chunks, the logits are computed once more.
+
+    A vocabulary split by tp is padded first, hence aligned.
+    """
+    peak = np.where(x.casts_operands > 0, x.base_flops_per_s, x.peak_flops_per_s)
+    rows = work.tokens / x.loss_chunks
+    columns = x.vocab / x.tp
+    flops_per_s = functools.partial(matmul_flops_per_s, k, peak=peak, base=x.base_flops_per_s, on_cores=x.on_cores)
+    rate = flops_per_s(rows=rows, columns=columns, depth=x.hidden)
+    rate = rate / np.where((x.tp == 1) & (x.vocab % 8 > 0), k["misaligned_cost"], 1.0)
+    bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
+    matmuls = 3 - (1 - x.trained_share) + (x.loss_chunks > 1)
+    return np.asarray(matmuls * work.head_flops / rate + work.head_bytes / bandwidth)
+
+
+# Bandwidths that collectives reach, the time of a ring, and what of a transfer computation hides.
+
+
+NETWORK_HOP = 4.0
+"""How much longer a ring's turn takes over the network than inside a domain: 14 us against 3.4 us (NCCL 2.x,
+``hwLat`` of the simple protocol in ``src/graph/tuning.cc``)."""
+
+
+def link_rate(x: CostInputs, k: Coefficients) -> Array:
+    return x.link_bytes_per_s * _reached(k["link_efficiency"])
+
+
+def network_rate(x: CostInputs, k: Coefficients) -> Array:
+    return x.network_bytes_per_s * _reached(k["network_efficiency"])
+
+
+def neighbour_rate(x: CostInputs, k: Coefficients) -> Array:
+    """Bandwidth between neighbouring pipeline ranks, the outermost axis."""
+    inside = x.world_size <= x.domain_size
+    return np.where(inside, link_rate(x, k), network_rate(x, k))
+
+
+def _reached(efficiency: Array | float) -> Array | float:
+    """Share of a bandwidth that is reached: never all of it, whatever the coefficient."""
+    return efficiency / (1 + efficiency**4) ** 0.25
+
+
+def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: Array, apart: Array) -> Array:
+    """Seconds of an all-reduce over ``degree`` ranks that lie ``apart`` ranks from each other.
+
+    Inside the fast domain the members reduce first; each then carries its share over the
+    network (hierarchical all-reduce), so members in a domain share their network ports' bandwidth.
+    """
+    per_domain = np.clip(np.floor(x.domain_size / apart), 1, degree)
+    domains = degree / per_domain
+    inside = 2 * (per_domain - 1) / per_domain * payload_bytes / (link_rate(x, k))
+    across = 2 * (domains - 1) / domains * payload_bytes / per_domain / network_rate(x, k)
+    return np.asarray(inside + np.where(domains > 1, across, 0.0))
+
+
+def turn_seconds(x: CostInputs, k: Coefficients, degree: Array, apart: Array) -> Array:
+    """Seconds of a ring's turns, whatever it carries: a gathering or scattering goes once past every other rank.
+
+    A turn into another domain takes ``NETWORK_HOP`` times as long as one inside.
+    """
+    per_domain = np.clip(np.floor(x.domain_size / apart), 1, degree)
+    domains = degree / per_domain
+    return np.asarray(k["hop_latency_s"] * ((degree - domains) + NETWORK_HOP * (domains - 1)))
+
+
+def exposed(transfer: Array, hiding: Array, k: Coefficients) -> Array:
+    """What a transfer behind ``hiding`` seconds of computation costs: what sticks out, and what computation loses to
+    the rest of it, which takes memory bandwidth and cores from it."""
+    out = beyond(transfer, hiding)
+    slowdown = np.reshape(k["overlap_slowdown"], (-1, *[1] * (transfer.ndim - 1)))
+    return np.asarray(out + slowdown * (transfer - out))
+
+
+def beyond(transfer: Array, hiding: Array) -> Array:
+    """The part of a transfer that is not hidden, smoothly: a little even where hiding time abounds."""
+    excess = transfer - hiding
+    return np.asarray((excess + np.sqrt(excess**2 + 0.04 * transfer * hiding)) / 2)
+
+
+def rounded_max(a: Array, b: Array) -> Array:
+    """Maximum with a rounded corner: device and host wait for each other now and then."""
+    return np.asarray((a**4 + b**4) ** 0.25)
+
+
+# Seconds of communication that computation does not hide: between ranks along every axis, and with the host.
+
+
+PARTS = 4
+"""Parts in which a matmul hides its collective: Transformer Engine's pipelined kernels, and some ranks' rings."""
+HOST_LINK_SHARE = 0.8
+"""Share of the host link's bandwidth that large copies from and to page-locked memory reach; an assumption."""
+
+
+def collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, rate: Array) -> Array:
+    """Seconds of tensor-parallel communication per layer and pass: two all-reduces, or gather and scatter of that
+    volume. ``rate``: FLOPs per second of the layer's matmuls; so below.
+
+    In parts it hides behind the layer's matmuls, but for one part of each. With two copies one half's communication
+    hides behind the other half's computation.
+    """
+    latency = x.num_copies * k["collective_latency_s"]
+    seconds = 2 * (ring_seconds(x, k, work.tp_bytes, x.tp, np.ones(len(x))) + latency)
+    matmuls = k["gather_overlap"] * work.matmul_flops / rate
+    hidden = exposed(seconds * (1 - 1 / PARTS), matmuls, k)
+    seconds = np.where(x.hides_collectives > 0, seconds / PARTS + hidden, seconds)
+    seconds = np.where(x.num_copies > 1, exposed(seconds, k["gather_overlap"] * forward, k), seconds)
+    return np.where(x.tp > 1, seconds, 0.0)
+
+
+def backward_collective_seconds(x: CostInputs, work: Work, k: Coefficients, collectives: Array, rate: Array) -> Array:
+    """Those of ``collectives``, a layer's in one pass, that stick out of its backward pass.
+
+    The sums of the gradients of two projections' inputs run while those of their weights are computed (Shoeybi et al.,
+    arXiv 1909.08053): all of the volume, with sequence parallelism half, as the gathers before them wait. Those
+    projections, into attention and feed-forward, are some two thirds of a layer's matmuls.
+    """
+    share = np.where(x.sequence_parallel > 0, 0.5, 1.0)
+    weights = 2 / 3 * x.trained_share * work.matmul_flops / rate
+    sums = exposed(share * collectives, k["gather_overlap"] * weights, k)
+    # Two copies hide behind each other already.
+    hides = (x.hides_sums > 0) & (x.num_copies == 1) & (x.tp > 1)
+    return np.where(hides, (1 - share) * collectives + sums, collectives)
+
+
+def exchange_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> Array:
+    """Seconds of context-parallel communication per layer, forward and backward, that attention does not hide.
+
+    Round a ring keys and values go twice and the sums of their gradients once, one step while attention computes the
+    one before (Liu et al., arXiv 2310.01889). Gathered they come twice, behind a rank's attention to its own part;
+    their gradients are scattered when it is done (``trials/parallel/context.py``). Heads are exchanged before
+    attention and after it, in both passes (Jacobs et al., arXiv 2309.14509).
+    """
+    inside = x.tp * x.cp <= x.domain_size
+    bandwidth = np.where(inside, link_rate(x, k), network_rate(x, k))
+    once = work.cp_bytes / bandwidth
+    attention = 3.5 * work.attention_flops / attention_flops_per_s(x, k, rate / low_precision_gain(x, k))
+    latency = k["collective_latency_s"]
+    gathered = exposed(2 * once, attention / x.cp, k) + once + 3 * latency
+    by_heads = 2 * once + 4 * latency
+    ring = exposed(3 * once, 0.7 * attention, k) + 3 * x.cp * latency
+    return np.where(x.cp > 1, np.choose(x.cp_method.astype(int), [gathered, by_heads, ring]), 0.0)
+
+
+def expert_exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
+    """Seconds per layer and micro-batch in which tokens travel to their experts and back, forward and backward."""
+    inside, beyond = exchanged_bytes(x, work.tokens)
+    once = inside / link_rate(x, k) + beyond / network_rate(x, k) + k["collective_latency_s"]
+    return np.where((x.ep > 1) & (x.expert_share > 0), 4 * once, 0.0)
+
+
+def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
+    """Seconds of ZeRO-3 communication per layer and micro-batch that computation does not hide.
+
+    Weights are gathered before the forward and before the backward pass, or once for the whole step; gradients are
+    reduce-scattered, after every micro-batch or once. Experts are, among those who hold the same.
+    """
+    once = ring_seconds(x, k, (work.layer_params + 4 * x.hidden) / x.tp, x.num_shards, x.tp) / 2
+    shards = expert_shards_of(x)
+    once = once + ring_seconds(x, k, work.expert_params / x.tp, shards, x.tp * x.ep) / 2
+    gathers = np.where(x.gathers_once > 0, 1 / x.num_microbatches, 2.0 - x.stays_gathered)
+    scatters = x.reductions / x.num_microbatches
+    moved = gathers * x.compute_bytes + scatters * np.minimum(x.gradient_bytes, 4)
+    latency = k["collective_latency_s"] + turn_seconds(x, k, x.num_shards, x.tp)
+    transfer = once * moved + (gathers + scatters) * latency
+    sharded = (x.zero_stage == 3) & (x.num_shards > 1)
+    return np.where(sharded, exposed(transfer, k["gather_overlap"] * (forward + backward), k), 0.0)
+
+
+def table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Array) -> Array:
+    """Seconds to gather and scatter an embedding or head that is sharded on its own, behind a layer's computation."""
+    once = ring_seconds(x, k, x.vocab * x.hidden / x.tp, x.dp * x.cp, x.tp) / 2
+    transfer = once * (2 * x.compute_bytes + np.minimum(x.gradient_bytes, 4)) + 3 * k["collective_latency_s"]
+    sharded = (x.shard_embedding > 0) & (x.zero_stage < 3)
+    return np.where(sharded, exposed(transfer, k["gather_overlap"] * (forward + backward), k), 0.0)
+
+
+def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, backward: Array) -> Array:
+    """Gradient reduction beyond what backward hides, and after ZeRO-1/2's optimiser its new weights' gathering, behind
+    the next forward pass where software does so.
+
+    Those who share states scatter gradients among each other and gather weights, so that both together send what an
+    all-reduce does (Rajbhandari et al., arXiv 1910.02054); ZeRO-2 scatters those of every micro-batch, unless it waits.
+    Replicas of a shard reduce it once. ``backward``: seconds of the slowest rank's backward pass, which hides the last.
+    """
+    params = busiest_params(x, work) * x.trained_share
+    scattered = (x.zero_stage == 1) | (x.zero_stage == 2)
+    half = np.where(scattered, ring_seconds(x, k, params, x.num_shards, x.tp) / 2, 0.0)
+    replicas = x.dp * x.cp / x.num_shards
+    across = ring_seconds(x, k, params / x.num_shards, replicas, x.num_shards * x.tp)
+    experts, expert_shards, expert_replicas = busiest_experts(x, work)
+    half = half + np.where(scattered, ring_seconds(x, k, experts, expert_shards, x.tp * x.ep) / 2, 0.0)
+    across = across + ring_seconds(x, k, experts / expert_shards, expert_replicas, expert_shards * x.tp * x.ep)
+    reduction = (half + across) * x.gradient_bytes
+    turns = np.where(scattered, turn_seconds(x, k, x.num_shards, x.tp), 0.0)
+    reduction, gathering = reduction + turns, half * x.compute_bytes + turns
+    window = k["gradient_overlap"] * backward
+    gathering = np.where(x.hides_gathering > 0, exposed(gathering, window / 2, k), gathering)
+    communicates = np.where(x.zero_stage == 3, replicas, x.dp * x.cp) > 1
+    earlier = np.where(x.zero_stage == 2, x.reductions - 1, 0.0) * exposed(half * x.gradient_bytes, window, k)
+    last = exposed(reduction, window, k) + gathering + 4 * k["collective_latency_s"]
+    return np.where(communicates, earlier + last, 0.0)
+
+
+def transfer_seconds(x: CostInputs, work: Work, k: Coefficients, busy: Array) -> Array:
+    """Seconds of pipeline transfers: activations and gradients of every micro-batch and chunk.
+
+    With several chunks software may hide them behind half of what the slowest rank computes (``busy``), but for those
+    that fill and drain the pipeline (Narayanan et al., arXiv 2104.04473, section 4.1).
+    """
+    once = 2 * (work.pp_bytes / neighbour_rate(x, k) + k["transfer_latency_s"])
+    steady = x.num_microbatches * x.num_virtual_stages * once
+    hides = (x.hides_transfers > 0) & (x.num_virtual_stages > 1)
+    steady = np.where(hides, exposed(steady, busy / 2, k), steady)
+    return np.where(x.pp > 1, steady + (x.pp - 1) * once, 0.0)
+
+
+def busiest_params(x: CostInputs, work: Work) -> Array:
+    """Parameters of the fullest pipeline rank but for routed experts, divided by tp."""
+    layers = np.max(x.stage_layers, axis=1) * (work.layer_params + 4 * x.hidden)
+    tables = np.where((x.pp == 1) & (x.tied == 0), 2.0, 1.0) * x.vocab * x.hidden * (1 - x.shard_embedding)
+    return np.asarray((layers + tables) / x.tp)
+
+
+def expert_shards_of(x: CostInputs) -> Array:
+    """Ranks over which ZeRO shards a routed expert."""
+    return np.maximum(1.0, x.num_shards / x.ep)
+
+
+def busiest_experts(x: CostInputs, work: Work) -> tuple[Array, Array, Array]:
+    """Trained parameters of routed experts on the fullest pipeline rank, divided by tp; over how many ranks ZeRO shards
+    them, and replicas of such a shard: peers that hold other experts have nothing of these."""
+    params = np.max(x.stage_layers, axis=1) * work.expert_params / x.tp * x.trained_share
+    shards = expert_shards_of(x)
+    return params, shards, np.maximum(1.0, x.dp * x.cp / x.ep / shards)
+
+
+def host_copy_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
+    """Seconds per micro-batch and pipeline rank that copies of activations stick out behind computation: of what a
+    layer keeps, out in its forward pass and back in the backward pass of the layer after it."""
+    full = (work.tokens * x.hidden * x.compute_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0))[:, None]
+    kept = layer_activation_bytes(x, work)[:, None] * (1 - x.stage_dropped)
+    seconds = 1 / (x.host_bytes_per_s * HOST_LINK_SHARE)[:, None]
+    plain = _both_ways(kept * seconds, forward, backward, k) * (x.stage_layers - x.stage_full)
+    repeated = _both_ways(full * seconds, forward, forward + backward, k) * x.stage_full
+    return np.asarray(x.offload_activations[:, None] * (plain + repeated))
+
+
+def _both_ways(transfer: Array, forward: Array, backward: Array, k: Coefficients) -> Array:
+    return exposed(transfer, forward[:, None], k) + exposed(transfer, backward[:, None], k)
+
+
+# Seconds of one optimiser step, as named terms that sum to it.
+#
+# A layer's pass costs the device FLOPs / (peak x efficiency) + bytes / bandwidth, and the host a fixed launch time;
+# whichever is longer counts (rounded where both are alike); on a processor's cores, which launch what they compute,
+# both count. Collectives cost latency + bytes / bandwidth. The pipeline (``pipeline.py``) turns the stages' times into
+# that of the step.
+
+
+COMPILED_LAUNCH_SHARE = 0.35
+"""Share of a layer's host time that is left when it is compiled."""
+HOST_UPDATES_PER_S = 4e9
+"""Parameters that the processors of a host update in a second, for all its devices together: CPU-Adam takes 0.24 s for
+1e9 on two Xeons with 24 cores (ZeRO-Offload, Ren et al., arXiv 2101.06840, table 4); memory bandwidth bounds it."""
+TIME_TERMS = (
+    "forward",
+    "backward",
+    "recompute",
+    "launch",
+    "tensor_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "sharding",
+    "host_copies",
+    "stage_transfers",
+    "bubble",
+    "gradient_reduction",
+    "optimizer",
+    "overhead",
+    "data",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds per micro-batch, all chunks of a pipeline rank together; arrays of shape (n, stages)."""
+
+    terms: dict[str, Array]
+
+    @property
+    def total(self) -> Array:
+        return np.asarray(np.sum(list(self.terms.values()), axis=0))
+
+
+def step_seconds(x: CostInputs, work: Work, coefficients: Coefficients) -> dict[str, Array]:
+    """Terms of the step time by name (``TIME_TERMS``), each of shape (n,), summing to the step."""
+    k = coefficients
+    stages = stage_seconds(x, work, k)
+    total = stages.total
+    slowest = np.argmax(total, axis=1)
+    rows = np.arange(len(x))
+    terms = {name: x.num_microbatches * values[rows, slowest] for name, values in stages.terms.items()}
+    transfers = transfer_seconds(x, work, k, x.num_microbatches * total[rows, slowest])
+    pipeline = pipeline_seconds(x, total)
+    terms["stage_transfers"] = transfers
+    terms["bubble"] = pipeline - x.num_microbatches * total[rows, slowest]
+    terms["gradient_reduction"] = reduction_seconds(x, work, k, np.max(stages.terms["backward"], axis=1))
+    terms["optimizer"] = optimizer_seconds(x, work, k)
+    num_nodes = np.maximum(1.0, x.world_size / x.domain_size)
+    busy = np.sum(list(terms.values()), axis=0)
+    terms["overhead"] = k["step_overhead_s"] + busy * k["scale_overhead"] * np.log2(num_nodes)
+    terms["data"] = data_seconds(x, k, busy + terms["overhead"])
+    return {name: terms[name] for name in TIME_TERMS}
+
+
+def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
+    """Times of one micro-batch on each pipeline rank, forward and backward."""
+    rate = layer_flops_per_s(x, work, k)
+    forward, backward = layer_seconds(x, work, k, rate)
+    collectives = collective_seconds(x, work, k, forward, rate)
+    gather = gather_seconds(x, work, k, forward, backward)
+    host = k["host_layer_s"] * np.where(x.compiled > 0, COMPILED_LAUNCH_SHARE, 1.0) * x.num_copies
+    repeats = forward * k["recompute_cost"]
+    head = head_seconds(x, work, k)
+
+    layers, full = x.stage_layers, x.stage_full
+    last = is_last(x)
+    # One of the four halves of an all-reduce per layer and pass is gathered again.
+    regathered = x.recompute_communication[:, None] / 2
+    repeated = full + (layers - full) * x.stage_repeated
+    passes = 2 + repeated / np.maximum(layers, 1)
+    terms = {
+        "forward": layers * forward[:, None] + last * head[:, None] / 3,
+        "backward": layers * backward[:, None] + last * head[:, None] * 2 / 3,
+        "recompute": repeated * repeats[:, None],
+        "tensor_parallel": ((1 + regathered) * layers + full) * collectives[:, None]
+        + layers * backward_collective_seconds(x, work, k, collectives, rate)[:, None]
+        + last * (collectives / 2)[:, None],
+        "expert_parallel": layers * expert_exchange_seconds(x, work, k)[:, None],
+        "context_parallel": layers * exchange_seconds(x, work, k, rate)[:, None],
+        "sharding": (layers + last) * gather[:, None]
+        + (is_first(x) + last) * table_seconds(x, k, forward, backward)[:, None],
+    }
+    terms["host_copies"] = host_copy_seconds(x, work, k, forward, backward)
+    device = terms["forward"] + terms["backward"] + terms["recompute"] + terms["tensor_parallel"]
+    launched = layers * passes * host[:, None]
+    terms["launch"] = np.where(x.on_cores[:, None] > 0, launched, rounded_max(device, launched) - device)
+    return StageTimes(terms)
+
+
+def optimizer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
+    """Seconds to read and write weights, gradients and optimiser states; on the host, of the slowest of its processors
+    and the copies of gradients out and of weights back, which run at the same time."""
+    experts, expert_shards, _ = busiest_experts(x, work)
+    owned = busiest_params(x, work) * x.trained_share / x.num_shards + experts / expert_shards
+    per_param = 2 * (x.optimizer_bytes + x.weight_bytes) + 2 * x.gradient_bytes
+    on_device = owned * per_param / (x.memory_bytes_per_s * k["memory_efficiency"])
+    copies = owned * np.maximum(x.gradient_bytes, x.weight_bytes) / (x.host_bytes_per_s * HOST_LINK_SHARE)
+    on_host = rounded_max(owned * np.minimum(x.node_size, x.world_size) / HOST_UPDATES_PER_S, copies)
+    return np.where(x.offload_optimizer > 0, on_host, on_device)
+
+
+def data_seconds(x: CostInputs, k: Coefficients, busy: Array) -> Array:
+    """Seconds of waiting for data: ranks share the storage, and only loading processes read while the step runs
+    (``busy``)."""
+    reading = x.num_reads * k["read_s"]
+    return x.data_wait_s + np.where(x.reads_ahead > 0, beyond(reading, busy), reading)

@@ -1,0 +1,619 @@
+"""Whether what the ranks of a gang report can be true.
+
+Reports are input like any other: a clock that was set back, a counter that ran over or a runner with a mistake in it
+must not become a measurement that somebody promotes. Figures that no training can give make the attempt a fault of its
+candidate, with rank, field and value in the message.
+
+A rank that ran a program of the user's own may not know everything, not even its step times; then one of its peers has
+to. Ranks of such a program count losses each in its own way, so these need not agree in number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster.gang.blame import verdict
+from cluster.gang.messages import RankFailure, RankPlace, RankResult, RankSight, RankSuccess
+from cluster.hardware.accelerators import dense_peak
+from trials.codec import CodecError, from_json
+from trials.failure import TREATMENTS, Treatment
+from trials.outcome import (
+    Crashed,
+    Diverged,
+    Evidence,
+    Failure,
+    GangLost,
+    HostOutOfMemory,
+    Infeasible,
+    Measured,
+    Measurement,
+    NotBelieved,
+    Outcome,
+    OutOfMemory,
+    RankReport,
+    TimedOut,
+)
+from trials.reports import (
+    LOAD_SUFFIX,
+    DeviceHealth,
+    Disturbance,
+    Findings,
+    GraphReport,
+    OperatorCast,
+    PatternEffect,
+    merge_scripts,
+    most_disturbed,
+    most_noteworthy,
+    with_throttling,
+    worst_memory,
+)
+from trials.secrets import redact
+from trials.step_times import SLACK_S, Contradiction, Elapsed, contradicted
+
+MIN_STEP_S = 1e-6
+"""Shortest step that is believed, in seconds: clocks resolve less than that only in name, and to launch a single kernel
+takes longer."""
+MAX_STEP_S = 1e7
+"""Longest step that is believed, in seconds: months; what is beyond is no duration but a date."""
+OWN_WORK_S = 5e-3
+"""Seconds that our runner may take between two steps: it collects garbage, and has the ranks agree on the time."""
+ERROR_TYPE = "ImplausibleReport"
+"""Type of the error in the evidence."""
+
+_LEAST = {
+    "world_size": 1,
+    "tokens_per_step": 1,
+    "samples_per_step": 0,
+    "num_warmup_steps": 0,
+    "num_skipped_steps": 0,
+    "peak_allocated_bytes": 0,
+    "peak_reserved_bytes": 0,
+    "model_flops_per_token": 0,
+    "compile_s": 0,
+    "num_ranks": 1,
+    "step_time_resolution_s": 0,
+}
+"""Fields that hold an amount, and the least that it can be."""
+_ALIKE = ("world_size", "tokens_per_step", "samples_per_step", "num_warmup_steps", "model_flops_per_token")
+"""Fields that are the same on all ranks, being properties of the workload or of the protocol."""
+_ALIKE_IN_SCRIPTS = ("world_size", "num_warmup_steps")
+"""Those of them that no rank has to find out by listening to a program of the user's own."""
+
+
+def refusal(reports: Sequence[RankReport]) -> Crashed | Diverged | NotBelieved | None:
+    """The outcome of a gang whose reports, in rank order, cannot be believed; None where they can.
+
+    A loss or a gradient norm that is not finite is no fault of the report: the candidate diverged.
+    """
+    for rank, report in enumerate(reports):
+        for field, value, wanted in _impossible(rank, report):
+            message = f"rank {rank} reported {field} = {value}: it has to be {wanted}"
+            return Crashed(evidence=Evidence(message=message, rank=rank, error_type=ERROR_TYPE))
+    if problem := _disagreement(reports):
+        return Crashed(evidence=Evidence(message=problem, error_type=ERROR_TYPE))
+    return _divergence(reports) or _not_believed(reports)
+
+
+def _not_believed(reports: Sequence[RankReport]) -> NotBelieved | None:
+    for rank, report in enumerate(reports):
+        if (found := report.contradiction) is not None:
+            return not_believed(found, rank)
+    return None
+
+
+def not_believed(found: Contradiction, rank: int | None) -> NotBelieved:
+    """The outcome of a gang whose step times are contradicted, as they were reported by this rank."""
+    return NotBelieved(
+        num_steps=found.num_steps,
+        reported_s=found.reported_s,
+        seen_s=found.seen_s,
+        compared=f"{found.source} with {found.witness}",
+        evidence=Evidence(message=found.message, rank=rank),
+    )
+
+
+def contradiction(
+    step_times_s: Sequence[float], seen_steps: Sequence[int], seen_at_s: Sequence[float]
+) -> Contradiction | None:
+    """How the progress that a warden saw contradicts the step times of a gang of our own runner.
+
+    Code of the user's runs inside the ranks, and may change the clock there. Work of ours between two steps, which no
+    step time holds, is allowed for; and ranks on accelerators report a step when the next one is under way, but the
+    last ones at once. A warden that a busy host delays receives several reports together: these end one interval.
+
+    Args:
+        step_times_s: of the gang, from the first measured step on.
+        seen_steps: numbers of measured steps, from 1 on.
+        seen_at_s: when the warden received the progress of each.
+    """
+    last_by_arrival = {at_s: step for step, at_s in sorted(zip(seen_steps, seen_at_s, strict=True))}
+    ends = sorted((step, at_s) for at_s, step in last_by_arrival.items())
+    intervals = [
+        Elapsed(num_steps=step - before, reported_s=sum(step_times_s[before:step]), seen_s=at_s - before_s)
+        for (before, before_s), (step, at_s) in itertools.pairwise(ends)
+        if 0 < before < step <= len(step_times_s)
+    ]
+    if not intervals:
+        return None
+    return contradicted(
+        intervals,
+        slack_s=SLACK_S + OWN_WORK_S * len(intervals) + 2 * max(step_times_s),
+        source="the rank",
+        witness="the arrival of its progress",
+    )
+
+
+def is_step_time(seconds: float | None) -> bool:
+    """Whether a step can have taken that long; nan and None are no times."""
+    return seconds is not None and MIN_STEP_S <= seconds <= MAX_STEP_S
+
+
+def is_script(report: RankReport) -> bool:
+    """Whether the rank ran a program of the user's own."""
+    return report.findings.script is not None
+
+
+def _impossible(rank: int, report: RankReport) -> Iterator[tuple[str, object, str]]:
+    """Fields of one report that cannot be true: name, value, and what the value has to be."""
+    if report.rank != rank:
+        yield "rank", report.rank, f"{rank}, which it was started as"
+    if not report.step_times_s and not is_script(report):
+        yield "step_times_s", "()", "the time of one step at least"
+    for index, step_s in enumerate(report.step_times_s):
+        if not is_step_time(step_s):
+            yield f"step_times_s[{index}]", step_s, f"a number of seconds from {MIN_STEP_S:g} to {MAX_STEP_S:g}"
+    for name, value, least in _amounts(report):
+        if not least <= value < math.inf:  # true of nan as well
+            yield name, value, f"a finite number, at least {least:g}"
+    if report.num_skipped_steps > max(len(report.losses), len(report.step_times_s)):
+        yield "num_skipped_steps", report.num_skipped_steps, "no more than there were steps"
+    if len(report.losses) != len(report.grad_norms) and not is_script(report):
+        yield "grad_norms", f"{len(report.grad_norms)} values", f"as many as losses: {len(report.losses)}"
+
+
+def _amounts(report: RankReport) -> Iterator[tuple[str, float, float]]:
+    """Fields that hold an amount: name, value, and the least that it can be."""
+    for name, least in _LEAST.items():
+        yield name, getattr(report, name), least
+    for phase in fields(report.breakdown):
+        yield f"breakdown.{phase.name}", getattr(report.breakdown, phase.name), 0
+
+
+def _disagreement(reports: Sequence[RankReport]) -> str:
+    """How the reports contradict each other; empty where they do not."""
+    told = [report for report in reports if report.step_times_s]
+    if not told:
+        return (
+            "no rank told the time of any step: neither a report nor a hook, file or log line of the program gave one"
+        )
+    of_script = any(map(is_script, reports))
+    for name, of in ({"steps": "step_times_s"} | ({} if of_script else {"losses": "losses"})).items():
+        counts = [len(getattr(report, of)) for report in told]
+        if len(set(counts)) != 1:
+            return f"the ranks disagree on the number of {name}: {counts}"
+    for name in _ALIKE_IN_SCRIPTS if of_script else _ALIKE:
+        values = [getattr(report, name) for report in reports]
+        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if odd is not None:
+            return f"the ranks disagree on {name}: rank 0 reported {values[0]}, rank {odd} {values[odd]}"
+    return ""
+
+
+def _divergence(reports: Sequence[RankReport]) -> Diverged | None:
+    for rank, report in enumerate(reports):
+        for name, values in (("loss", report.losses), ("gradient norm", report.grad_norms)):
+            step = next((step for step, value in enumerate(values, start=1) if not math.isfinite(value)), None)
+            if step is not None:
+                message = f"rank {rank} reported a {name} of {values[step - 1]} in step {step}"
+                return Diverged(evidence=Evidence(message=message, rank=rank))
+    return None
+
+
+# One outcome for a gang, from what its ranks and nodes report: pure functions.
+
+
+COLLATERAL = frozenset({"connection"})
+"""Categories of failures that another rank's failure brings about."""
+MAY_HAVE_A_CAUSE = COLLATERAL | {"device_suspect"}
+"""Categories of failures for whose cause on another rank it is worth to wait a moment: a kernel breaks off as well
+where it reads the memory of a peer's device that broke."""
+STOPPED = "stopped"
+"""Category of ranks that were killed because a peer had failed."""
+CAUSE_WINDOW_S = {"oom": 1.0, "host_oom": 1.0, "device_lost": 5.0}
+"""How much later than the first failure one of this category may be and still be its cause: the traceback of an
+out-of-memory takes time to unwind, and a device that broke is noticed by its own rank's next call, by its peers'
+kernels at once."""
+CLOCK_SKEW_S = 0.5
+"""How far the clocks of two nodes may be apart. Failures on two nodes that are closer in time are told apart by
+:data:`_EVIDENCE`; those on one node by their time, which one clock gives."""
+_EVIDENCE = (
+    ("oom", "host_oom", "device_lost"),
+    ("infeasible", "data", "diverged", "device_busy", "node_setup", "disk", "port", "preempted", "killed"),
+    ("error", "exception", "exit", "device_suspect"),
+)
+"""Categories from those that no peer's failure can bring about to those that may be an effect; what only tells of an
+absence ("deadline", "lost", "controller") comes last."""
+
+
+def fold(results: Iterable[RankResult], disturbances: Sequence[Disturbance] = ()) -> Outcome:
+    """One outcome for the gang: a measurement when every rank has a report, else its root cause.
+
+    ``disturbances`` tell what else the gang's nodes did while it measured, as far as that is known.
+
+    The order of ``results`` does not matter. Whatever is noted beside a full set of reports changes nothing about them:
+    a kill that came too late, devices that were not free in time afterwards.
+    """
+    known = list(results)
+    successes = sorted((r for r in known if isinstance(r, RankSuccess)), key=lambda success: success.rank)
+    failures = [result for result in known if isinstance(result, RankFailure)]
+    if successes and [success.rank for success in successes] == list(range(successes[0].report.world_size)):
+        return _merge(successes, disturbances)
+    causes = [failure for failure in failures if failure.category != STOPPED]
+    if not causes:
+        return GangLost(evidence=Evidence(message="some ranks reported nothing, and no cause is known"))
+    root = root_cause(causes)
+    if root.category == "deadline":
+        return _hang(root, failures)
+    return _outcome(root, collateral=[failure for failure in causes if failure is not root])
+
+
+def _hang(root: RankFailure, failures: Sequence[RankFailure]) -> Failure:
+    """The outcome of a gang that made no progress, by what was seen of all of its ranks."""
+    sights = {sight.rank: sight for failure in failures for sight in failure.sights}
+    if not sights:
+        return _outcome(root, collateral=[failure for failure in failures if failure is not root])
+    of = {sight.rank: failure for failure in failures for sight in failure.sights}
+    found = verdict(sights)
+    suspect = of[found.suspects[0]]
+    nodes = {of[rank].node for rank in found.suspects}
+    is_told_apart = found.kind == "rank" and len(nodes) == 1 and (len(found.suspects) < len(of) or len(of) == 1)
+    is_one = found.kind in ("rank", "unknown")
+    where = _where(sights[found.suspects[0]], suspect) if is_one else ""
+    evidence = Evidence(
+        message=redact("; ".join(part for part in (root.message, where, found.why) if part)),
+        rank=suspect.rank if is_one else None,
+        node=suspect.node if is_told_apart else None,
+        log_tail=tuple(map(redact, suspect.log_tail)),
+        collateral=tuple(
+            redact(f"rank {rank}: {failure.category}: {sights[rank].where}")
+            for rank, failure in sorted(of.items())
+            if rank != found.suspects[0]
+        ),
+    )
+    if found.kind == "link":
+        return GangLost(evidence=evidence, is_hang=True)
+    return TimedOut(phase=suspect.phase, evidence=evidence)
+
+
+def _where(sight: RankSight, failure: RankFailure) -> str:
+    """Where a rank was; with its number where its process is one of several in a slot."""
+    return sight.where if sight.rank == failure.rank else f"rank {sight.rank}: {sight.where}"
+
+
+def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure that explains the others: the earliest, but no lost connection before a root cause, and no hang
+    before the loss of a node or a device.
+
+    Among those too close to the earliest to be told apart by their time, the kind of evidence decides.
+    """
+    roots = [failure for failure in failures if failure.category not in COLLATERAL] or list(failures)
+    first = min(roots, key=_order)
+    lost = [failure for failure in roots if failure.category in ("lost", "device_lost")]
+    if first.category == "deadline" and lost:  # ranks hang for what is gone, long before anybody knows it
+        return min(lost, key=_order)
+    return min((f for f in roots if f.at_s <= first.at_s + _doubt_s(f, first)), key=lambda f: (_rung(f), _order(f)))
+
+
+def _doubt_s(failure: RankFailure, first: RankFailure) -> float:
+    """Seconds by which the failure may be dated later than ``first`` and yet be its cause."""
+    skew_s = 0.0 if failure.node == first.node else CLOCK_SKEW_S
+    return max(skew_s, CAUSE_WINDOW_S.get(failure.category, 0.0))
+
+
+def _rung(failure: RankFailure) -> int:
+    return next((rung for rung, members in enumerate(_EVIDENCE) if failure.category in members), len(_EVIDENCE))
+
+
+def _order(failure: RankFailure) -> tuple[float, int, str, str, str]:
+    rank = -1 if failure.rank is None else failure.rank
+    return failure.at_s, rank, failure.node, failure.category, failure.message
+
+
+def _outcome(root: RankFailure, *, collateral: Sequence[RankFailure]) -> Failure:
+    evidence = Evidence(
+        message=redact(root.message),
+        rank=root.rank,
+        node=root.node or None,
+        error_type=root.error_type,
+        exit_code=root.exit_code,
+        log_tail=tuple(map(redact, root.log_tail)),
+        collateral=tuple(_describe(failure) for failure in sorted(collateral, key=_order)),
+    )
+    match root.category:
+        case "deadline":
+            return TimedOut(phase=root.phase, evidence=evidence)
+        case "controller":
+            return GangLost(evidence=evidence, cause="controller")
+        case "preempted":
+            return GangLost(evidence=evidence, cause="preempted")
+        case "killed":
+            return GangLost(evidence=evidence, cause="killed")
+        case category:
+            return _by_treatment(TREATMENTS.get(category, TREATMENTS["error"]), evidence)
+
+
+def _by_treatment(treatment: Treatment, evidence: Evidence) -> Failure:
+    """The outcome that the class of failures leads to; a node that is not to blame is told in words only."""
+    match treatment.ends_as:
+        case "oom":
+            return OutOfMemory(evidence=evidence)
+        case "host_oom":
+            return HostOutOfMemory(evidence=evidence)
+        case "infeasible":
+            return Infeasible(evidence=evidence)
+        case "diverged":
+            return Diverged(evidence=evidence)
+        case "crashed":
+            return Crashed(evidence=evidence)
+        case "gang_lost":
+            doubt = "" if treatment.strikes_node else f" (on {evidence.node}, which need not be the culprit)"
+            message = _with_remedy(evidence.message, doubt, treatment.remedy)
+            node = evidence.node if treatment.strikes_node else None
+            return GangLost(evidence=replace(evidence, message=message, node=node))
+
+
+def _with_remedy(message: str, doubt: str, remedy: str) -> str:
+    """The message with what to do about it behind its first line, which is what people see."""
+    what, end, rest = message.partition("\n")
+    return f"{what}{doubt}{f'; {remedy}' if remedy else ''}{end}{rest}"
+
+
+def _describe(failure: RankFailure) -> str:
+    where = failure.node if failure.rank is None else f"rank {failure.rank}"
+    return redact(f"{where}: {failure.category}: {failure.message}")
+
+
+def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
+    """Evidence that ranks shared a device or ran on the wrong host; None where they did not. ``places``: in rank
+    order."""
+    taken: dict[tuple[str, str], int] = {}
+    hosts: dict[str, str] = {}
+    for rank, place in enumerate(places):
+        # A GPU's UUID means one device wherever it is seen, the index of a slot is its node's.
+        key = ("" if place.device.startswith("GPU-") else place.node, place.device)
+        if (other := taken.setdefault(key, rank)) != rank:
+            problem = f"ranks {other} and {rank} both ran on device {place.device} of {place.node}"
+        elif (host := hosts.setdefault(place.node, place.host)) != place.host:
+            problem = f"ranks of {place.node} ran on two hosts, {host} and {place.host}"
+        else:
+            continue
+        return Evidence(message=f"not placed as ordered: {problem}", rank=rank, node=place.node)
+    return None
+
+
+def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]) -> Outcome:
+    """The gang's measurement from the reports of all ranks, in rank order; a failure where they cannot be true."""
+    places = [success.place for success in successes if success.place is not None]
+    if (evidence := misplacement(places)) is not None:
+        return GangLost(evidence=evidence)
+    reports = [success.report for success in successes]
+    if (refused := refusal(reports)) is not None:
+        return refused
+    told = [report for report in reports if report.step_times_s]
+    first = told[0]
+    step_times_s = tuple(max(times) for times in zip(*(r.step_times_s for r in told), strict=True))
+    for success in successes:
+        if is_script(success.report):  # its rank has compared them with what it saw of the program
+            continue
+        if (found := contradiction(step_times_s, success.seen_steps, success.seen_at_s)) is not None:
+            return not_believed(found, success.rank)
+    slowest = max(told, key=lambda report: sum(report.step_times_s))
+    return Measured(
+        measurement=Measurement(
+            world_size=sum(report.num_ranks for report in reports),
+            tokens_per_step=_counting(told, "tokens_per_step").tokens_per_step,
+            step_times_s=step_times_s,
+            breakdown=slowest.breakdown,
+            peak_allocated_bytes=_if_any(report.peak_allocated_bytes for report in reports),
+            peak_reserved_bytes=_if_any(report.peak_reserved_bytes for report in reports),
+            num_warmup_steps=first.num_warmup_steps,
+            losses=_losses(reports),
+            grad_norms=_first_full(report.grad_norms for report in reports),
+            model_flops_per_token=max(report.model_flops_per_token for report in reports),
+            peak_flops_per_s=_first(
+                dense_peak(report.device_name, report.matmul_format) for report in reports if report.device_name
+            ),
+            num_skipped_steps=first.num_skipped_steps,
+            compile_s=max(report.compile_s for report in reports),
+            samples_per_step=_counting(told, "samples_per_step").samples_per_step,
+            step_memory_bytes=_largest_per_step(report.step_memory_bytes for report in reports),
+            findings=merge_findings([report.findings for report in reports]),
+            places=tuple(f"{place.node}/{device}" for place in places for device in place.device.split(",")),
+            disturbances=most_disturbed(with_throttling(disturbances, _health(successes))),
+            step_time_resolution_s=max(report.step_time_resolution_s for report in told),
+            device_memory=worst_memory(report.device_memory for report in reports),
+        )
+    )
+
+
+def _health(successes: Sequence[RankSuccess]) -> Iterator[tuple[str, DeviceHealth]]:
+    """The health of ranks' devices, with their nodes."""
+    for success in successes:
+        for health in success.report.findings.devices:
+            yield "" if success.place is None else success.place.node, health
+
+
+def _if_any(sizes: Iterable[int]) -> tuple[int, ...]:
+    """The sizes of all ranks; empty where none is known."""
+    known = tuple(sizes)
+    return known if any(known) else ()
+
+
+def _counting(told: Sequence[RankReport], amount: str) -> RankReport:
+    """The first rank whose program counted what it trains on; where none did, the first."""
+    scripts = ((report, report.findings.script) for report in told)
+    return next((r for r, script in scripts if script is not None and getattr(script, amount) is not None), told[0])
+
+
+def _losses(reports: Sequence[RankReport]) -> tuple[float, ...]:
+    """The gang's losses: where every rank tells that of its own share, their mean."""
+    shares = [report.losses for report in reports if report.losses and _tells_share(report)]
+    if len(shares) > 1 and all(report.losses in ((), *shares) for report in reports):
+        return tuple(statistics.fmean(losses) for losses in zip(*shares, strict=False))
+    return _first_full(report.losses for report in reports)
+
+
+def _tells_share(report: RankReport) -> bool:
+    script = report.findings.script
+    source = script.source_of("loss") if script is not None else None
+    return source is not None and source.is_share
+
+
+def _first_full(sequences: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    """The values of the first rank that has any: those of some programs are told by their last rank only."""
+    return next((values for values in sequences if values), ())
+
+
+def _largest_per_step(ranks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(max(sizes) for sizes in zip(*(sizes for sizes in ranks if sizes), strict=False))
+
+
+T = TypeVar("T")
+
+
+def merge_findings(ranks: Sequence[Findings]) -> Findings:
+    """The findings of a gang, from those of its ranks in rank order.
+
+    What recompute and the cast lists did is told of the rank where it is largest, pattern by pattern: a rank may hold
+    none of the layers concerned. Compilation is that of the rank that compiled most. The rest is alike on all ranks,
+    or decided by the first: it comes from the first rank that has it.
+    """
+    return Findings(
+        recompute=_largest_effects(findings.recompute for findings in ranks),
+        autocast=_largest_casts(findings.autocast for findings in ranks),
+        loss_scale=_first(findings.loss_scale for findings in ranks),
+        graph=_merge_graphs([findings.graph for findings in ranks if findings.graph is not None]),
+        loader=_first(findings.loader for findings in ranks),
+        kernel_tuning=_first(findings.kernel_tuning for findings in ranks),
+        memory_format=_first(findings.memory_format for findings in ranks),
+        rates=tuple(rates for findings in ranks for rates in findings.rates),
+        profile=tuple(profile for findings in ranks for profile in findings.profile),
+        devices=most_noteworthy(health for findings in ranks for health in findings.devices),
+        script=merge_scripts(tuple(findings.script for findings in ranks if findings.script is not None)),
+    )
+
+
+def _merge_graphs(ranks: Sequence[GraphReport]) -> GraphReport | None:
+    if not ranks:
+        return None
+    return replace(
+        max(ranks, key=lambda graph: (graph.num_recompilations, graph.compile_s)),
+        cache_hits=sum(graph.cache_hits for graph in ranks),
+        cache_misses=sum(graph.cache_misses for graph in ranks),
+    )
+
+
+def _largest_effects(ranks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:
+    """The largest effect of each pattern on any rank; on one rank, those of all its pipeline chunks add up."""
+    largest: dict[str, PatternEffect] = {}
+    for effects in ranks:
+        own: dict[str, PatternEffect] = {}
+        for effect in effects:
+            own[effect.pattern] = _sum(own[effect.pattern], effect) if effect.pattern in own else effect
+        for pattern, effect in own.items():
+            largest[pattern] = max(largest.get(pattern, effect), effect, key=_size)
+    return tuple(largest.values())
+
+
+def _size(effect: PatternEffect) -> tuple[int, int, float]:
+    return effect.saved_bytes, effect.num_matches, effect.recompute_s
+
+
+def _sum(one: PatternEffect, other: PatternEffect) -> PatternEffect:
+    return PatternEffect(
+        pattern=one.pattern,
+        num_matches=one.num_matches + other.num_matches,
+        saved_bytes=one.saved_bytes + other.saved_bytes,
+        recompute_s=one.recompute_s + other.recompute_s,
+    )
+
+
+def _largest_casts(ranks: Iterable[Iterable[OperatorCast]]) -> tuple[OperatorCast, ...]:
+    largest: dict[tuple[str, str], int] = {}
+    for casts in ranks:
+        own: dict[tuple[str, str], int] = {}
+        for cast in casts:
+            own[cast.name, cast.list] = own.get((cast.name, cast.list), 0) + cast.num_calls
+        for key, num_calls in own.items():
+            largest[key] = max(largest.get(key, 0), num_calls)
+    return tuple(OperatorCast(name=name, list=list_, num_calls=n) for (name, list_), n in largest.items())
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)
+
+
+# The outcome of an attempt whose controller died, from what its ranks left on disk.
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What became of an attempt. ``ended_at_s``: when it last wrote anything; None where it left nothing."""
+
+    outcome: Outcome
+    ended_at_s: float | None
+
+
+def recover(attempts: Path, token: str, world_size: int) -> Remains:
+    """The outcome of the attempt with this token, if it is known; else ``GangLost``.
+
+    It is known when reports of all ranks were stored, or why some rank failed: its peers were killed for it.
+    ``attempts`` is the folder the backend worked in; what ranks stored on other hosts is not found. Results of other
+    launches (other tokens) do not count.
+    """
+    folder = next((path for path in attempts.glob(f"*-{token[:8]}") if path.is_dir()), None)
+    if folder is None:
+        return Remains(_lost("the controller ended before the gang had started"), None)
+    ended_at_s = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
+    results = [_result(folder / f"rank{rank}.json", token) for rank in range(world_size)]
+    complete = [result for result in results if result is not None]
+    num_ranks = sum(result.report.num_ranks if isinstance(result, RankSuccess) else 1 for result in complete)
+    if num_ranks < world_size and not any(_is_root_cause(result) for result in complete):
+        return Remains(_lost("the controller ended while the gang was running"), ended_at_s)
+    return Remains(fold(complete, _disturbances(folder)), ended_at_s)
+
+
+def _disturbances(folder: Path) -> list[Disturbance]:
+    """What wardens stored of their nodes while the gang measured."""
+    found: list[Disturbance] = []
+    for path in sorted(folder.glob(f"*{LOAD_SUFFIX}")):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(from_json(Disturbance, json.loads(path.read_text(encoding="utf-8"))))
+    return found
+
+
+def _result(path: Path, token: str) -> RankResult | None:
+    try:
+        stored: Any = json.loads(path.read_text(encoding="utf-8"))
+        if stored["token"] != token:
+            return None
+        result: RankResult = from_json(RankResult, stored["result"])
+    except (OSError, ValueError, KeyError, CodecError):
+        return None
+    return result
+
+
+def _is_root_cause(result: RankResult) -> bool:
+    return isinstance(result, RankFailure) and result.category not in COLLATERAL
+
+
+def _lost(message: str) -> Outcome:
+    return GangLost(evidence=Evidence(message=message), cause="controller")

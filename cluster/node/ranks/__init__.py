@@ -1,1 +1,0 @@
-"""The ranks of one gang on one node: their processes, their clocks, and their second run."""

@@ -1,0 +1,448 @@
+"""Which of the sweeps that share a cluster may hold how many nodes. Imports ``hardware`` and ``processes``; knows no
+backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from filelock import FileLock
+
+from cluster.hardware.topology import Node, path_safe
+from cluster.processes import process_info
+from trials.codec import CodecError, from_json, to_json
+from trials.files import make_private_folder, write_atomically
+
+# Which of the sweeps that share a cluster may hold how many of its nodes. Pure and deterministic but for the protocol.
+#
+# Every sweep puts in a :class:`Claim` every second or two and is granted nodes by :func:`share`:
+#
+# 1. Each gets its ``min_nodes`` or nothing, in this order: higher priority first; then who holds nodes already, so
+# that
+#    equals never take a running sweep's last nodes; then the queue with the fewest nodes per weight; then who came
+#    first.
+#    One that must wait for nodes blocks later ones of the same priority, or large ones would wait for ever. Lower
+#    priorities may use what is left: it can be taken from them again.
+# 2. What remains goes node by node to those below ``max_nodes``, by priority, then fairly by the weight of their
+# queue.
+#
+# Nobody gets more than his user's quota.
+
+
+EVERYBODY = "*"
+"""In quotas: users who are not named."""
+NUM_NAMED = 3
+"""Most other sweeps that a reason names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What one sweep wants of a shared cluster, and what it holds of it."""
+
+    sweep: str
+    user: str
+    queue: str = "default"
+    priority: int = 0
+    min_nodes: int = 1
+    max_nodes: int = 1
+    devices_per_node: int = 1
+    held: int = 0
+    """Nodes it holds now."""
+    submitted_at_s: float = 0.0
+    home: str = ""
+    """Where its records are: tells sweeps of one name apart."""
+
+    @property
+    def key(self) -> str:
+        """What tells it from the claims of all other sweeps."""
+        return f"{self.home}/{self.sweep}" if self.home else self.sweep
+
+    @property
+    def floor(self) -> int:
+        """The fewest nodes that are of use to it: a lease that lost nodes goes on with those it has."""
+        return min(self.min_nodes, self.held) or self.min_nodes
+
+    def label(self, reader: Claim) -> str:
+        """The sweep in words for the owner of another claim: with its home where that is a different one."""
+        host, _, folder = self.home.rpartition(":")
+        is_near = host == reader.home.rpartition(":")[0]
+        where = f" in {folder if is_near else self.home}" if self.home != reader.home else ""
+        priority = f" (priority {self.priority})" if self.priority else ""
+        return f"sweep {self.sweep}{where}{priority}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """How many nodes a sweep may hold; 0: none, give back what is held."""
+
+    num_nodes: int
+    reason: str = ""
+    """Why that is fewer than asked for, for people; empty where it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuePolicy:
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """User to the devices that all sweeps of this user may hold together; ``*`` stands for those not named."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Queue to its share relative to others, 1 where none is named."""
+
+    def quota(self, user: str) -> int | None:
+        return self.quotas.get(user, self.quotas.get(EVERYBODY))
+
+    def weight(self, queue: str) -> float:
+        return self.weights.get(queue, 1.0)
+
+
+class Admission(Protocol):
+    """A sweep's place in the queue of those who share a cluster."""
+
+    def beat(self, claim: Claim) -> Grant:
+        """Renew the claim, about once a second, and learn what it is worth now. Returns soon whatever happens, and
+        raises nothing: when the queue cannot be reached, what is held may be kept."""
+        ...
+
+    def leave(self) -> None:
+        """Give the place up. Idempotent."""
+        ...
+
+
+class Unlimited:
+    """Nobody to share with: everything is granted."""
+
+    def beat(self, claim: Claim) -> Grant:
+        return Grant(claim.max_nodes)
+
+    def leave(self) -> None:
+        return
+
+
+def strictest(policies: Iterable[QueuePolicy]) -> QueuePolicy:
+    """What satisfies all of ``policies``: the lowest quota of each user, the lowest weight of each queue."""
+    known = list(policies)
+    users = {user for policy in known for user in policy.quotas}
+    quotas = {user: [quota for policy in known if (quota := policy.quota(user)) is not None] for user in sorted(users)}
+    queues = sorted({queue for policy in known for queue in policy.weights})
+    return QueuePolicy(
+        quotas={user: min(found) for user, found in quotas.items()},
+        weights={name: min(p.weights[name] for p in known if name in p.weights) for name in queues},
+    )
+
+
+def share(claims: Iterable[Claim], num_nodes: int, policy: QueuePolicy) -> dict[str, Grant]:
+    """What each sweep may hold of ``num_nodes`` nodes, all alike, by the key of its claim."""
+    division = _Division({claim.key: claim for claim in claims}, num_nodes, policy)
+    division.give_least()
+    division.give_rest()
+    return {key: division.grant(claim) for key, claim in sorted(division.claims.items())}
+
+
+class _Division:
+    """Divides nodes among claims: first the least that each needs, then the rest."""
+
+    def __init__(self, claims: Mapping[str, Claim], num_nodes: int, policy: QueuePolicy) -> None:
+        self.claims = claims
+        self._num_nodes = num_nodes
+        self._policy = policy
+        self._free = num_nodes
+        self._given = dict.fromkeys(claims, 0)
+        self._by_queue: dict[str, int] = {}
+        self._used_by_user: dict[str, int] = {}
+        self._blocked_by: dict[str, Claim] = {}
+
+    def give_least(self) -> None:
+        for priority in sorted({claim.priority for claim in self.claims.values()}, reverse=True):
+            equals = [claim for claim in self.claims.values() if claim.priority == priority]
+            holding = [claim for claim in equals if claim.held]
+            blocked_by = self._give_each(holding, None)
+            for claim in sorted(holding, key=self._order):  # only when all have their floor
+                given = self._given[claim.key]
+                self._give(claim, max(0, min(claim.min_nodes - given, self._free, self._room(claim))) if given else 0)
+            self._give_each([claim for claim in equals if not claim.held], blocked_by)
+
+    def _give_each(self, claims: list[Claim], blocked_by: Claim | None) -> Claim | None:
+        """Give every claim its floor, up to the first that has to wait for nodes, which is returned."""
+        while claims:
+            claim = min(claims, key=self._order)
+            claims = [other for other in claims if other is not claim]
+            if blocked_by is not None and not claim.held:
+                self._blocked_by[claim.key] = blocked_by
+            elif claim.floor <= min(self._free, self._room(claim)):
+                self._give(claim, claim.floor)
+            elif self._can_ever_fit(claim):
+                blocked_by = blocked_by or claim
+        return blocked_by
+
+    def give_rest(self) -> None:
+        while self._free:
+            growing = [claim for claim in self.claims.values() if self._may_grow(claim)]
+            if not growing:
+                return
+            self._give(min(growing, key=self._growing_order), 1)
+
+    def grant(self, claim: Claim) -> Grant:
+        num_nodes = self._given[claim.key]
+        return Grant(num_nodes, "" if num_nodes >= claim.max_nodes else self._reason(claim, num_nodes))
+
+    def _order(self, claim: Claim) -> tuple[float, float, str]:
+        return self._load(claim), claim.submitted_at_s, claim.key
+
+    def _growing_order(self, claim: Claim) -> tuple[int, float, int, bool, float, str]:
+        given = self._given[claim.key]
+        return -claim.priority, self._load(claim), given, claim.held <= given, claim.submitted_at_s, claim.key
+
+    def _load(self, claim: Claim) -> float:
+        return self._by_queue.get(claim.queue, 0) / self._policy.weight(claim.queue)
+
+    def _give(self, claim: Claim, num_nodes: int) -> None:
+        self._free -= num_nodes
+        self._given[claim.key] += num_nodes
+        self._by_queue[claim.queue] = self._by_queue.get(claim.queue, 0) + num_nodes
+        used = self._used_by_user.get(claim.user, 0)
+        self._used_by_user[claim.user] = used + num_nodes * claim.devices_per_node
+
+    def _may_grow(self, claim: Claim) -> bool:
+        given = self._given[claim.key]
+        return 0 < given < claim.max_nodes and self._room(claim) > 0
+
+    def _room(self, claim: Claim) -> int:
+        """Nodes that the user's quota still allows."""
+        quota = self._policy.quota(claim.user)
+        if quota is None:
+            return self._num_nodes
+        return max(0, quota - self._used_by_user.get(claim.user, 0)) // claim.devices_per_node
+
+    def _can_ever_fit(self, claim: Claim) -> bool:
+        """Whether it would fit if all others gave their nodes back, but for those of the same user."""
+        return claim.floor <= min(self._num_nodes, self._room(claim))
+
+    def _reason(self, claim: Claim, given: int) -> str:
+        if not given and claim.floor > self._num_nodes:
+            return f"{_nodes(claim.min_nodes)} are asked for; the cluster has {self._num_nodes}"
+        if self._room(claim) < (1 if given else claim.floor):
+            return f"user {claim.user} may hold {self._policy.quota(claim.user)} devices"
+        if blocking := self._blocked_by.get(claim.key):
+            return f"waits behind {blocking.label(claim)}, which asks for {_nodes(blocking.min_nodes)}"
+        num_with_others = sum(self._given.values()) - given
+        if given and not num_with_others:
+            return f"the cluster has {_nodes(self._num_nodes)}"
+        if claim.held and not given:
+            return f"preempted by {self._others(claim)}"
+        target = min(claim.max_nodes, self._num_nodes) if given else claim.floor
+        return f"waits for {_nodes(target + num_with_others - self._num_nodes)} held by {self._others(claim)}"
+
+    def _others(self, claim: Claim) -> str:
+        """The other sweeps that hold nodes, the most important first, in words."""
+        others = [c for c in self.claims.values() if c.key != claim.key and self._given[c.key]]
+        named = sorted(others, key=lambda c: (-c.priority, -self._given[c.key], c.key))
+        more = f" and {len(named) - NUM_NAMED} more" if len(named) > NUM_NAMED else ""
+        return ", ".join(c.label(claim) for c in named[:NUM_NAMED]) + more
+
+
+def _nodes(number: int) -> str:
+    return f"{number} node{'s' if number != 1 else ''}"
+
+
+# A queue of claims that expire, and what each of them is granted. No effects but reading a clock.
+
+
+EXPIRES_S = 30.0
+"""How long a claim stands without being renewed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueEntry:
+    """A claim with what its owner knows."""
+
+    claim: Claim
+    num_nodes: int
+    """How many nodes the cluster has, as its owner sees it."""
+    policy: QueuePolicy = field(default_factory=QueuePolicy)
+    renewed_at_s: float = 0.0
+    """When the claim was last renewed, by the queue's clock."""
+    process: tuple[int, int] = (0, 0)
+    """Pid of the owner and when it started, on queues of one host."""
+    devices: tuple[str, ...] = ()
+    """The devices of the host that it uses, on queues of one host; empty: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRow:
+    """An entry with its grant."""
+
+    claim: Claim
+    grant: Grant
+
+
+def divided(entries: Collection[QueueEntry]) -> dict[str, QueueRow]:
+    """The grant of each claim, by its key, the same for all who ask: where their views of the cluster differ, the
+    largest counts, and nodes held exist in any case."""
+    num_nodes = max([*(entry.num_nodes for entry in entries), sum(entry.claim.held for entry in entries)])
+    claims = [entry.claim for entry in entries]
+    grants = share(claims, num_nodes, strictest(entry.policy for entry in entries))
+    return {claim.key: QueueRow(claim=claim, grant=grants[claim.key]) for claim in claims}
+
+
+class Queue:
+    """Claims that expire unless renewed. Takes and gives plain values, since other processes speak to it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._entries: dict[str, QueueEntry] = {}
+
+    def beat(self, entry: Any) -> Any:
+        """Take in an entry; return its grant."""
+        now_s = self._clock()
+        taken: QueueEntry = replace(from_json(QueueEntry, entry), renewed_at_s=now_s)
+        self._entries[taken.claim.key] = taken
+        self._entries = {key: e for key, e in self._entries.items() if now_s - e.renewed_at_s <= EXPIRES_S}
+        return to_json(divided(self._entries.values())[taken.claim.key].grant)
+
+    def leave(self, key: str) -> int:
+        """Forget a claim; return how many are left."""
+        self._entries.pop(key, None)
+        return len(self._entries)
+
+
+# The queue of a user's sweeps on this host: a file that they have in common, whatever their homes.
+#
+# Sweeps whose devices differ, such as GPUs 0-3 and 4-7, run at the same time; where devices overlap one waits.
+
+
+logger = logging.getLogger(__name__)
+
+HOST_EXPIRES_S = 600.0
+"""How long a living process may go without renewing its claim before it counts as hanging."""
+
+LOCK_TIMEOUT_S = 2.0
+"""How long to wait for the lock: others hold it for milliseconds, unless they are stopped meanwhile."""
+
+
+class HostAdmission:
+    """Admission to this host, one node. A claim ends when its process does."""
+
+    def __init__(
+        self, folder: Path, policy: QueuePolicy, *, devices_per_node: int, devices: tuple[str, ...] = ()
+    ) -> None:
+        self._folder = folder
+        self._devices_per_node = devices_per_node
+        self._devices = devices
+        self._policy = policy
+        self._keys: set[str] = set()
+
+    def beat(self, claim: Claim) -> Grant:
+        pid = os.getpid()
+        entry = QueueEntry(
+            claim=replace(claim, devices_per_node=self._devices_per_node),
+            num_nodes=1,
+            policy=self._policy,
+            renewed_at_s=time.monotonic(),
+            process=(pid, _start_time(pid)),
+            devices=self._devices,
+        )
+        self._keys.add(claim.key)
+        try:
+            with _locked(self._folder) as file:
+                entries = {**_read(file), claim.key: entry}
+                found = grant(entry, entries.values())
+                held = max(claim.held, found.num_nodes)  # what is granted is held, before the next beat confirms it
+                entries[claim.key] = replace(entry, claim=replace(entry.claim, held=held))
+                _write(file, entries)
+        except OSError as error:
+            return Grant(claim.held, f"the queue in {self._folder} cannot be used: {error}")
+        return found
+
+    def leave(self) -> None:
+        try:
+            with _locked(self._folder) as file:
+                entries = _read(file)
+                ours = {key for key in self._keys if key in entries and entries[key].process[0] == os.getpid()}
+                _write(file, {key: entry for key, entry in entries.items() if key not in ours})
+        except OSError as error:
+            logger.warning("the queue in %s is not left: %s; the claim ends with this process", self._folder, error)
+        self._keys.clear()
+
+
+def devices_of(node: Node) -> tuple[str, ...]:
+    """Names of the devices that a sweep on this host uses: its accelerators, or the cores that it may run on."""
+    if node.handles:
+        return tuple(f"{node.device_kind}:{handle.uuid or handle.name}" for handle in node.handles)
+    return tuple(f"core:{core}" for core in sorted(os.sched_getaffinity(0)))
+
+
+def grant(entry: QueueEntry, entries: Collection[QueueEntry]) -> Grant:
+    """What an entry is granted: its devices, unless another entry that needs one of them comes first."""
+    claim = entry.claim
+    others = [other for other in entries if other.claim.key != claim.key]
+    rivals = [other.claim for other in others if _overlap(entry, other)]
+    policy = strictest(one.policy for one in (entry, *others))
+    if (quota := policy.quota(claim.user)) is not None:
+        apart = [other.claim for other in others if other.claim.user == claim.user and not _overlap(entry, other)]
+        used = sum(other.held * other.devices_per_node for other in apart)
+        if used + claim.devices_per_node > quota:
+            return Grant(0, f"user {claim.user} may hold {quota} devices" + (f" and holds {used}" if used else ""))
+    found = share([claim, *rivals], 1, policy)
+    holders = [rival for rival in rivals if rival.held]
+    if holders and not claim.held and not found[claim.key].num_nodes:
+        return Grant(0, f"waits for devices held by {', '.join(holder.label(claim) for holder in holders)}")
+    return found[claim.key]
+
+
+def _overlap(a: QueueEntry, b: QueueEntry) -> bool:
+    return not a.devices or not b.devices or not set(a.devices).isdisjoint(b.devices)
+
+
+def _file(folder: Path) -> Path:
+    return folder / f"queue-{path_safe(socket.gethostname())}.json"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """The queue's file, while no other process writes it.
+
+    Raises:
+        OSError: the lock was not free within :data:`LOCK_TIMEOUT_S`, or the folder cannot be used.
+    """
+    file = _file(folder)
+    make_private_folder(folder)
+    with FileLock(file.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
+        yield file
+
+
+def _read(file: Path) -> dict[str, QueueEntry]:
+    """The claims that stand, without those that have expired or whose process is gone."""
+    try:
+        entries: list[QueueEntry] = [
+            from_json(QueueEntry, body) for body in json.loads(file.read_text(encoding="utf-8"))
+        ]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, CodecError) as error:
+        logger.warning("%s is unreadable and starts empty: %s", file, error)
+        return {}
+    return {entry.claim.key: entry for entry in entries if _stands(entry)}
+
+
+def _stands(entry: QueueEntry) -> bool:
+    pid, started_at = entry.process
+    age_s = time.monotonic() - entry.renewed_at_s
+    return 0 <= age_s <= HOST_EXPIRES_S and _start_time(pid) == started_at
+
+
+def _start_time(pid: int) -> int:
+    """When the process started, in clock ticks since the host booted; -1 when there is none."""
+    info = process_info(pid)
+    return -1 if info is None else info.started_at
+
+
+def _write(file: Path, entries: dict[str, QueueEntry]) -> None:
+    write_atomically(file, [json.dumps([to_json(entry) for entry in entries.values()], indent=1).encode()], mode=0o600)

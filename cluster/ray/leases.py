@@ -1,0 +1,471 @@
+"""Which nodes of a Ray cluster a lease may take, what it asks of each, and what they are called. Does not import Ray.
+
+A node is a mapping as ``ray.nodes()`` gives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+import ray._private.state
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from cluster.base import ClusterError, ClusterLostError, OwnClusterLostError
+from cluster.hardware.topology import DeviceChoice, path_safe
+from cluster.ray.connection import CALL_TIMEOUT_S, OWN_HEAD_PATIENCE_S, PrivateHead, UnreachableError, started, within
+from trials.accelerator.kinds import FAMILIES
+
+NODE_ID_LABEL = "ray.io/node-id"
+Bundle = dict[str, float]
+"""Resource to quantity."""
+RayNode = Mapping[str, Any]
+RESOURCES = tuple(dict.fromkeys(family.ray_resource for family in FAMILIES.values()))
+"""What Ray calls devices: CPU, GPU, NPU."""
+
+
+class NoSuchNodesError(ClusterError):
+    """The cluster has no node of the kind wanted, which may change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What every node of a lease must have: leases are of nodes that are alike."""
+
+    resource: str
+    num_devices: int
+    quantity: float
+    """The least amount of the resource that a node must have."""
+    device: DeviceChoice = "auto"
+    """The kind of device asked for. Ray counts GPUs of all makers alike: with ``auto`` the node's agent finds out."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.quantity:g} {self.resource}{'s' if self.quantity != 1 else ''}"
+
+    def fits(self, node: RayNode) -> bool:
+        return bool(node["Alive"]) and node["Resources"].get(self.resource, 0) >= self.quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a lease asks for."""
+
+    device: DeviceChoice = "auto"
+    devices_per_node: int | None = None
+    """None: all that a node has."""
+
+    def shape(self, nodes: Iterable[RayNode], num_nodes: int, left_out: Collection[str] = ()) -> Shape:
+        """The shape that the ``num_nodes`` best nodes have in common, or as many as there are without those left out.
+
+        Raises:
+            NoSuchNodesError: there is none yet.
+            ClusterError: all are left out, or have too few devices.
+        """
+        alive = [node for node in nodes if node["Alive"]]
+        resource = self._resource(alive)
+        able = [node for node in alive if node["Resources"].get(resource)]
+        if not able:
+            raise NoSuchNodesError(f"no node of the Ray cluster has a {resource} (device: {self.device})")
+        left = [node["Resources"] for node in able if node["NodeID"] not in left_out]
+        if not left:
+            raise ClusterError(
+                f"every node of the Ray cluster with {resource}s is excluded ({len(able)}); exclude fewer"
+            )
+        best = sorted(left, key=lambda node: (-node[resource], -node.get("CPU", 0)))[: max(1, num_nodes)]
+        quantity = min(node[resource] for node in best)
+        if resource != "CPU" and self.devices_per_node is not None and self.devices_per_node > quantity:
+            raise ClusterError(f"devices_per_node is {self.devices_per_node}; the nodes have {quantity:g} {resource}s")
+        device: DeviceChoice = "cpu" if resource == "CPU" else "npu" if resource == "NPU" else self.device
+        num_devices = self.devices_per_node or int(quantity)
+        return Shape(resource=resource, num_devices=num_devices, quantity=quantity, device=device)
+
+    def _resource(self, alive: Sequence[RayNode]) -> str:
+        """What Ray calls the devices asked for; with ``auto`` those that some node has."""
+        if self.device != "auto":
+            return FAMILIES[self.device].ray_resource
+        return next((name for name in RESOURCES[1:] if any(node["Resources"].get(name) for node in alive)), "CPU")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView:
+    """The nodes of a Ray cluster at one moment."""
+
+    nodes: Mapping[str, RayNode]
+    """By id."""
+    available: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Node id to resource to quantity that nobody holds."""
+    draining: frozenset[str] = frozenset()
+    """Ids of nodes that will soon be taken away."""
+    placed: Mapping[int, str] = field(default_factory=dict)
+    """Id of the node of each placement group that is there, by the group's number."""
+
+    def able(self, shape: Shape) -> list[RayNode]:
+        """Nodes of this shape that will stay, the best first."""
+        able = [node for key, node in self.nodes.items() if shape.fits(node) and key not in self.draining]
+        return sorted(able, key=lambda node: (-node["Resources"][shape.resource], _stable_order(node)))
+
+    def is_free(self, node: RayNode) -> bool:
+        """Whether nobody holds any part of it."""
+        available = self.available.get(node["NodeID"], {})
+        return all(available.get(resource, 0) >= quantity for resource, quantity in bundle(node).items())
+
+
+def bundle(node: RayNode) -> Bundle:
+    """All resources of the node."""
+    return {name: node["Resources"][name] for name in RESOURCES if node["Resources"].get(name)}
+
+
+def names_by_id(nodes: Iterable[RayNode], known: Mapping[str, str]) -> dict[str, str]:
+    """``known`` and a unique, path-safe name for each further node that is alive: the host's, numbered where several
+    nodes run on one. A name once given stays with its node."""
+    names = dict(known)
+    taken = set(known.values())
+    for node in sorted(nodes, key=_stable_order):
+        if not node["Alive"] or node["NodeID"] in names:
+            continue
+        base = name = path_safe(node["NodeManagerHostname"])
+        number = 0
+        while name in taken:
+            number += 1
+            name = f"{base}-n{number}"
+        names[node["NodeID"]] = name
+        taken.add(name)
+    return names
+
+
+def _stable_order(node: RayNode) -> tuple[str, str]:
+    return str(node["NodeManagerHostname"]), str(node["NodeID"])
+
+
+# Whole nodes of a Ray cluster, each held by a placement group of its own.
+#
+# Ray groups cannot be resized, and Ray silently re-places the bundle of a lost node where nobody would use it. So
+# every node is a group of one bundle that is pinned to that node: the lease grows and shrinks node by node, and
+# chooses them. Groups are asked for only on nodes that are entirely free, so that no half-placed lease stands in
+# another one's way.
+
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 2.0
+"""Pause between two questions to Ray about its nodes."""
+LOOK_SOON_S = 0.25
+"""The same while nodes are asked for."""
+ANSWER_S = 0.05
+"""How long to wait at once for an answer of Ray's head, which usually takes a few milliseconds."""
+PLACED_WITHIN_S = 10.0
+"""After so long without its group a node counts as taken by somebody else: a free one is had in milliseconds."""
+AVOID_S = 60.0
+"""How long a node is left alone whose agent did not start."""
+HEAD_LOST_S = 30.0
+"""How long the head may not answer before the cluster counts as lost; after a minute Ray itself ends the process."""
+LeaseStatus = Literal["enough", "waiting", "infeasible"]
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeSlot:
+    """A node of the lease: asked for, then placed by Ray, then ready, once its agent has answered."""
+
+    number: int
+    node_id: str
+    name: str
+    address: str
+    group: PlacementGroup
+    asked_at_s: float
+    is_placed: bool = False
+    is_ready: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A node that the lease has lost."""
+
+    slot: NodeSlot
+    category: Literal["lost", "preempted"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What has become of the nodes asked for since the last look."""
+
+    placed: list[NodeSlot] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
+
+
+class RayLease:
+    """Nodes held by placement groups ``tune-cluster-<label>-<n>``. :meth:`tend` does the work, and never waits for
+    Ray's head."""
+
+    def __init__(self, wanted: Wanted, label: str, *, most: int, head: PrivateHead | None = None) -> None:
+        """``most`` nodes of one shape are needed at most; ``head`` is Ray's where it is our own."""
+        self._head = head
+        self._wanted = wanted
+        self._label = label
+        self._most = most
+        self._patience_s = CALL_TIMEOUT_S
+        self._num_nodes, self._at_least = 0, 1
+        self._num_asked = 0
+        self._view: ClusterView | None = None
+        self._look: Future[ClusterView] | None = None
+        self._looked_at_s = float("-inf")
+        self._unanswered_since_s: float | None = None
+        self._is_slow = False
+        self._quiet_until_s = float("-inf")
+        self._problem = ""
+        self._names: dict[str, str] = {}
+        self._left_out: set[str] = set()
+        self._avoided: dict[str, float] = {}
+        self._jitter = random.Random(label)
+        self._is_shape_fixed = False
+        self.shape: Shape | None = None
+        """What the nodes have in common; fixed once one of them is ready."""
+        self.slots: dict[str, NodeSlot] = {}
+
+    @property
+    def ready(self) -> list[NodeSlot]:
+        return [slot for slot in self.slots.values() if slot.is_ready]
+
+    @property
+    def num_able(self) -> int:
+        """Nodes of the cluster that could be leased if nobody else held them."""
+        return len(self._usable())
+
+    def pause_s(self, now_s: float) -> float:
+        """Seconds until the next :meth:`tend` has anything to do."""
+        if self._look is not None:
+            return ANSWER_S
+        num_ready = len(self.ready)
+        every_s = LOOK_SOON_S if num_ready < len(self.slots) or self._view is None else LOOK_EVERY_S
+        return max(0.0, self._looked_at_s + every_s - now_s)
+
+    @property
+    def status(self) -> LeaseStatus:
+        """Whether the lease has the least it may begin with; if not, whether the cluster can give that at all."""
+        if len(self.ready) >= self._least() > 0:
+            return "enough"
+        return "infeasible" if self._view is not None and self.num_able < self._least() else "waiting"
+
+    @property
+    def waiting(self) -> str:
+        num_ready = len(self.ready)
+        if num_ready >= self._num_nodes:
+            return ""
+        if self._view is None or self.shape is None or self._problem:
+            return self._problem or "the Ray cluster is asked for its nodes"
+        usable = self._usable()
+        if len(usable) <= num_ready or len(usable) < self._at_least:
+            return self._infeasible(self.shape, len(usable))
+        if len(self.slots) > num_ready:
+            return f"{len(self.slots) - num_ready} of {self._num_nodes} nodes starting"
+        num_free = num_ready + len(self._free_nodes())
+        if num_free >= self._num_nodes:
+            return f"nodes are asked for ({self._num_nodes})"
+        return f"{num_free} of {self._num_nodes} nodes free; others hold the rest"
+
+    def resize(self, num_nodes: int, at_least: int) -> None:
+        if num_nodes > self._num_nodes:
+            self._looked_at_s = float("-inf")  # look at once
+        self._num_nodes, self._at_least = num_nodes, min(at_least, num_nodes)
+
+    def leave_out(self, node_id: str) -> None:
+        """Never lease the node (again)."""
+        self._left_out.add(node_id)
+
+    def avoid(self, slot: NodeSlot, reason: str, now_s: float) -> None:
+        """Do not lease the node for a while."""
+        self._avoided[slot.node_id] = now_s + AVOID_S
+        self._problem = reason
+        logger.warning("%s", reason)
+
+    @property
+    def usable(self) -> frozenset[str]:
+        """Ids of the nodes that could be leased, whoever holds them now."""
+        return frozenset(node["NodeID"] for node in self._usable())
+
+    def ready_now(self, slot: NodeSlot) -> None:
+        slot.is_ready = True
+        self._is_shape_fixed = True
+        self._problem = ""
+
+    def remove(self, slot: NodeSlot) -> bool:
+        """Give the node back, with all that Ray runs there for us; False if Ray's head does not hear it."""
+        try:
+            within(self._patience_s, lambda: remove_placement_group(slot.group))
+        except UnreachableError as error:
+            logger.warning("node %s is not given back: %s", slot.name, error)
+            self._patience_s = 0.5  # so that the next ones do not each take as long
+            return False
+        self._patience_s = CALL_TIMEOUT_S
+        return True
+
+    def tend(self, now_s: float) -> Changes:
+        """Take in what Ray says of the nodes, let go of those that are gone, and ask for those that are missing.
+
+        Raises:
+            OwnClusterLostError: a process of our own Ray has ended.
+            ClusterLostError: Ray's head has not answered for a while.
+            ClusterError: no node can ever be leased.
+        """
+        if self._head is not None and (ended := self._head.ended) is not None:
+            raise OwnClusterLostError(f"the private Ray on this host has failed: its {ended} has ended")
+        if (view := self._look_around(now_s)) is None:
+            return Changes()
+        self._view = view
+        self._names = names_by_id(view.nodes.values(), self._names)
+        lost = [self._lost(slot, view) for slot in list(self.slots.values()) if not self._stays(slot, view)]
+        placed = self._take_placed(view, now_s)
+        self._choose_shape(view)
+        if self.shape is not None and now_s >= self._quiet_until_s:
+            self._ask_for_missing(now_s)
+        return Changes(placed=placed, lost=lost)
+
+    def _look_around(self, now_s: float) -> ClusterView | None:
+        """A new view of the cluster, if there is one."""
+        if self._look is None and self.pause_s(now_s) <= 0:
+            groups = {slot.number: slot.group for slot in self.slots.values() if not slot.is_placed}
+            self._look, self._looked_at_s = started(lambda: _look(groups)), now_s
+            self._unanswered_since_s = self._unanswered_since_s or now_s
+            wait([self._look], ANSWER_S)
+        if self._look is not None and self._look.done():
+            look, self._look = self._look, None
+            with contextlib.suppress(Exception):  # then it is asked again
+                view = look.result()
+                self._unanswered_since_s = None
+                return view
+            logger.warning("the Ray cluster cannot be asked: %s", look.exception())
+        if self._unanswered_since_s is not None:
+            self._check_head(now_s - self._unanswered_since_s)
+        return None
+
+    def _check_head(self, silent_s: float) -> None:
+        """Give up a head that has been silent for too long; our own is waited for as long as its process lives.
+
+        Raises:
+            ClusterLostError: it has been.
+        """
+        is_own = self._head is not None and self._head.is_alive
+        limit_s = OWN_HEAD_PATIENCE_S if is_own else HEAD_LOST_S
+        if silent_s > limit_s:
+            raise ClusterLostError(
+                f"the head of the Ray cluster has not answered for {limit_s:g} s; resume the sweep once it is back"
+            )
+        if is_own and silent_s > HEAD_LOST_S and not self._is_slow:
+            logger.warning("Ray's head on this host has not answered for %.0f s; it is waited for", silent_s)
+        self._is_slow = silent_s > HEAD_LOST_S
+
+    def _stays(self, slot: NodeSlot, view: ClusterView) -> bool:
+        node = view.nodes.get(slot.node_id)
+        return node is not None and bool(node["Alive"]) and slot.node_id not in view.draining
+
+    def _lost(self, slot: NodeSlot, view: ClusterView) -> Lost:
+        if slot.node_id in view.draining:
+            return Lost(slot=slot, category="preempted", reason="Ray drains the node: it will be taken away")
+        message = view.nodes.get(slot.node_id, {}).get("DeathReasonMessage") or "its raylet is gone"
+        return Lost(slot=slot, category="lost", reason=f"Ray says that the node is dead: {message}")
+
+    def _take_placed(self, view: ClusterView, now_s: float) -> list[NodeSlot]:
+        """Slots that Ray has placed since; none of the first ones before all of them are placed."""
+        asked = [slot for slot in self.slots.values() if not slot.is_placed]
+        there = [slot for slot in asked if view.placed.get(slot.number) == slot.node_id]
+        late = [slot for slot in asked if slot not in there and now_s - slot.asked_at_s > PLACED_WITHIN_S]
+        is_first = len(asked) == len(self.slots)
+        if is_first and len(there) < min(self._least(), len(asked)):
+            if late:
+                self._give_back_asked(asked, now_s)
+            return []
+        self._give_back_asked(late, now_s)
+        for slot in there:
+            slot.is_placed = True
+        return there
+
+    def _give_back_asked(self, slots: Iterable[NodeSlot], now_s: float) -> None:
+        for slot in slots:
+            logger.info("node %s was taken by somebody else", slot.name)
+            self.remove(self.slots.pop(slot.name))
+            self._quiet_until_s = now_s + self._jitter.uniform(0.5, 3.0)
+
+    def _choose_shape(self, view: ClusterView) -> None:
+        if self._is_shape_fixed or self.slots:
+            return
+        try:
+            self.shape = self._wanted.shape(view.nodes.values(), self._most, self._left_out)
+            if not self._avoided:
+                self._problem = ""
+        except NoSuchNodesError as error:
+            self.shape, self._problem = None, str(error)
+
+    def _ask_for_missing(self, now_s: float) -> None:
+        self._avoided = {node_id: until_s for node_id, until_s in self._avoided.items() if until_s > now_s}
+        free = self._free_nodes()
+        missing = self._num_nodes - len(self.slots)
+        if missing <= 0 or not free or (not self.slots and len(free) < self._least()):
+            return
+        for node in free[:missing]:
+            self._ask(node, now_s)
+
+    def _ask(self, node: RayNode, now_s: float) -> None:
+        node_id, number = node["NodeID"], self._num_asked
+        self._num_asked += 1
+
+        def ask() -> PlacementGroup:
+            pin, name = {NODE_ID_LABEL: node_id}, f"tune-cluster-{self._label}-{number}"
+            group: PlacementGroup = placement_group([bundle(node)], name=name, bundle_label_selector=[pin])
+            return group
+
+        try:
+            group = within(CALL_TIMEOUT_S, ask)
+        except UnreachableError as error:
+            logger.warning("node %s cannot be asked for: %s", self._names[node_id], error)
+            return
+        name, address = self._names[node_id], node["NodeManagerAddress"]
+        self.slots[name] = NodeSlot(
+            number=number, node_id=node_id, name=name, address=address, group=group, asked_at_s=now_s
+        )
+
+    def _usable(self) -> list[RayNode]:
+        if self._view is None or self.shape is None:
+            return []
+        return [node for node in self._view.able(self.shape) if node["NodeID"] not in self._left_out]
+
+    def _free_nodes(self) -> list[RayNode]:
+        assert self._view is not None
+        taken: Collection[str] = {slot.node_id for slot in self.slots.values()} | self._avoided.keys()
+        return [node for node in self._usable() if node["NodeID"] not in taken and self._view.is_free(node)]
+
+    def _least(self) -> int:
+        """Fewer than asked for only where so many nodes are left out that the cluster has no others."""
+        if self._view is None or self.shape is None or not self._left_out:
+            return self._at_least
+        num_able, num_usable = len(self._view.able(self.shape)), len(self._usable())
+        return max(1, num_usable) if num_usable < self._at_least <= num_able else self._at_least
+
+    def _infeasible(self, shape: Shape, num_usable: int) -> str:
+        assert self._view is not None
+        num_able = len(self._view.able(shape))
+        left_out = f", {num_able - num_usable} of them left out" if num_usable < num_able else ""
+        what = f"{self._num_nodes} node{'s are' if self._num_nodes != 1 else ' is'} asked for"
+        return f"{what}, each of {shape.label}; the Ray cluster has {num_able}{left_out}"
+
+
+def _look(groups: dict[int, PlacementGroup]) -> ClusterView:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    state: Any = ray._private.state
+    placed = {}
+    for number, group in groups.items():
+        table = placement_group_table(group)
+        if table.get("state") == "CREATED":
+            placed[number] = table["bundles_to_node_id"][0]
+    return ClusterView(
+        nodes={node["NodeID"]: node for node in nodes},
+        available=state.available_resources_per_node(),
+        draining=frozenset(state.state.get_draining_nodes()),
+        placed=placed,
+    )

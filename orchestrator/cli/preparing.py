@@ -1,0 +1,360 @@
+"""The commands that prepare a sweep: init, doctor, plan, dryrun, probe, check."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.options import CLUSTER_HELP, home_option, json_option, print_result
+from orchestrator.errors import ExitCode
+from orchestrator.text import echo
+from trials.accelerator.kinds import FAMILIES
+from trials.dryrun.estimate import FRAGMENTATION
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from orchestrator.commands.init import Questions
+    from orchestrator.draft.command_draft import ScriptDraft
+    from orchestrator.draft.draft import SweepDraft
+
+
+# The commands of the first five minutes: a sweep file to begin with, and whether this machine can run it.
+
+
+_MODEL = "A Hugging Face config.json, a folder with one, or a model file."
+_OUTPUT = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
+@click.option("--recipe", metavar="NAME", help="Framework that COMMAND is written for; default: the one it looks like.")
+@click.option("--model", type=click.Path(path_type=Path), help=_MODEL)
+@click.option("--parameters", metavar="SIZE", help="Instead: a Llama of that many weights, like 13B.")
+@click.option("--cluster", metavar="NAME|FILE", help=CLUSTER_HELP)
+@click.option("--address", metavar="HOST:PORT", help="A Ray cluster that runs. Without both: this host.")
+@click.option("--nodes", type=click.IntRange(1), help="Nodes; default: all that the cluster has.")
+@click.option("--devices-per-node", type=click.IntRange(1), help="Devices per node; default: all there are.")
+@click.option("--seq-length", type=click.IntRange(1), help="Tokens per sequence; default: the model's, up to 4096.")
+@click.option("--global-batch-size", type=click.IntRange(1), help="Sequences per step; default: usual for the model.")
+@click.option("--max-trials", type=click.IntRange(1), help="Trials at most; default: 25, on CPUs 12.")
+@click.option("--name", help="Name of the sweep; default: the model's.")
+@click.option("--output", "-o", type=_OUTPUT, help="The file to write; default: sweep.yaml, or NAME.yaml.")
+@click.option("--example", metavar="NAME", help="Write a complete example instead.")
+@click.option("--list", "list_examples", is_flag=True, help="List the examples; write nothing.")
+@click.option("--force", is_flag=True, help="Overwrite files that are there.")
+@click.option("--yes", is_flag=True, help="Ask nothing, also in a terminal.")
+@json_option
+def init(
+    command: tuple[str, ...],
+    recipe: str | None,
+    output: Path | None,
+    example: str | None,
+    list_examples: bool,
+    force: bool,
+    yes: bool,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Write a first sweep file, short and commented: for your own training command, or for a model and a cluster.
+
+    A training command is read, not run: its framework, its present configuration as the baseline, what may be tuned.
+    What could not be read is said. For a model, the cost model chooses a usual baseline that fits into the memory: put
+    what you run today in its place. A cluster that is only described is simulated.
+
+    \b
+    Examples:
+      tune-cluster init -- torchrun --nproc-per-node 2 train.py --bs 4
+      tune-cluster init train.py
+      tune-cluster init --recipe deepspeed -- deepspeed --num_gpus 8 train.py --deepspeed_config ds.json
+      tune-cluster init --model config.json --cluster dgx-h100 --nodes 8
+      tune-cluster init --parameters 1B
+      tune-cluster init --example quickstart
+    """
+    from orchestrator.commands import init as init_command
+
+    if list_examples:
+        found = init_command.examples()
+        print_result(as_json, found, lambda: _listed(found))
+        return
+    if example is not None:
+        files = init_command.copy_example(example, output or Path(f"{example}.yaml"), force=force)
+        print_result(as_json, {"files": [str(file) for file in files]}, lambda: _next_steps(files[0], files))
+        return
+    questions = init_command.Questions(**asked)
+    file = output or Path("sweep.yaml")
+    if command or recipe is not None:
+        _init_program(command, recipe, questions, file, force=force, as_json=as_json)
+        return
+    if sys.stdin.isatty() and not yes and not as_json:
+        questions = _ask(questions)
+    draft = init_command.draft_sweep(questions, file, force=force)
+    print_result(as_json, init_command.init_json(draft, file), lambda: _drafted(draft, file))
+
+
+def _init_program(
+    command: tuple[str, ...], recipe: str | None, questions: Questions, file: Path, *, force: bool, as_json: bool
+) -> None:
+    """A sweep file for a training program: drafted from its command, or one of its framework to be filled in."""
+    from orchestrator.commands import init as init_command
+
+    if command:
+        script = init_command.draft_command(command, questions, file, recipe=recipe, force=force)
+        print_result(as_json, init_command.init_json(script, file), lambda: _drafted_script(script, file))
+    elif recipe is not None:
+        init_command.write_skeleton(recipe, questions, file, force=force)
+        body = {"file": str(file), "recipe": recipe}
+        print_result(as_json, body, lambda: f"Written: {file}. Put your command in, then: tune-cluster check {file}")
+
+
+def _ask(questions: Questions) -> Questions:
+    """Ask for what was not given; an empty answer leaves it as it is."""
+    if questions.model is None and questions.parameters is None:
+        answer = click.prompt("Model: path of a Hugging Face config.json, or a size like 13B", err=True)
+        is_path = Path(answer).exists() or "/" in answer or answer.endswith(".json")
+        questions = replace(questions, model=Path(answer)) if is_path else replace(questions, parameters=answer)
+    if questions.cluster is None and questions.address is None:
+        words = "Cluster: HOST:PORT of a Ray head, a name like dgx-h100, or nothing for this host"
+        answer = click.prompt(words, default="", show_default=False, err=True)
+        if ":" in answer:
+            questions = replace(questions, address=answer)
+        elif answer:
+            nodes = questions.nodes or click.prompt("Nodes", type=click.IntRange(1), default=1, err=True)
+            questions = replace(questions, cluster=answer, nodes=nodes)
+    return questions
+
+
+def _listed(found: dict[str, str]) -> str:
+    width = max(map(len, found))
+    return "\n".join(f"{name:<{width}}  {about}" for name, about in found.items())
+
+
+def _drafted(draft: SweepDraft, file: Path) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from orchestrator.draft.draft import expected_words
+
+    lines = [f"hardware  {draft.hardware}{', simulated' if draft.simulated else ''}"]
+    expected = draft.choices.prediction
+    if expected is not None:
+        lines.append(f"baseline  expected to take {expected_words(expected)}")
+    if draft.differences:
+        lines.append(f"model     an approximation, trained with: {'; '.join(draft.differences)}")
+    advice = "Set baseline to what you run today. "
+    return Group(_next_steps(file, (file,), advice), "", *map(Text, lines))
+
+
+def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
+    import shlex
+
+    from rich.console import Group
+    from rich.text import Text
+
+    from orchestrator.invocation import DEFAULT_HOME, Invocation
+    from orchestrator.terminal.fitted import NextCommands, indented, label_grid
+
+    grid = label_grid()
+    grid.add_row("program", draft.title)
+    grid.add_row("command", shlex.join(draft.run))
+    grid.add_row("batch", f"{draft.global_batch_size} samples an optimiser step")
+    grid.add_row("hardware", draft.hardware)
+    for remark in draft.remarks:
+        grid.add_row("not read", remark)
+    program = Invocation.current(DEFAULT_HOME)
+    steps = {
+        program.command("check", str(file)): "one short run: do arguments hold, is everything seen that counts",
+        program.command("submit", str(file)): "the same, then the whole sweep",
+    }
+    return Group(Text(f"Written: {file}"), indented(grid), Text("Next:"), indented(NextCommands(steps)))
+
+
+def _next_steps(file: Path, files: tuple[Path, ...], advice: str = "") -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from orchestrator.invocation import DEFAULT_HOME, Invocation
+    from orchestrator.terminal.fitted import NextCommands, indented
+
+    program = Invocation.current(DEFAULT_HOME)
+    steps = {
+        program.command("plan", str(file)): "what it would try, and why; starts nothing",
+        program.command("submit", str(file)): "run it",
+    }
+    written = f"Written: {', '.join(str(path) for path in files)}. {advice}Next:"
+    return Group(Text(written), indented(NextCommands(steps)))
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--address", metavar="HOST:PORT", help="Look at this Ray cluster, too; default: RAY_ADDRESS, or FILE's.")
+@home_option
+@json_option
+def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) -> None:
+    """Look at everything a sweep needs here: torch, devices, Ray, MLflow, disk, memory, limits, load.
+
+    Each line is ok, warn or fail, with what to do. Changes nothing, starts nothing, and ends by itself. Exit code 0:
+    sweeps can run; 1: something has to be mended first.
+
+    \b
+    Examples:
+      tune-cluster doctor
+      tune-cluster doctor sweep.yaml
+      tune-cluster doctor --address HOST:PORT --json
+    """
+    from orchestrator.doctor import examine
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal.probe_screen import render_doctor
+
+    diagnosed = examine(Home(home), file=file, address=address)
+    print_result(as_json, diagnosed.to_json(), lambda: render_doctor(diagnosed))
+    if diagnosed.num_failed:
+        sys.exit(ExitCode.FAILED)
+
+
+# The commands before a sweep: what it would try, what memory that needs, how fast the cluster is.
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--why", metavar="CANDIDATE", help="Explain one: a number or name of the plan, baseline, or '{tp: 2}'.")
+@click.option("--cluster", metavar="NAME|FILE", help=CLUSTER_HELP)
+@home_option
+@json_option
+def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: bool) -> None:
+    """Show what FILE would try, what the cost model expects of it, and what is ruled out and why. Starts nothing.
+
+    What `dryrun` predicted of its candidates before is shown, and those that would not fit are ruled out.
+
+    \b
+    Examples:
+      tune-cluster plan configs/sweeps/quickstart.yaml
+      tune-cluster plan configs/sweeps/quickstart.yaml --why '{tp: 2, micro_batch_size: 4}'
+      tune-cluster plan configs/sweeps/resnet.yaml --cluster dgx-a100
+    """
+    from orchestrator.commands.forecast import plan_file
+    from orchestrator.console import counted_progress
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal.plan_screen import render_planned_file
+
+    with counted_progress("balancing stages", "layout") as progress:
+        planned = plan_file(file, Home(home), why=why, cluster=cluster, progress=progress)
+    print_result(as_json, planned.to_json, lambda: render_planned_file(planned))
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--trial",
+    "trials",
+    multiple=True,
+    help="baseline (the default), a number or name as plan shows it, or knobs to change in the baseline. Repeatable.",
+)
+@click.option("--all", "all_legal", is_flag=True, help="Every legal candidate, for `plan` and `submit` to use.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=20, show_default=True, help="With --all: only as many, in plan's order."
+)
+@click.option(
+    "--max-device-memory",
+    metavar="SIZE",
+    help='Like "80GB"; default: device_memory of FILE, else that of the GPUs here.',
+)
+@click.option(
+    "--fragmentation",
+    type=click.FloatRange(0.0, 1.0),
+    default=FRAGMENTATION,
+    show_default=True,
+    help="Share of its live memory that the allocator holds beyond it.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(list(FAMILIES)),
+    help="Whose memory; default: what FILE would run on, cuda where that is not known.",
+)
+@click.option("--exact", is_flag=True, help="Simulate all layers instead of computing them from few.")
+@home_option
+@json_option
+def dryrun(
+    file: Path, trials: tuple[str, ...], all_legal: bool, limit: int, home: Path, as_json: bool, **options: Any
+) -> None:
+    """Estimate the memory, FLOPs and collectives of trials of FILE, on this machine, whatever the world's size.
+
+    \b
+    Examples:
+      tune-cluster dryrun configs/sweeps/quickstart.yaml
+      tune-cluster dryrun configs/sweeps/quickstart.yaml --trial 3 --trial '{tp: 2, dp_replicate: 8}' \\
+        --device cuda --max-device-memory 80GB
+      tune-cluster dryrun configs/sweeps/quickstart.yaml --all --limit 50
+    """
+    from orchestrator.commands import forecast
+    from orchestrator.console import counted_progress
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import plan_screen
+
+    with counted_progress("dry run", "simulation") as progress:
+        num_legal = limit if all_legal else None
+        verdicts = forecast.dry_run(file, Home(home), trials=trials, num_legal=num_legal, progress=progress, **options)
+    body = [verdict.to_json() for verdict in verdicts]
+    print_result(as_json, body, lambda: plan_screen.render_dry_runs(verdicts, as_table=all_legal))
+    if any(verdict.failed for verdict in verdicts):
+        sys.exit(ExitCode.USAGE)
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@home_option
+@json_option
+def probe(file: Path, home: Path, as_json: bool) -> None:
+    """Measure matmul, copy and all-reduce rates of the cluster FILE leases; find slow nodes. Takes seconds.
+
+    The rates are kept for `plan` and `submit`, whose cost model uses them. With cluster.exclude_slow_nodes in FILE,
+    trials stay off the nodes found slow.
+
+    \b
+    Example:
+      tune-cluster probe configs/sweeps/quickstart.yaml
+    """
+    from orchestrator.commands.forecast import probe_file
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal.probe_screen import progress, render_probe
+
+    with progress() as show:
+        probed = probe_file(file, Home(home), show)
+    print_result(as_json, probed.to_json(), lambda: render_probe(probed))
+
+
+# The command that tries a sweep file out for a moment, before a sweep is spent on a mistake in it.
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--address", metavar="HOST:PORT", help="Run on this Ray cluster; default: RAY_ADDRESS, then FILE's.")
+@home_option
+@json_option
+def check(file: Path, address: str | None, home: Path, as_json: bool) -> None:
+    """Run the smallest candidate of FILE for three steps: do its arguments hold, and is everything seen that counts?
+
+    Shows which values a training program of your own tells, where they come from and how finely, whether the knobs
+    were seen to act, and how long it took to start. `submit` does the same first, unless it is told --no-check.
+    Exit code 0: trials will be measured; 2: something has to be mended first.
+
+    \b
+    Examples:
+      tune-cluster check sweep.yaml
+      tune-cluster check sweep.yaml --json
+    """
+    from orchestrator.commands.short_run import check_file
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal.probe_screen import render_checked
+
+    checked = check_file(file, Home(home), address=address, tell=lambda line: echo(line, err=True))
+    print_result(as_json, checked.to_json(), lambda: render_checked(checked))
+    if not checked.is_good:
+        sys.exit(ExitCode.USAGE)
+
+
+COMMANDS = (init, doctor, plan, dryrun, probe, check)

@@ -1,0 +1,494 @@
+"""The commands about MLflow and production: ui, serve, promote, verify, rollback, export."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.options import announce, home_option, json_option, print_result
+from orchestrator.errors import ExitCode
+from orchestrator.invocation import Invocation
+from orchestrator.text import echo, echo_file
+from trials.files import write_atomically
+
+if TYPE_CHECKING:
+    from orchestrator.frameworks import Export
+    from orchestrator.promotion.references import VersionDescription
+    from orchestrator.promotion.verify import Kind
+
+
+# Commands on what was recorded and registered.
+
+
+_store_option = click.option("--tracking-uri", help="MLflow store to look in, if it is not the one in --home.")
+_reason_option = click.option("--reason", default="", help="Why, for the records.")
+_expect_option = click.option(
+    "--expect-current", metavar="V", help="Refuse unless version V (or none) is in production: compare-and-set."
+)
+
+
+def _change_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of whatever changes what is in production."""
+    return _reason_option(_expect_option(command))
+
+
+_port = click.IntRange(1, 65535)
+
+
+@click.command()
+@click.argument("sweep", required=False)
+@click.option("--port", type=_port, help="Port of the page on this host.  [default: 5080, or any that is free]")
+@click.option("--page-only", is_flag=True, help="Serve the page without MLflow.")
+@click.option("--mlflow-port", type=_port, help="Port of MLflow.  [default: 5000, or the next that is free]")
+@click.option(
+    "--mlflow-host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to serve MLflow at. It asks for no password: whoever reaches it changes what it holds.",
+)
+@home_option
+@json_option
+def ui(
+    sweep: str | None,
+    port: int | None,
+    page_only: bool,
+    mlflow_port: int | None,
+    mlflow_host: str,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Show SWEEP in the browser while it runs and afterwards, and serve MLflow beside it, until interrupted.
+
+    The page follows the sweep: trials, best so far, confirmation, logs of every rank; its buttons pause, drain, cancel,
+    resume and retry. It answers on this host only, to whoever opens the printed address. Without SWEEP it lists all
+    sweeps. MLflow keeps them.
+
+    \b
+    Examples:
+      tune-cluster ui quickstart
+      tune-cluster ui quickstart --page-only --port 8000
+    """
+    from orchestrator.live.serve import Served, serve
+    from orchestrator.sweep.snapshot import Home
+
+    what = Served(sweep=sweep, port=port, with_mlflow=not page_only, mlflow_host=mlflow_host, mlflow_port=mlflow_port)
+    found: dict[str, str] = {}
+
+    def tell(links: Mapping[str, str], is_last: bool) -> None:
+        found.update(links)
+        if not as_json:
+            announce(dict(links), as_json=False)
+        elif is_last:
+            announce(found, as_json=True)
+
+    serve(
+        Home(home),
+        what,
+        invocation=Invocation.current(home),
+        announce=tell,
+        tell=lambda words: echo(words, err=True),
+    )
+    again = Invocation.current(home).command("ui", *([sweep] if sweep else []))
+    echo(f"no longer served; sweeps go on. To see it again: {again}", err=True)
+
+
+@click.command()
+@click.argument("sweep")
+@click.option(
+    "--name", help="Name of the registered configuration, e.g. llama-quickstart.  [default: that of the sweep]"
+)
+@click.option("--trial", help="Promote this trial (3 or t003) instead of the confirmed winner.")
+@click.option("--force", is_flag=True, help="Promote whatever was measured, also without proof; recorded as forced.")
+@click.option("--candidate", is_flag=True, help="Only register it, alias candidate; the one way for simulated sweeps.")
+@_change_options
+@home_option
+@json_option
+def promote(
+    sweep: str,
+    name: str | None,
+    trial: str | None,
+    force: bool,
+    candidate: bool,
+    reason: str,
+    expect_current: str | None,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Put the confirmed winner of SWEEP into production as NAME.
+
+    SWEEP is what was measured; rollback, history, show and verify take the NAME that it is registered as. It becomes a
+    version in MLflow's registry with its recipe and evidence, alias production; the version before gets the alias
+    previous. Refused unless it was confirmed to be faster and has passed the loss gate. Nothing changes where
+    this very recipe is in production already.
+
+    \b
+    Examples:
+      tune-cluster promote quickstart
+      tune-cluster promote quickstart --name llama-quickstart
+      tune-cluster promote quickstart --name llama-quickstart --expect-current 2 --reason "new drivers"
+    """
+    from orchestrator.promotion import commands
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import result_screen
+    from orchestrator.terminal.fitted import Phases
+
+    with Phases() as phases:
+        promoted = commands.promote(
+            name or sweep,
+            Home(home),
+            sweep=sweep,
+            trial=trial,
+            reason=reason,
+            expect_current=expect_current,
+            force=force,
+            is_candidate=candidate,
+            on_phase=phases.begin,
+        )
+    print_result(as_json, promoted, lambda: result_screen.render_promotion(promoted, Invocation.current(home)))
+
+
+@click.command()
+@click.argument("name")
+@click.option("--to", metavar="V", help="This version, instead of the one that was in production before.")
+@_change_options
+@_store_option
+@home_option
+@json_option
+def rollback(
+    name: str,
+    to: str | None,
+    reason: str,
+    expect_current: str | None,
+    tracking_uri: str | None,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Put the version of NAME that was in production before back into production.
+
+    Its files must be those that were registered. A rollback is recorded as a promotion is, and can itself be rolled
+    back.
+
+    \b
+    Examples:
+      tune-cluster rollback llama-quickstart --reason "slower on the new drivers"
+      tune-cluster rollback llama-quickstart --to 1 --expect-current 3
+    """
+    from orchestrator.promotion import commands
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import result_screen
+
+    changed = commands.roll_back(
+        name, Home(home), to=to, reason=reason, expect_current=expect_current, tracking_uri=tracking_uri
+    )
+    print_result(as_json, changed, lambda: result_screen.render_rollback(changed, Invocation.current(home)))
+
+
+@click.command()
+@click.argument("name")
+@_store_option
+@home_option
+@json_option
+def history(name: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
+    """List what was in production as NAME, the newest record first.
+
+    \b
+    Example:
+      tune-cluster history llama-quickstart
+    """
+    from orchestrator.promotion import commands
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import result_screen
+
+    found = commands.history(name, Home(home), tracking_uri=tracking_uri)
+    print_result(as_json, found, lambda: result_screen.render_history(found))
+
+
+@click.command()
+@click.argument("reference")
+@_store_option
+@home_option
+@json_option
+def show(reference: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
+    """Print a registered configuration: NAME@production or NAME@3.
+
+    \b
+    Example:
+      tune-cluster show llama-quickstart@production
+    """
+    from orchestrator.promotion import commands
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import result_screen
+
+    shown = commands.show(reference, Home(home), tracking_uri=tracking_uri)
+    print_result(as_json, shown, lambda: result_screen.render_recipe(shown))
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@_store_option
+@home_option
+@json_option
+def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
+    """Show what differs between A and B: knobs, workload, environment, evidence.
+
+    Each is NAME@production, NAME@3, or a trial of a sweep as SWEEP:TRIAL.
+
+    \b
+    Examples:
+      tune-cluster diff llama-quickstart@previous llama-quickstart@production
+      tune-cluster diff quickstart:baseline quickstart:winner
+    """
+    from orchestrator.promotion import commands
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import result_screen
+
+    found = commands.diff(a, b, Home(home), tracking_uri=tracking_uri)
+    print_result(as_json, found.to_json(), lambda: result_screen.render_difference(found))
+
+
+@click.command()
+@click.argument("reference")
+@click.option(
+    "--max-rounds",
+    type=click.IntRange(2, 100),
+    default=12,
+    show_default=True,
+    help="Rounds of it and its baseline, each run a fresh start; fewer where the answer is clear earlier.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.05,
+    show_default=True,
+    help="Relative loss of speed that does not count.",
+)
+@click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    type=click.Choice(["driver", "library", "program", "hardware", "training", "speed", "loss"]),
+    help="Kind of drift that does not count; may be repeated.",
+)
+@click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster, in place of the one in the sweep's file.")
+@_store_option
+@home_option
+@json_option
+def verify(
+    reference: str,
+    max_rounds: int,
+    tolerance: float,
+    ignored: tuple[Kind, ...],
+    address: str | None,
+    tracking_uri: str | None,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Measure NAME@production again on today's cluster, beside its baseline, and report what has drifted.
+
+    Compares driver and libraries with those it was promoted with, its speed-up over the baseline and its own speed
+    with those of the promotion, and its losses, step by step. Rounds of both, interleaved so that a slow hour of the
+    machine is no drift, go on until they show a loss of speed or rule it out. The result is recorded in MLflow.
+
+    \b
+    Exit codes, for cron and CI:
+      0  no drift: a loss of speed beyond the tolerance is ruled out
+      1  drift
+      2  there is no such version, or it was altered
+      3  could not verify: too noisy or disturbed, too few rounds, other hardware, no cluster; says which loss is
+         ruled out, and how many more rounds would settle it
+      4  the MLflow store or the disk does not work
+
+    \b
+    Examples:
+      tune-cluster verify llama-quickstart@production
+      tune-cluster verify llama-quickstart@production --max-rounds 20 --tolerance 0.1 --ignore library --json
+    """
+    from orchestrator.process_support import interruptible
+    from orchestrator.promotion import verify as verification
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import result_screen
+    from orchestrator.terminal.sweep_screen import LiveView
+
+    with interruptible(), LiveView() as view:
+        found = verification.verify(
+            reference,
+            Home(home),
+            view,
+            max_rounds=max_rounds,
+            tolerance=tolerance,
+            ignored=ignored,
+            address=address,
+            tracking_uri=tracking_uri,
+        )
+    print_result(as_json, found.to_json(), lambda: result_screen.render_verification(found))
+    sys.exit({"no_drift": 0, "drift": ExitCode.FAILED, "could_not_verify": ExitCode.UNVERIFIED}[found.answer])
+
+
+# The command that writes a configuration as another framework's files.
+
+
+COMMAND = "command"
+"""Format of a training program of the user's own: its own command."""
+
+
+@click.command()
+@click.argument("reference", required=False)
+@click.option("--format", "name", help="Framework to write for; --formats lists them.")
+@click.option("--formats", "lists", is_flag=True, help="List the formats there are.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the files; created if missing."
+)
+@click.option(
+    "--allow-lossy", is_flag=True, help="Export even if the framework cannot express everything; warnings list what."
+)
+@home_option
+@click.option("--tracking-uri", help="MLflow store to look in, if it is not the one in --home.")
+@json_option
+def export(
+    reference: str | None,
+    name: str | None,
+    lists: bool,
+    out: Path | None,
+    allow_lossy: bool,
+    home: Path,
+    tracking_uri: str | None,
+    as_json: bool,
+) -> None:
+    """Write NAME@production, or trial SWEEP:TRIAL, as a training framework's configuration.
+
+    A sweep of your own training program is exported as its command, with copies of its configuration files and a diff
+    against yours (--format command, the default for such sweeps).
+
+    Where the framework cannot express something, the command fails with exit code 2; where it was approximated, or is
+    left to your script, a warning on stderr says so.
+
+    \b
+    Examples:
+      tune-cluster export llama-quickstart@production --format deepspeed --out train
+      tune-cluster export quickstart:winner --format accelerate
+      tune-cluster export my-script@production --out train
+    """
+    from orchestrator import frameworks
+
+    if lists:
+        _print_formats(as_json)
+        return
+    if reference is None:
+        raise click.UsageError("missing REFERENCE: export NAME@production --format FORMAT; --formats lists the formats")
+    if name not in (None, COMMAND):
+        frameworks.recipe(name)
+
+    from orchestrator.promotion import references
+    from orchestrator.sweep.snapshot import Home
+
+    described = references.describe(reference, Home(home), tracking_uri)
+    made = _with_variables(_made(described, name, allow_lossy=allow_lossy), described)
+    written = [] if out is None else _write(made, out)
+    if as_json:
+        print_result(
+            True,
+            {
+                "exported": described.label,
+                "verdict": described.verdict,
+                "doubt": described.doubt,
+                **_to_json(made),
+                "written": written,
+            },
+            lambda: None,
+        )
+        return
+    _tell(made, described.label, out)
+    doubt = f" ({described.doubt})" if described.doubt else ""
+    echo(f"how it was proven: {described.verdict}{doubt}", err=True)
+
+
+def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool) -> Export:
+    """The export in that format; a training program of the user's own is exported as its own command by default."""
+    from orchestrator import frameworks
+    from orchestrator.errors import ConfigError
+    from orchestrator.program.candidate_command import START
+    from orchestrator.program.program_export import artifact
+
+    script = described.script
+    if name == COMMAND and script is None:
+        raise ConfigError(
+            f"{described.label} was not trained by your own program",
+            remedy="Choose a framework's format; --formats lists them.",
+        )
+    if name is None and script is None:
+        raise click.UsageError("missing --format; --formats lists the formats")
+    if script is None or name not in (None, COMMAND):
+        return frameworks.export(str(name), described.candidate, described.workload, allow_lossy=allow_lossy)
+    made = artifact(script, described.candidate, described.label)
+    notes = tuple(frameworks.Note(knob=script.training.name, message=note, severity="warning") for note in made.notes)
+    return frameworks.Export(format=COMMAND, files=made.files, command=f"sh {START}", notes=notes)
+
+
+def _with_variables(made: Export, described: VersionDescription) -> Export:
+    """The export with the environment variables that ranks of its sweep had."""
+    from orchestrator.frameworks.shell import with_exports
+
+    return replace(made, files=with_exports(made.files, described.fingerprint))
+
+
+def _print_formats(as_json: bool) -> None:
+    from orchestrator import frameworks
+
+    titles = {name: frameworks.recipe(name).title for name in frameworks.FORMATS}
+    print_result(
+        as_json, {"formats": titles}, lambda: "\n".join(f"{name:<12} {title}" for name, title in titles.items())
+    )
+
+
+def _to_json(made: Export) -> dict[str, Any]:
+    notes = [{"severity": note.severity, "knob": note.knob, "message": note.message} for note in made.notes]
+    return {"format": made.format, "command": made.command, "files": dict(made.files), "notes": notes}
+
+
+def _write(made: Export, folder: Path) -> list[str]:
+    """Write all files, or none.
+
+    Raises:
+        ConfigError: a file of that name has other content; nothing was written.
+    """
+    from orchestrator.errors import ConfigError
+
+    for name, text in made.files.items():
+        path = folder / name
+        if path.exists() and (not path.is_file() or path.read_bytes() != text.encode()):
+            raise ConfigError(f"{path} exists, with other content", remedy="Name another folder, or move it away.")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as staged:
+        for name, text in made.files.items():
+            path = Path(staged) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, [text.encode()])
+        for name in made.files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        for name in made.files:
+            (Path(staged) / name).replace(folder / name)
+    return [str(folder / name) for name in made.files]
+
+
+def _tell(made: Export, label: str, folder: Path | None) -> None:
+    """Files on stdout, unless they went into a folder; everything else on stderr."""
+    if folder is None:
+        for name, text in made.files.items():
+            echo_file(f"==> {name} <==\n{text}" if len(made.files) > 1 else text, nl=len(made.files) > 1)
+    else:
+        echo("\n".join(str(folder / name) for name in made.files))
+    for note in made.notes:
+        echo(str(note), err=True)
+    where = f"in {folder}" if folder else "in the folder of these files"
+    form = "as a command" if made.format == COMMAND else f"for {made.format}"
+    echo(f"{label} {form}; run {where}: {made.command}", err=True)
+
+
+COMMANDS = (ui, promote, rollback, history, show, diff, verify, export)

@@ -1,0 +1,530 @@
+"""The commands that run a sweep: submit and resume it, launch its trials again, have them confirmed or profiled."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
+
+import click
+
+from orchestrator.cli.options import home_option, json_option, print_result, program_options
+from orchestrator.errors import ExitCode
+from orchestrator.invocation import Invocation
+from orchestrator.text import echo
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from orchestrator.commands.steering import Receipt
+    from orchestrator.commands.submission import Mode, StartedSubmission, Submission
+    from orchestrator.controller.controller import SweepResult
+    from orchestrator.sweep.snapshot import Home
+
+
+# How the commands that run a sweep start its controller, here or in the background, and what they print of it.
+
+
+_HERE = "Keep the controller in this terminal, also with an address. The default without one."
+
+
+class Where(NamedTuple):
+    """Where the controller runs, as said on the command line."""
+
+    address: str | None
+    """The Ray cluster's; None: as the environment or the file says."""
+    mode: Mode | None
+    """None leaves it to the address."""
+    follow: bool
+    """Show what a controller in the background writes, until it ends."""
+
+
+def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say where the controller runs; the command gets them as ``where``."""
+
+    @wraps(command)
+    def with_where(*, address: str | None, foreground: bool, detach: bool, follow: bool, **others: Any) -> Any:
+        if foreground and detach:
+            raise click.UsageError("--foreground and --detach exclude each other")
+        mode: Mode | None = "foreground" if foreground else "detached" if detach else None
+        return command(where=Where(address, mode, follow), **others)
+
+    wrapped: Callable[..., Any] = with_where
+    for option in (
+        click.option("--follow", is_flag=True, help="Show what a controller in the background writes, until it ends."),
+        click.option("--detach", is_flag=True, help="Run the controller on this host, but apart from this terminal."),
+        click.option("--foreground", is_flag=True, help=_HERE),
+        click.option(
+            "--address",
+            metavar="HOST:PORT",
+            help="Head of a Ray cluster, or http://HOST:PORT of its dashboard; default: RAY_ADDRESS, then "
+            "cluster.address of the file. The controller runs there, as a Ray Job.",
+        ),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def carry_out(receipt: Receipt, home: Home, where: Where, *, as_json: bool, profile_of: int | None = None) -> None:
+    """Leave what was asked of a sweep to the controller at work; where there is none, resume the sweep.
+
+    Args:
+        profile_of: show the profile of this trial in place of the whole report.
+    """
+    if receipt.is_controlled and not where.follow:
+        print_result(as_json, receipt.to_json(), lambda: "The controller at work takes it up.")
+        return
+    resume_sweep(receipt.sweep, home, where, as_json=as_json, profile_of=profile_of)
+
+
+def submit_file(
+    file: Path,
+    home: Home,
+    where: Where,
+    *,
+    as_json: bool,
+    is_new: bool = False,
+    is_checked: bool = False,
+    budget: Mapping[str, Any] | None = None,
+) -> None:
+    """Run the sweep of a file, or go on with it; with ``is_new``, replace one that measured nothing.
+
+    Args:
+        budget: values in place of those of the file's section ``budget``.
+    """
+    from orchestrator.commands.submission import submission_of_file
+
+    options = program_options()
+    submission = submission_of_file(
+        file,
+        home,
+        address=where.address,
+        mode=where.mode,
+        options=options,
+        replace=is_new,
+        is_checked=is_checked,
+        budget=budget,
+    )
+    if submission.budget_change:
+        echo(f"budget: {submission.budget_change}", err=True)
+    _run_submission(submission, follow=where.follow, as_json=as_json)
+
+
+def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool, profile_of: int | None = None) -> None:
+    """Go on with a sweep as its file said when it was submitted; then show its report, or one profile alone."""
+    from orchestrator.commands.submission import submission_of_sweep
+
+    options = program_options()
+    submission = submission_of_sweep(name, home, address=where.address, mode=where.mode, options=options)
+    _run_submission(submission, follow=where.follow, as_json=as_json, profile_of=profile_of)
+
+
+def _run_submission(submission: Submission, *, follow: bool, as_json: bool, profile_of: int | None = None) -> None:
+    """Run its controller in this process or a supervisor's, or start it in the background; print what came of it."""
+    from orchestrator import homes
+    from orchestrator.commands.submission import find_running, start_in_background
+
+    homes.remember(submission.home.path)
+    if submission.mode == "foreground":
+        _run_in_foreground(submission, as_json, profile_of)
+        return
+    started = find_running(submission.home, submission.name)
+    if started is None and submission.address is None and submission.needs_check:
+        submission = _checked(submission)
+    if started is None:
+        started = start_in_background(submission, lambda line: echo(line, err=True))
+    if started.exit_code:
+        sys.exit(started.exit_code)
+    if follow and started.exit_code is None:
+        _follow(submission, started)
+    if follow or started.exit_code is not None:
+        _show_result(submission, as_json, profile_of)
+        return
+    print_result(as_json, started.to_json(), lambda: _next_steps(submission, started))
+
+
+def _run_in_foreground(submission: Submission, as_json: bool, profile_of: int | None) -> None:
+    from orchestrator.commands.submission import find_running
+    from orchestrator.commands.supervisor import supervised_run
+
+    run = supervised_run()
+    running = None if submission.is_over or run else find_running(submission.home, submission.name)
+    if running is not None:
+        _attach(submission, running, as_json, profile_of)
+        return
+    if submission.needs_supervisor and not run:
+        shown = [] if profile_of is None else ["--profile-of", str(profile_of)]
+        _become(submission.supervised(*(["--json"] if as_json else []), *shown))
+    if run <= 1 and submission.needs_check:
+        submission = _checked(submission)
+    _run_here(submission, run, as_json, profile_of)
+
+
+def _attach(submission: Submission, running: StartedSubmission, as_json: bool, profile_of: int | None) -> None:
+    """Follow a sweep that a controller is at work on already, and show its result."""
+    from orchestrator.cli.sweeps import follow_sweep
+
+    echo(_next_steps(submission, running), err=True)
+    follow_sweep(submission.name, submission.home)
+    _show_result(submission, as_json, profile_of)
+
+
+def _checked(submission: Submission) -> Submission:
+    """The submission once a short run has shown that its trials can be measured; otherwise the program ends, with what
+    was seen on stderr."""
+    from orchestrator.commands.short_run import check_sweep
+    from orchestrator.console import SafeConsole
+    from orchestrator.process_support import interruptible
+    from orchestrator.terminal.probe_screen import check_line, expected_line, render_checked
+
+    def tell(line: str) -> None:
+        echo(f"check: {line}", err=True)
+
+    with interruptible():
+        checked = check_sweep(submission.spec, submission.home, address=submission.address, tell=tell)
+    if not checked.is_good:
+        SafeConsole(stderr=True).print(render_checked(checked))
+        echo("error: the sweep was not started. Fix this, or submit with --no-check", err=True)
+        sys.exit(ExitCode.USAGE)
+    echo(f"check: {check_line(checked)}", err=True)
+    if checked.expected is not None:
+        echo(f"check: {expected_line(checked.expected)}; --max-trials N shortens it", err=True)
+    return replace(submission, is_checked=True)
+
+
+def _become(argv: list[str]) -> NoReturn:
+    """A small process in this one's place: it may have to last for days."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(argv[0], argv)
+
+
+def _run_here(submission: Submission, run: int, as_json: bool, profile_of: int | None) -> None:
+    """Run the controller in this process.
+
+    Args:
+        run: how many controllers a supervisor has started, this one included; 0 without supervisor.
+    """
+    from cluster.base import ClusterError, ClusterLostError
+    from orchestrator.sweep.ledger import MODE_VARIABLE
+
+    try:
+        result = _controlled(submission, is_restart=run > 1)
+    except KeyboardInterrupt:
+        echo(_interrupted(submission), err=True)
+        sys.exit(ExitCode.INTERRUPTED)
+    except ClusterError as error:
+        # A cluster that comes back may take some time until it can be used.
+        if run > 1 or (run and isinstance(error, ClusterLostError)):
+            echo(f"error: {error}", err=True)
+            sys.exit(ExitCode.CLUSTER_LOST)
+        raise
+    if MODE_VARIABLE in os.environ:  # nobody sees it; `report` shows the result to whoever asks
+        echo(f"{result.state.status}: {result.state.finish_reason}", err=True)
+    else:
+        _print(submission, result, as_json, profile_of)
+    _exit_by(result)
+
+
+def _controlled(submission: Submission, *, is_restart: bool) -> SweepResult:
+    """The result of the sweep, with its controller in this process and what happens shown live."""
+    from orchestrator.commands.submission import ForegroundLog, require_mark
+    from orchestrator.console import SafeConsole
+    from orchestrator.controller import controller
+    from orchestrator.controller.observer import Observers
+    from orchestrator.process_support import interruptible
+    from orchestrator.sweep.ledger import MODE_VARIABLE
+    from orchestrator.terminal.sweep_screen import LiveView
+
+    run = partial(
+        controller.submit if submission.verb == "submit" else controller.resume,
+        submission.spec,
+        submission.home,
+        address=submission.address,
+        is_restart=is_restart,
+    )
+    command = Invocation.current(submission.home.path).command("ui", submission.name)
+    opening = "" if is_restart or submission.is_over else f"in the browser, from another terminal: {command}"
+    with interruptible(), LiveView(opening=opening) as view:
+        require_mark(submission.home, submission.name)
+        if MODE_VARIABLE in os.environ:  # all that it prints is a log already
+            return run(observer=view)
+        log = ForegroundLog(submission.home, submission.name)
+        with log, LiveView(SafeConsole(file=cast("IO[str]", log), width=200)) as lines:
+            return run(observer=Observers([log, view, lines]))
+
+
+def _interrupted(submission: Submission) -> str:
+    """What became of the sweep after Ctrl-C, and the command to go on with."""
+    program, home, name = Invocation.current(submission.home.path), submission.home, submission.name
+    if name not in home.sweeps():
+        return f"interrupted before the sweep {name} began; nothing is left of it"
+    return f"interrupted; the sweep {name} goes on where it stopped with: {program.command('resume', name)}"
+
+
+def _follow(submission: Submission, started: StartedSubmission) -> None:
+    from orchestrator.commands.submission import follow
+
+    if started.is_attached:
+        echo(_next_steps(submission, started), err=True)
+    try:
+        for line in follow(started, submission.home):
+            echo(line, err=True)
+    except KeyboardInterrupt:
+        program, name = Invocation.current(submission.home.path), submission.name
+        echo(
+            f"no longer following; the sweep {name} goes on. To stop it: {program.command('pause', name)}, "
+            f"or for good: {program.command('cancel', name)}",
+            err=True,
+        )
+        sys.exit(ExitCode.INTERRUPTED)
+
+
+def _show_result(submission: Submission, as_json: bool, profile_of: int | None) -> None:
+    from orchestrator.controller import controller
+
+    result = controller.load(submission.name, submission.home)
+    _print(submission, result, as_json, profile_of)
+    if result.state.status == "running":
+        echo(
+            f"error: the controller has ended before the sweep; go on with "
+            f"{Invocation.current(submission.home.path).command('resume', submission.name)}",
+            err=True,
+        )
+        sys.exit(ExitCode.INFRASTRUCTURE)
+    _exit_by(result)
+
+
+def _print(submission: Submission, result: SweepResult, as_json: bool, profile_of: int | None) -> None:
+    from orchestrator.report.report import make_report
+    from orchestrator.report.sources import Sources
+    from orchestrator.terminal.result_screen import render_profiled, render_report
+
+    sources = Sources(recorded=result.recorded, folder=submission.home.sweep_folder(submission.name))
+    invocation = Invocation.current(submission.home.path)
+
+    def render() -> RenderableType:
+        report = make_report(result.state, result.summary, sources=sources, invocation=invocation)
+        return render_report(report) if profile_of is None else render_profiled(report, profile_of)
+
+    print_result(as_json, result.summary.to_json(), render)
+
+
+def _exit_by(result: SweepResult) -> None:
+    if result.state.status == "failed":
+        echo(f"error: the sweep failed: {result.state.finish_reason}", err=True)
+        for line in result.state.last_words:
+            echo(f"  | {line}", err=True)
+        sys.exit(ExitCode.FAILED)
+
+
+def _next_steps(submission: Submission, started: StartedSubmission) -> str:
+    """What runs where, and what to type next."""
+    program, name = Invocation.current(submission.home.path), submission.name
+    how = "runs already" if started.is_attached else "runs"
+    where = {
+        "ray job": f"as Ray Job {started.job} at {started.address}",
+        "detached": "apart from this terminal",
+        "foreground": "in another terminal",
+    }[started.mode]
+    next_steps = {
+        program.command("watch", name): "follow it",
+        program.command("ui", name): "follow it in the browser",
+        program.command("logs", name): "what its controller writes",
+        program.command("pause", name): "stop it; `resume` goes on",
+    }
+    width = max(map(len, next_steps))
+    lines = (f"  {command:<{width}}  {what}" for command, what in next_steps.items())
+    return "\n".join([f"The sweep {name} {how}, {where}.", *lines])
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--replace", is_flag=True, help="Begin a sweep of this name anew that measured nothing.")
+@click.option("--no-check", is_flag=True, help="Leave out the short run that comes before a training program's sweep.")
+@click.option("--max-trials", type=click.IntRange(min=1), metavar="N", help="In place of budget.max_trials.")
+@click.option("--wall-time", metavar="DURATION", help="In place of budget.wall_time: 90s, 30m, 2h.")
+@where_options
+@home_option
+@json_option
+def submit(
+    file: Path,
+    replace: bool,
+    no_check: bool,
+    max_trials: int | None,
+    wall_time: str | None,
+    where: Where,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Run the sweep in FILE, or go on with it if it was interrupted or paused.
+
+    Without a cluster's address it runs here until it has ended, or apart from this terminal with --detach. With one
+    the controller runs as a Ray Job on the cluster's head, and this command returns when it is at work; --home has to
+    be a folder that the head sees, too. Submitting a sweep that runs already follows it and changes nothing but its
+    budget.
+
+    The budget is not part of what a sweep is: submit a file with a larger one, and a sweep that had spent it goes on.
+
+    \b
+    Examples:
+      tune-cluster submit configs/sweeps/quickstart.yaml
+      tune-cluster submit configs/sweeps/quickstart.yaml --detach --follow
+      tune-cluster submit sweep.yaml --max-trials 40 --wall-time 2h
+      tune-cluster submit sweep.yaml --replace
+      tune-cluster submit sweep.yaml --address 10.0.0.1:6379 --home /shared/sweeps
+    """
+    from orchestrator.sweep.snapshot import Home
+
+    given = {"max_trials": max_trials, "wall_time": wall_time}
+    budget = {key: value for key, value in given.items() if value is not None}
+    submit_file(file, Home(home), where, as_json=as_json, is_new=replace, is_checked=no_check, budget=budget)
+
+
+@click.command()
+@click.argument("sweep")
+@click.option("--profile-of", type=int, hidden=True, help="Show the profile of this trial alone.")
+@where_options
+@home_option
+@json_option
+def resume(sweep: str, profile_of: int | None, where: Where, home: Path, as_json: bool) -> None:
+    """Go on with SWEEP, which was paused or lost its controller, as its file said when it was submitted.
+
+    \b
+    Examples:
+      tune-cluster resume quickstart
+      tune-cluster resume quickstart --detach --json
+    """
+    from orchestrator.sweep.snapshot import Home
+
+    resume_sweep(sweep, Home(home), where, as_json=as_json, profile_of=profile_of)
+
+
+@click.command()
+@click.argument("sweep")
+@click.option(
+    "--failed",
+    is_flag=False,
+    flag_value="faults",
+    default="faults",
+    metavar="[=CLASS,...]",
+    help="Which trials: crashed, timed_out, gang_lost and host_oom by default; also oom, infeasible, diverged, "
+    "not_believed and stopped_early.",
+)
+@where_options
+@home_option
+@json_option
+def retry(
+    sweep: str,
+    failed: str,
+    where: Where,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Launch trials of SWEEP again that ended without being measured.
+
+    A controller at work takes it up; otherwise this goes on with the sweep as `resume` does, also with one that was
+    finished or had failed.
+
+    \b
+    Examples:
+      tune-cluster retry quickstart --failed
+      tune-cluster retry quickstart --failed=oom,crashed --detach
+    """
+    from orchestrator.commands import steering
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.units import trial_id
+
+    sweeps = Home(home)
+    receipt = steering.retry(sweep, sweeps, _classes(failed))
+    numbers = ", ".join(trial_id(number) for number in receipt.trials)
+    echo(f"to be launched again: {numbers}", err=True)
+    carry_out(receipt, sweeps, where, as_json=as_json)
+
+
+def _classes(text: str) -> tuple[str, ...]:
+    from orchestrator.errors import ConfigError
+    from orchestrator.sweep.checkpoint import FAULTS, RETRIABLE
+
+    if text == "faults":
+        return FAULTS
+    classes = tuple(word.strip() for word in text.split(","))
+    unknown = [word for word in classes if word not in RETRIABLE]
+    if unknown:
+        raise ConfigError(
+            f"trials do not end as {unknown[0]!r}", key="--failed", remedy=f"Classes: {', '.join(RETRIABLE)}."
+        )
+    return classes
+
+
+@click.command()
+@click.argument("sweep")
+@click.argument("trial", required=False)
+@where_options
+@home_option
+@json_option
+def confirm(
+    sweep: str,
+    trial: str | None,
+    where: Where,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Measure a trial of SWEEP again, interleaved with the baseline, and put it through the loss gate.
+
+    TRIAL is 3, t003, winner or best, the default. A sweep does this by itself when it ends, for its fastest trials; the
+    last verdict is the one that counts. The sweep's budget does not bound what you ask for.
+
+    \b
+    Examples:
+      tune-cluster confirm quickstart
+      tune-cluster confirm quickstart t003
+    """
+    _check("confirm", sweep, trial, where, home, as_json)
+
+
+@click.command()
+@click.argument("sweep")
+@click.argument("trial", required=False)
+@where_options
+@home_option
+@json_option
+def profile(
+    sweep: str,
+    trial: str | None,
+    where: Where,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Run a trial of SWEEP with the profiler on, as section `profile` of its file says.
+
+    TRIAL is 3, t003, baseline, best or winner, the default. The traces open in Perfetto; docs/profiler.md.
+
+    \b
+    Examples:
+      tune-cluster profile quickstart
+      tune-cluster profile quickstart baseline
+    """
+    _check("profile", sweep, trial, where, home, as_json)
+
+
+def _check(
+    what: Literal["confirm", "profile"], sweep: str, trial: str | None, where: Where, home: Path, as_json: bool
+) -> None:
+    from orchestrator.commands import steering
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.units import trial_id
+
+    sweeps = Home(home)
+    receipt = steering.ask_checks(sweep, sweeps, what, trial)
+    words = {"confirm": "to be confirmed", "profile": "to be profiled"}[what]
+    echo(f"{words}: {trial_id(receipt.trials[0])}", err=True)
+    profiled = receipt.trials[0] if what == "profile" else None
+    carry_out(receipt, sweeps, where, as_json=as_json, profile_of=profiled)
+
+
+COMMANDS = (submit, resume, retry, confirm, profile)

@@ -1,0 +1,189 @@
+"""Logs of a sweep's trials and controller, and MLflow's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orchestrator.commands.submission import controller_log
+from orchestrator.errors import ConfigError
+from orchestrator.mlflow_urls import experiments_url, sweep_links
+from orchestrator.status.explanation import AttemptLogs, RankLog, attempt_logs, log_tail
+from orchestrator.sweep.ledger import Recorded, tracking_uri
+from orchestrator.sweep.snapshot import Home, Snapshot
+from orchestrator.sweep.state import find_trial, is_trial
+from orchestrator.text import Follower, echo, echo_json, follow, one_line, plain
+from orchestrator.tracking import mlflow_server
+
+# Prints logs of trials and controllers (``logs``): for people, as JSON, and line by line as they are written.
+
+
+MAX_RANKS = 8
+"""Logs shown of an attempt where no rank is asked for; JSON has all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """How logs are shown."""
+
+    as_json: bool
+    num_lines: int
+    follow: bool
+
+    def line(self, text: str, rank: int | None = None, *, several: bool = False) -> None:
+        """One followed line; as JSON an object of its own."""
+        if self.as_json:
+            echo_json({"rank": rank, "line": text}, indent=None)
+        else:
+            echo(f"[rank {rank}] {text}" if several else text)
+
+    def note(self, text: str) -> None:
+        """For people, beside the result."""
+        echo(text, err=True)
+
+
+def show_trial_logs(
+    name: str, text: str, home: Home, out: Output, *, rank: int | None = None, attempt: int | None = None
+) -> None:
+    """The logs of an attempt of the trial that ``text`` means.
+
+    Raises:
+        ConfigError: there is no such sweep, trial, attempt or rank.
+    """
+    sweep = home.read(name)
+    trial = find_trial(sweep.state, text, name)
+    found = attempt_logs(sweep, trial, attempt=attempt, rank=rank, num_lines=out.num_lines)
+    if out.follow:
+        _follow_ranks(home, sweep, found, out)
+    elif out.as_json:
+        echo_json(found.to_json())
+    else:
+        _show(found, out)
+
+
+def meant(sweep: str, trial: str | None, home: Home, out: Output) -> tuple[str, str | None]:
+    """The sweep and trial that two words mean: ``best`` alone is a trial of the sweep that was written last."""
+    if trial is not None or sweep in home.all_names() or not is_trial(sweep):
+        return sweep, trial
+    latest = next(iter(home.sweeps()), None)
+    if latest is None:
+        return sweep, trial
+    out.note(f"{sweep} of the latest sweep, {latest}:")
+    return latest, sweep
+
+
+def show_controller_log(name: str, home: Home, out: Output) -> None:
+    """The log of the controller that runs, or last ran.
+
+    Raises:
+        ConfigError: there is no such sweep, or its controller has written none.
+        ClusterError: the controller is a Ray Job, and the cluster does not answer.
+    """
+    sweep = home.read(name)
+    lines = controller_log(home, name, follow=out.follow, num_lines=out.num_lines)
+    if out.as_json and not out.follow:
+        controller = sweep.controller.to_json() if sweep.controller else None
+        echo_json({"sweep": name, "controller": controller, "lines": list(lines)})
+        return
+    for line in lines:
+        out.line(line)
+
+
+def _follow_ranks(home: Home, sweep: Snapshot, found: AttemptLogs, out: Output) -> None:
+    """Print what is written until the attempt has ended. A rank that has not begun to write is waited for where it may
+    run on this host."""
+    several, seen = len(found.ranks) > 1, sweep
+
+    def is_over() -> bool:
+        nonlocal seen
+        seen = home.read(sweep.name, seen)
+        attempt = seen.state.trials[found.trial].attempts[found.attempt]
+        return attempt.outcome is not None or not seen.is_held
+
+    for log in found.ranks:
+        for line in log.lines:
+            out.line(line, log.rank, several=several)
+    for rank, line in follow([(log.rank, Follower(log.path, log.end)) for log in found.ranks], is_over):
+        out.line(line, rank, several=several)
+
+
+def _show(found: AttemptLogs, out: Output) -> None:
+    """Print the logs. In place of one that lies on another host, its last lines that were sent home."""
+    shown = found.ranks[:MAX_RANKS]
+    for log in shown:
+        if log.is_here:
+            _show_rank(log, out, with_heading=len(found.ranks) > 1)
+        else:
+            out.note(f"rank {log.rank}: not on this host; on node {one_line(log.node)} in {log.path}")
+        if not log.is_here and log.is_root_cause:
+            _show_evidence(found, out)
+    if len(shown) < len(found.ranks):
+        out.note(f"{len(found.ranks) - len(shown)} more ranks: --rank N shows one, --json all")
+    if not any(log.is_here or log.is_root_cause for log in shown):
+        _show_evidence(found, out)
+
+
+def _show_rank(log: RankLog, out: Output, *, with_heading: bool) -> None:
+    if with_heading:
+        cause = ", failed first" if log.is_root_cause else ""
+        out.note(f"==> rank {log.rank} on {one_line(log.node)}{cause}: {log.path}")
+    if not log.is_whole:
+        out.note(f"... the last {len(log.lines)} lines")
+    for line in log.lines:
+        echo(line)
+    if not log.lines:
+        out.note("nothing was printed")
+
+
+def _show_evidence(found: AttemptLogs, out: Output) -> None:
+    """Print what the ledger keeps of a failure."""
+    if found.evidence is None:
+        return
+    lines = log_tail(found.evidence)
+    where = f"rank {found.evidence.rank}" if found.evidence.rank is not None else "no rank in particular"
+    last = "; its last lines:" if lines else ""
+    out.note(f"==> {found.outcome}, {where}: {one_line(plain(found.evidence.message.strip()))}{last}")
+    for line in lines:
+        echo(line)
+
+
+# What ``tune-cluster ui`` does: serve the MLflow UI on the store of a sweep, or of the home.
+
+
+def serve_ui(home: Home, sweep: str | None, *, host: str, port: int, announce: Callable[[dict[str, str]], None]) -> int:
+    """Serve the MLflow UI until interrupted; return the server's exit status, 0 when it was asked to end.
+
+    Args:
+        sweep: whose store to show, with links to its trials; None: the home's own store.
+        announce: gets the links once the server answers.
+
+    Raises:
+        ConfigError: there is no such sweep, or nothing was ever recorded.
+    """
+    recorded = None
+    if sweep is None:
+        uri = _store(home)
+    else:
+        with home.open(sweep) as ledger:
+            uri, recorded = tracking_uri(ledger, home), Recorded.read(ledger)
+
+    def ready(base: str) -> None:
+        if sweep is None or recorded is None:
+            announce({"experiments": experiments_url(base)})
+        else:
+            announce(sweep_links(base, recorded.experiment_id, recorded.run_id, sweep))
+
+    return mlflow_server.serve(uri, host, port, on_ready=ready)
+
+
+def _store(home: Home) -> str:
+    """The home's own MLflow store.
+
+    Raises:
+        ConfigError: nothing was ever recorded there.
+    """
+    if not home.has_store:
+        raise ConfigError(
+            f"there is no MLflow store in {home.path}", remedy="Submit a sweep first, or use --home for another folder."
+        )
+    return home.default_tracking_uri

@@ -1,0 +1,411 @@
+"""What ``tune-cluster check`` does: one short run of a sweep's smallest candidate, before more is spent on a typo."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from packaging.specifiers import SpecifierSet
+
+from cluster.base import Cluster, ClusterError, ClusterRequest, GangEnded, GangLaunch, GangProgress
+from cluster.connect import connect
+from cluster.hardware.topology import Placement, Pool, Topology
+from orchestrator.config.sweep import SweepSpec, load_sweep
+from orchestrator.controller.runtime import make_launcher
+from orchestrator.frameworks.edit import Training
+from orchestrator.planning.hardware import cluster_request, known_topology
+from orchestrator.planning.planner import make_plan
+from orchestrator.proof.confirmation import MIN_SOAK_S
+from orchestrator.space.notation import flat_params, short_name
+from orchestrator.sweep.snapshot import Home
+from orchestrator.sweep.state import Trial
+from orchestrator.text import plain, tail
+from trials.codec import to_json
+from trials.outcome import Evidence, GangLost, Infeasible, Measured, Measurement, Outcome
+from trials.reports import ScriptReport
+from trials.spec import Candidate, Protocol
+
+SHORT = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
+"""Steps of the run: the first one compiles, and two can be compared."""
+MIN_STARTING_S = 600.0
+"""How long the program may take to start, at least, so that it can be told how long it takes."""
+ROOM = 3.0
+"""Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
+SILENCE_S = 30.0
+"""After so long without a step, each time, the end of the program's output is told."""
+MAX_LAUNCHES = 3
+"""Launches before a gang that is lost for no fault of the program's, as far as anybody knows, is the answer."""
+MAX_LOG_LINES = 20
+PYTHONS = ("python", "python3")
+"""Words that PATH decides about."""
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedDuration:
+    """How long the sweep would take if every launch started as the checked one did and made steps as long."""
+
+    num_trials: int
+    least_s: float
+    most_s: float
+    """With the most steps per trial and the most rounds of confirmation that the file allows."""
+
+
+def expected_duration(spec: SweepSpec, num_legal: int, *, starting_s: float, step_s: float) -> ExpectedDuration:
+    """The time of the search, one trial after another, of the confirmation, the loss gate and the soak; no more than
+    the wall time that the budget allows.
+
+    Args:
+        num_legal: candidates that may be tried.
+        starting_s: from the launch to the first step.
+        step_s: time of a step.
+    """
+    trials = min(spec.budget.max_trials, num_legal)
+    measure, confirm, gate = spec.measure, spec.confirm.to_settings(), spec.gate.to_settings()
+    num_finalists = min(confirm.num_finalists, trials - 1) if spec.confirm.is_on else 0
+    gate_s = 2 * (starting_s + gate.num_steps * step_s) if spec.gate.is_on and num_finalists else 0.0
+
+    def total_s(num_steps: int, num_rounds: int) -> float:
+        launches = trials + (num_rounds * (1 + num_finalists) if num_finalists else 0)
+        soak_s = max(MIN_SOAK_S, num_rounds * num_steps * step_s) if confirm.soak_s is None else confirm.soak_s
+        soaks_s = 2 * (starting_s + soak_s) if soak_s and num_finalists else 0.0
+        return launches * (starting_s + num_steps * step_s) + gate_s + soaks_s
+
+    limit_s = spec.budget.wall_time_s or math.inf
+    return ExpectedDuration(
+        num_trials=trials,
+        least_s=min(limit_s, total_s(measure.min_warmup_steps + measure.num_steps, confirm.min_rounds)),
+        most_s=min(limit_s, total_s(measure.max_warmup_steps + measure.max_steps, confirm.max_rounds)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What one short run showed."""
+
+    sweep: str
+    candidate: str
+    """What ran, in the short notation."""
+    values: dict[str, Any]
+    """The same, knob by knob."""
+    command: tuple[str, ...]
+    """What a rank started, placeholders of the trial's own files in place."""
+    outcome: Outcome
+    starting_s: float | None
+    """Seconds from the launch to the first step; None: there was none."""
+    deadline_s: float
+    """What the file allows for starting."""
+    duration_s: float
+    training: Training | None = None
+    """What is known of the program's framework; None where our runner trains."""
+    expected: ExpectedDuration | None = None
+    """How long the sweep would take; None where no step was measured."""
+    global_batch_size: int = 0
+    """Samples of an optimiser step in the sweep file."""
+    data_parallel: int = 1
+    """Ranks that the batch is divided among."""
+
+    @property
+    def measurement(self) -> Measurement | None:
+        return self.outcome.measurement if isinstance(self.outcome, Measured) else None
+
+    @property
+    def evidence(self) -> Evidence | None:
+        return None if isinstance(self.outcome, Measured) else self.outcome.evidence
+
+    @property
+    def is_good(self) -> bool:
+        return self.measurement is not None and not self.contradiction
+
+    @property
+    def contradiction(self) -> str:
+        """What the program showed that contradicts the sweep file or its recipe; empty if nothing does."""
+        return self.other_batch or self.unknown_release
+
+    @property
+    def seen_batch(self) -> int | None:
+        """Samples of an optimiser step as seen inside the program; None if they were not seen."""
+        facts = self.seen.facts
+        if facts.micro_batch_size is None or not facts.forwards_per_step:
+            return None
+        return round(facts.micro_batch_size * facts.forwards_per_step * self.data_parallel)
+
+    @property
+    def other_batch(self) -> str:
+        """That the program trains on another batch than ``workload.global_batch_size``; empty if it does not.
+
+        Models may run forward several times for one micro-batch, as those of a GAN do: that is no contradiction.
+        """
+        seen, micro = self.seen_batch, self.seen.facts.micro_batch_size
+        if seen is None or micro is None or self.global_batch_size in (seen, micro * self.data_parallel):
+            return ""
+        return (
+            f"global_batch_size is {self.global_batch_size}, but an optimiser step of the program trains {seen} "
+            f"samples ({micro} per forward pass, {self.seen.facts.forwards_per_step:g} forward passes, "
+            f"{self.data_parallel} data-parallel ranks)"
+        )
+
+    @property
+    def unknown_release(self) -> str:
+        """That the framework's release is none of those that its recipe knows, where names may mean something else;
+        empty where it is one, or nobody saw which it is."""
+        if self.training is None or not self.training.releases:
+            return ""
+        package = _module(self.training.package or "")
+        seen = {_module(name): version for name, version, *_ in self.seen.versions}
+        if package not in seen or SpecifierSet(self.training.releases, prereleases=True).contains(seen[package]):
+            return ""
+        known = f"{self.training.title} {seen[package]} is none of the releases that its recipe knows"
+        doubt = "its arguments may mean something else; --no-check submits all the same"
+        return f"{known} ({self.training.releases}): {doubt}"
+
+    @property
+    def seen(self) -> ScriptReport:
+        """What was seen of a program of the user's own; empty for others."""
+        found = self.measurement.findings.script if self.measurement is not None else None
+        return found or ScriptReport()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was seen inside the program, by name."""
+        facts = self.seen.facts
+        named = {field.name: getattr(facts, field.name) for field in fields(facts)}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def is_not_applied(self) -> bool:
+        """Whether the program trained something else than it was told."""
+        return isinstance(self.outcome, Infeasible) and "not applied" in self.outcome.evidence.message
+
+    @property
+    def needed_starting_s(self) -> int | None:
+        """What ``deadlines.starting_s`` should be, where the file allows less than leaves room."""
+        if self.starting_s is None or self.starting_s * ROOM <= self.deadline_s:
+            return None
+        return round(self.starting_s * ROOM / 60 + 0.5) * 60
+
+    @property
+    def remedy(self) -> str | None:
+        """What to do about another batch, or a module that is missing in the Python that PATH gives."""
+        if self.measurement is not None and self.other_batch:
+            return f"Write workload.global_batch_size: {self.seen_batch}, or correct the baseline's micro_batch_size."
+        if not self.command or self.command[0] not in PYTHONS or self.evidence is None:
+            return None
+        if "No module named" not in self.evidence.message:
+            return None
+        found = shutil.which(self.command[0])
+        here = f", {found} on this host" if found else ""
+        return (
+            f"{self.command[0]} is the one on PATH{here}: activate your environment, or write the whole path of its"
+            " Python in workload.run"
+        )
+
+    @property
+    def log_tail(self) -> tuple[str, ...]:
+        """The end of the output of the rank to blame."""
+        return self.evidence.log_tail[-MAX_LOG_LINES:] if self.evidence is not None else ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``check --json``."""
+        found, evidence = self.measurement, self.evidence
+        return {
+            "sweep": self.sweep,
+            "ok": self.is_good,
+            "candidate": self.candidate,
+            "knobs": self.values,
+            "command": list(self.command),
+            "outcome": self.outcome.kind,
+            "problem": evidence.message if evidence else self.contradiction or None,
+            "remedy": self.remedy,
+            "not_applied": self.is_not_applied,
+            "exit_code": evidence.exit_code if evidence else None,
+            "log_tail": list(self.log_tail),
+            "step_time_s": found.step_time_s if found else None,
+            "sources": [to_json(value) for value in self.seen.sources],
+            "facts": self.facts,
+            "versions": {name: version for name, version, *_ in self.seen.versions},
+            "notes": list(self.seen.notes),
+            "starting_s": self.starting_s,
+            "starting_deadline_s": self.deadline_s,
+            "needed_starting_s": self.needed_starting_s,
+            "duration_s": self.duration_s,
+            "expected": to_json(self.expected) if self.expected is not None else None,
+        }
+
+
+def check_file(file: Path, home: Home, *, address: str | None = None, tell: Tell | None = None) -> Checked:
+    """Run the smallest candidate of a sweep file for a few steps.
+
+    Args:
+        address: the Ray cluster's, in place of the one in the file.
+        tell: gets what there is to say meanwhile.
+
+    Raises:
+        ConfigError: the file, or a cluster on which nothing runs.
+        ClusterError: no lease, or no room for the candidate.
+    """
+    return check_sweep(load_sweep(file, address=address), home, address=address, tell=tell)
+
+
+def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell: Tell | None = None) -> Checked:
+    """The same for a sweep that is known already."""
+    if spec.cluster.kind not in ("ray", "local"):
+        raise spec.error(("cluster", "kind"), f"on a {spec.cluster.kind} cluster nothing is run", "Use ray or local.")
+    say = _once(tell or (lambda _: None))
+    candidate, num_legal = smallest(spec, known_topology(spec, home, address=address))
+    folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
+    begun_s = time.monotonic()
+    say(f"running {short_name(candidate)} for {SHORT.min_warmup_steps + SHORT.num_steps} steps")
+    try:
+        ran = _run(spec, candidate, _request(spec, home, address, candidate), folder, say)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another one may run beside
+            folder.parent.rmdir()
+    expected = None
+    if isinstance(ran.outcome, Measured) and ran.starting_s is not None:
+        step_s = ran.outcome.measurement.step_time_s
+        expected = expected_duration(spec, num_legal, starting_s=ran.starting_s, step_s=step_s)
+    return Checked(
+        sweep=spec.name,
+        candidate=short_name(candidate),
+        values=flat_params(candidate),
+        command=ran.command,
+        outcome=ran.outcome,
+        starting_s=ran.starting_s,
+        deadline_s=spec.to_deadlines().starting_s,
+        duration_s=time.monotonic() - begun_s,
+        training=None if spec.script is None else spec.script.training,
+        expected=expected,
+        global_batch_size=spec.to_workload().global_batch_size,
+        data_parallel=candidate.layout.dp,
+    )
+
+
+def _module(package: str) -> str:
+    """One name for what a package is called by pip and by Python."""
+    name = package.replace("-", "_").replace(".", "_")
+    return {"swift": "ms_swift", "lightning": "pytorch_lightning"}.get(name, name)
+
+
+def _once(tell: Tell) -> Tell:
+    """The same, without saying a thing twice in a row."""
+    last: list[str] = []
+
+    def say(line: str) -> None:
+        if last != [line]:
+            last[:] = [line]
+            tell(line)
+
+    return say
+
+
+def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int]:
+    """The candidate that asks for the least: on one node where one fits there, with little memory; and how many
+    candidates are legal.
+
+    Raises:
+        ConfigError: as :func:`orchestrator.planning.planner.make_plan`.
+    """
+    plan = make_plan(spec, topology)
+    devices = topology.nodes[0].num_devices if topology is not None else 8
+
+    def needs(candidate: Candidate) -> tuple[Any, ...]:
+        layout = candidate.layout
+        return (
+            layout.world_size > devices,
+            candidate.kernels.compile != "off",
+            candidate.micro_batch_size,
+            layout.zero_stage == 0,
+            not candidate.recompute.full,
+            -layout.world_size,
+        )
+
+    different, _ = plan.candidates.combinations(("layout", "kernels.compile", "micro_batch_size", "recompute"))
+    least: Candidate = min((plan.baseline, *plan.candidates.take(different)), key=needs)
+    return least, len(plan.candidates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ran:
+    """What became of the launch."""
+
+    command: tuple[str, ...]
+    outcome: Outcome
+    starting_s: float | None
+
+
+def _request(spec: SweepSpec, home: Home, address: str | None, candidate: Candidate) -> ClusterRequest:
+    """As few nodes as the candidate needs; this host without a Ray where the sweep would start one on it."""
+    request = cluster_request(spec, home, address=address)
+    per_node = request.devices_per_node
+    nodes = 1 if per_node is None else -(-candidate.layout.world_size // per_node)
+    kind = "local" if request.address is None and nodes == 1 else request.kind
+    claim = replace(request.claim, min_nodes=nodes, max_nodes=nodes) if request.claim is not None else None
+    return replace(request, kind=kind, min_nodes=nodes, max_nodes=nodes, claim=claim)
+
+
+def _run(spec: SweepSpec, candidate: Candidate, request: ClusterRequest, folder: Path, say: Tell) -> _Ran:
+    with connect(request, workdir=folder, on_wait=say) as cluster:
+        topology = cluster.topology
+        layout = candidate.layout
+        placement = Pool(topology).place(world_size=layout.world_size, tp=layout.tp, isolation="node")
+        if placement is None:
+            raise ClusterError(f"{layout.world_size} devices are needed, and the lease has {topology.num_devices}")
+        ran = _launched(cluster, _launch(spec, candidate, topology, folder, placement), folder, say)
+        for _ in range(MAX_LAUNCHES - 1):
+            if not isinstance(ran.outcome, GangLost):
+                break
+            say(f"launching again, as the gang was lost: {ran.outcome.evidence.message}")
+            ran = _launched(cluster, _launch(spec, candidate, topology, folder, placement), folder, say)
+        return ran
+
+
+def _launched(cluster: Cluster, launch: GangLaunch, folder: Path, say: Tell) -> _Ran:
+    """Launch a gang and wait for its end."""
+    begun_s, starting_s, told_s = time.monotonic(), None, 0.0
+    cluster.launch(launch)
+    while True:
+        for event in cluster.poll(1.0):
+            if isinstance(event, GangEnded):
+                return _Ran(command=_argv(launch), outcome=event.outcome, starting_s=starting_s)
+            if isinstance(event, GangProgress) and event.step and starting_s is None:
+                starting_s = time.monotonic() - begun_s - (event.step_time_s or 0.0)
+                say(f"the first step came {starting_s:.1f} s after the launch")
+        waited_s = time.monotonic() - begun_s
+        if starting_s is None and waited_s > told_s + SILENCE_S:
+            told_s = waited_s
+            say(f"no step seen for {waited_s:.0f} s{_last_line(folder)}")
+
+
+def _last_line(folder: Path) -> str:
+    """How the output of the first rank ends, where it lies on this host."""
+    lines = [line for path in folder.glob("*/rank0.log") for line in tail(path, 1).lines]
+    return f"; its output ends with: {plain(lines[-1])[:200]}" if lines else ""
+
+
+def _launch(
+    spec: SweepSpec, candidate: Candidate, topology: Topology, folder: Path, placement: Placement
+) -> GangLaunch:
+    """The gang as the sweep would launch it, with few steps and its own deadlines."""
+    measure = spec.measure.model_copy(update={name: getattr(SHORT, name) for name in _COUNTS})
+    short = spec.model_copy(update={"measure": measure})
+    trial = Trial(number=0, candidate=candidate, origin="baseline", reason="check", proposed_at_s=time.time())
+    built = make_launcher(short, topology, folder).build(trial, "check", uuid4().hex, placement)
+    start_s = max(MIN_STARTING_S, built.deadlines.starting_s)
+    return replace(built, deadlines=replace(built.deadlines, starting_s=start_s))
+
+
+_COUNTS = ("min_warmup_steps", "max_warmup_steps", "num_steps", "max_steps")
+
+
+def _argv(launch: GangLaunch) -> tuple[str, ...]:
+    found = launch.spec.get("argv", ())
+    return tuple(map(str, found)) if isinstance(found, list | tuple) else ()

@@ -1,0 +1,567 @@
+"""Section ``workload`` of a sweep file whose workload is a user's training program, and what it resolves to: the
+program, its baseline and its choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from orchestrator.config.knobs import BaselineSection, SpaceSection
+from orchestrator.config.scalars import Environment, Size, VariableName, is_there, resolve, word
+from orchestrator.errors import ConfigError
+from orchestrator.frameworks.catalog import TRAININGS, training
+from orchestrator.frameworks.decoder_config import decoder_said
+from orchestrator.frameworks.edit import Reading, Run, Training
+from orchestrator.frameworks.launchers import program_of, without_launcher
+from orchestrator.program.candidate_command import filled_in, is_placeholder, said
+from orchestrator.program.user_program import (
+    COUNTS,
+    OUT,
+    Script,
+    canonical_reading,
+    names_in,
+    paths_of,
+    said_knobs,
+    values_of,
+)
+from orchestrator.space.file_types import Section, fault, show
+from orchestrator.space.knobs import KNOB_NAMES, Rest, build_candidate
+from orchestrator.space.own_knobs import OwnKnob, OwnScalar, in_order
+from trials.files import open_regular
+from trials.script.command import LogFormat, is_seen_anyway
+from trials.secrets import keep_secret, redactor
+from trials.spec import Candidate, ScriptData, ScriptModel, Workload
+
+MAX_FILE_BYTES = 1 << 20
+_GROUPS = ("loss", "step_s", "step_ms", "tokens_per_s", "samples_per_s", "grad_norm", "allocated_gib", "reserved_gib")
+
+
+def check_log(pattern: str | None) -> str | None:
+    """The pattern of log lines.
+
+    Raises:
+        PydanticCustomError: it is no regular expression, lacks the group ``step``, or has one that nobody knows.
+    """
+    if pattern is None:
+        return None
+    try:
+        groups = set(re.compile(pattern).groupindex)
+    except re.error as error:
+        raise fault(None, f"not a regular expression: {error}", "Put a backslash before signs meant as such.") from None
+    if "step" not in groups:
+        raise fault(None, "no group 'step'", r"Write (?P<step>\d+) where the line has the number of the step.")
+    if unknown := sorted(groups - {"step", *_GROUPS}):
+        raise fault(None, f"nobody knows what {unknown[0]!r} is", f"Groups besides step: {', '.join(_GROUPS)}.")
+    return pattern
+
+
+def check_command(run: Sequence[str], launcher: str) -> None:
+    """Refuse a command that starts ranks itself where we do that.
+
+    Raises:
+        PydanticCustomError: it does.
+    """
+    if launcher == "own":
+        return
+    launched = without_launcher(tuple(run))
+    if launched.launcher is not None:
+        listed = ", ".join(f'"{word}"' if "{" in word else word for word in launched.argv)
+        remedy = f"Write run: [{listed}]; or launcher: own, if {launched.launcher} has to do it."
+        raise fault("run", f"{launched.launcher} would start ranks inside of every rank", remedy)
+
+
+def check_program(run: Sequence[str], cwd: Path) -> None:
+    """Refuse a command that cannot start on this host: its folder, program or script is not there.
+
+    Raises:
+        PydanticCustomError: one of them is not.
+    """
+    if not cwd.is_dir():
+        raise fault("cwd", f"there is no folder {cwd}", "The path is relative to the sweep file.")
+    program = run[0]
+    if "{" not in program and shutil.which(program if os.sep not in program else str(cwd / program)) is None:
+        where = "executable file" if os.sep in program else "program on the PATH called"
+        raise fault("run.0", f"there is no {where} {program!r}", "Name the program that starts the training.")
+    script = program_of(without_launcher(tuple(run)).argv).script
+    if script is not None and "{" not in script and not is_there(cwd / script):
+        place = list(run).index(script)
+        raise fault(f"run.{place}", f"there is no file {cwd / script}", "The path is relative to cwd.")
+
+
+def read_files(paths: Mapping[str, str], given: set[str]) -> dict[str, tuple[str, str]]:
+    """Absolute path and text of every file by name; ``given``: those that the sweep file names.
+
+    Raises:
+        PydanticCustomError: one of them cannot be read, is no text, too large, or holds a credential.
+    """
+    redact = redactor()
+    found = {}
+    for name, path in paths.items():
+        file, key = os.path.normpath(path), f"files.{name}" if name in given else "run"
+        try:
+            with open_regular(Path(file)) as stream:
+                text = stream.read(MAX_FILE_BYTES + 1).decode("utf-8")
+        except OSError as error:
+            message = f"{file} cannot be read: {error.strerror or error}"
+            raise fault(key, message, "The path is relative to cwd.") from None
+        except UnicodeDecodeError:
+            raise fault(key, f"{file} is not UTF-8 text", "Name a configuration file.") from None
+        if len(text) > MAX_FILE_BYTES:
+            raise fault(key, f"{file} is larger than {MAX_FILE_BYTES >> 20} MiB", "Name a configuration file.")
+        if redact(text) != text:
+            raise fault(
+                key, f"{file} holds a credential", "Keep secrets in the environment, and name them in env_pass."
+            )
+        found[name] = (file, text)
+    return found
+
+
+def refuse_for_scripts(spec: Any) -> None:
+    """Refuse what a sweep file asks for that only our runner, or a cluster that does not exist, can do.
+
+    Raises:
+        PydanticCustomError: at the key that asks.
+    """
+    if spec.cluster.kind == "simulated":
+        raise fault("cluster.kind", "a simulated cluster cannot run a program", "Use local or ray.")
+    if spec.runner != type(spec).model_fields["runner"].default:
+        raise fault("runner", "a training program of your own has no other runner", "Leave it out.")
+    if spec.profile is not None:
+        raise fault("profile", "the profiler knows models of our runner only", "Leave it out.")
+    if spec.space.balance:
+        raise fault("space.balance", "the balancer knows models of our runner only", "Leave it out.")
+
+
+def _known_recipe(name: str) -> str:
+    try:
+        training(name)
+    except ConfigError as error:
+        raise fault(None, error.message, error.remedy or "") from None
+    return name
+
+
+def _words(value: Any) -> Any:
+    """The command as a list of words; numbers are words, too."""
+    if isinstance(value, str):
+        try:
+            split = shlex.split(value)
+        except ValueError:
+            split = value.split()
+        listed = ", ".join(map(_quoted, split))
+        raise fault(None, "expected a list of words, got text: no shell takes it apart", f"Write [{listed}].")
+    if not isinstance(value, list | tuple):
+        raise fault(None, f"expected a list of words, got {show(value)}", "Write [python, train.py, --lr, 1e-3].")
+    if not value:
+        raise fault(None, "an empty command", "Write [python, train.py].")
+    words = tuple(word(one, str(place)) for place, one in enumerate(value))
+    return ("python", *words) if words[0].startswith("-") else words
+
+
+def _quoted(word: str) -> str:
+    is_plain = word and all(char.isalnum() or char in "_-./=+" for char in word)
+    return word if is_plain else '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+RecipeName = Annotated[str, AfterValidator(_known_recipe), WithJsonSchema({"enum": list(TRAININGS)})]
+Words = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_words),
+    WithJsonSchema({"type": "array", "minItems": 1, "items": {"type": ["string", "number"]}}),
+]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+
+
+class MetricsSection(Section):
+    """How the program says what it measured, besides reports and what our hook sees."""
+
+    log: str | None = Field(
+        default=None,
+        description="Regular expression for a line of its output, with the group step and any of loss, step_s, "
+        "step_ms, tokens_per_s, samples_per_s, grad_norm, allocated_gib, reserved_gib; null: as the recipe knows it.",
+    )
+    files: list[str] = Field(
+        default=[], description="Glob patterns of files it logs to, relative to cwd; {out} is the trial's own folder."
+    )
+    hook: bool = Field(default=True, description="Load our reporting hook into its Python.")
+
+    _check = field_validator("log")(check_log)
+
+
+class ScriptSection(Section):
+    """A training program of your own, started as it is. See docs/your-own-training.md."""
+
+    TAG: ClassVar[str] = "script"
+    recipe: RecipeName = Field(description="The framework it is written for; custom: any program.")
+    run: Words = Field(
+        description="The command as a list of words, without a shell; {name} stands for a knob, accumulation, "
+        "world_size, steps, seed, out, or one of `files`. `python` is the one on the node's PATH."
+    )
+    cwd: str = Field(default=".", validate_default=True, description="Folder it starts in, relative to the sweep file.")
+    env: Environment = Field(default={}, description="Environment variables of its own.")
+    env_pass: list[VariableName] = Field(
+        default=[], description="Variables of the node's environment that it may see besides, by name."
+    )
+    files: dict[FileName, str] = Field(
+        default={},
+        description="Configuration files, relative to cwd, by the name of their placeholder; trials get copies.",
+    )
+    launcher: Literal["env", "own"] | None = Field(
+        default=None,
+        description="Who starts the ranks: env: we do, one per device, with torchrun's variables; own: the command, "
+        "once per node; null: as the recipe needs it.",
+    )
+    metrics: MetricsSection = Field(default=MetricsSection(), description="Where its figures come from.")
+    seq_length: Size | None = Field(default=None, description="Tokens per sample; null: as read, or not counted.")
+    tokens_per_step: Size | None = Field(
+        default=None, description="Tokens of an optimiser step, in place of seq_length."
+    )
+    global_batch_size: Size | None = Field(
+        default=None, description="Samples of an optimiser step over all ranks; null: as the command says."
+    )
+    num_layers: Size | None = Field(default=None, description="Repeated layers; null: as read. Pipelines need it.")
+    model: str | None = Field(
+        default=None,
+        description="config.json of a Hugging Face model, relative to cwd, whose dimensions the cost model takes.",
+    )
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        default=None, description="Seed of weights and data order; null: as the command says."
+    )
+
+    @model_validator(mode="after")
+    def _keep_secret(self) -> Self:
+        """What env_pass names is redacted wherever this process writes, unless programs see it anyway."""
+        keep_secret(name for name in self.env_pass if not is_seen_anyway(name))
+        return self
+
+    _resolve = field_validator("cwd")(resolve)
+    _run: Run | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _read(self, info: ValidationInfo) -> ScriptSection:
+        """Read what the command consists of; what was read when the sweep was created counts instead."""
+        context = info.context or {}
+        known = context.get("read")
+        training = self.to_training()
+        if not training.takes_launchers:
+            check_command(self.run, training.launcher if self.launcher is None else self.launcher)
+        if known is not None:
+            files = {name: (str(one["path"]), str(one["text"])) for name, one in known.items()}
+        else:
+            if context.get("check_files", True) and not context.get("is_remote", False):
+                words = without_launcher(tuple(self.run)).argv if training.takes_launchers else tuple(self.run)
+                check_program(words, Path(self.cwd))
+            found = training.find_files(self.run, self.cwd)
+            named = {**found, **self.files, **({MODEL: self.model} if self.model else {})}
+            files = read_files({name: str(Path(self.cwd) / path) for name, path in named.items()}, set(self.files))
+        self._run = Run(
+            argv=self.run,
+            cwd=self.cwd,
+            env=self.env,
+            files={name: text for name, (_, text) in files.items()},
+            paths={name: path for name, (path, _) in files.items()},
+        )
+        return self
+
+    def to_training(self) -> Training:
+        return training(self.recipe)
+
+    def to_run(self) -> Run:
+        """The command as it was read."""
+        assert self._run is not None, "read when the section was checked"
+        return self._run
+
+    def what_was_read(self) -> dict[str, dict[str, str]]:
+        """Path and text of every file by name, for the ledger."""
+        run = self.to_run()
+        return {name: {"path": run.paths[name], "text": text} for name, text in run.files.items()}
+
+
+MODEL = "model_config"
+"""Name under which the model's ``config.json`` is kept among the files."""
+
+
+LAYOUT_WITHOUT_PLACEHOLDER = frozenset({"dp_replicate"})
+"""Knobs that act on any program, by how many ranks are started."""
+LAYOUT_AXES = frozenset({"dp_replicate", "dp_shard", "tp", "cp", "pp"})
+CUSTOM = "custom"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSweep:
+    """A script with what the sweep file wants to try of it."""
+
+    script: Script
+    baseline_values: Mapping[str, Any]
+    baseline_own: Mapping[str, OwnScalar]
+    baseline: Candidate
+    choices: Mapping[str, tuple[Any, ...]]
+
+
+def resolve_script(
+    workload: ScriptSection,
+    space: SpaceSection,
+    baseline: BaselineSection,
+    *,
+    num_devices: int | None,
+    device: str | None = None,
+) -> ScriptSweep:
+    """Put together what the file says and what the command says.
+
+    Args:
+        num_devices: that the sweep always holds; None where the file does not tell.
+        device: their kind; None where the file leaves it open.
+
+    Raises:
+        PydanticCustomError: at the key of the sweep file that is wrong, or missing.
+    """
+    run = workload.to_run()
+    own = _own_knobs(space, baseline)
+    given = {name: getattr(baseline, name) for name in KNOB_NAMES if name in baseline.model_fields_set}
+    _check_placeholders(workload, run, own)
+    _check_told(workload, space, run, given)
+    _check_own(workload, run, own, baseline)
+    reading = workload.to_training().read(run)
+    model = _model(workload, reading)
+    said_values = values_of(reading, num_layers=model.num_layers, num_devices=num_devices)
+    values = {**said_values, **given}
+    choices = _choices(space, values, given, num_devices)
+    _check_devices(reading, given, num_devices)
+    _check_layers(workload, reading, model, choices, values)
+    own_values = {knob.name: value for knob in own if (value := _own_value(knob, baseline, run)) is not None}
+    trial_0 = build_candidate(values, model, own, own_values)
+    _check_ranks(run, reading, given, trial_0)
+    as_said = build_candidate(said_values, model, own, {} if baseline.own else own_values)
+    script = Script(
+        training=workload.to_training(),
+        run=run,
+        reading=_with_layers(canonical_reading(reading, as_said), model),
+        workload=_workload(workload, model, reading, trial_0),
+        log=_log(workload),
+        hook=workload.metrics.hook,
+        env_pass=tuple(workload.env_pass),
+        own=own,
+        named=_named(space, run, given),
+        unchanged=None if _has_knobs(run, own) else as_said,
+        seed=workload.seed,
+        device=device,
+    )
+    return ScriptSweep(
+        script=script, baseline_values=values, baseline_own=own_values, baseline=trial_0, choices=choices
+    )
+
+
+def _named(space: SpaceSection, run: Run, given: Mapping[str, Any]) -> frozenset[str]:
+    """Paths of the fields that the file or the command has a word for."""
+    told = _told(run)
+    names = [name for name in KNOB_NAMES if getattr(space, name) is not None or name in given or name in told]
+    return frozenset(path for name in names for path in paths_of(name))
+
+
+def _has_knobs(run: Run, own: tuple[OwnKnob, ...]) -> bool:
+    """Whether the command has placeholders of knobs, so that it cannot run as it stands."""
+    return bool(_told(run)) or any(is_placeholder(knob.name, run) for knob in own)
+
+
+def _own_knobs(space: SpaceSection, baseline: BaselineSection) -> tuple[OwnKnob, ...]:
+    """Those to try, and those that the baseline sets for all."""
+    fixed = [
+        OwnKnob(name=name, values=(value,))
+        for name, value in (baseline.own or {}).items()
+        if name not in (space.own or {})
+    ]
+    return in_order((*space.own_knobs(), *fixed))
+
+
+def _own_value(knob: OwnKnob, baseline: BaselineSection, run: Run) -> OwnScalar | None:
+    given = baseline.own or {}
+    return given[knob.name] if knob.name in given else said(knob, run)
+
+
+def _told(run: Run) -> frozenset[str]:
+    """Knobs of ours that the command has placeholders for."""
+    return frozenset(names_in((*run.argv, *run.env.values(), *run.files.values()))) & frozenset(KNOB_NAMES)
+
+
+# ---- what may be wrong ----
+
+
+def _check_placeholders(workload: ScriptSection, run: Run, own: tuple[OwnKnob, ...]) -> None:
+    known = (*KNOB_NAMES, *COUNTS, OUT, *(name for name in run.files if name != MODEL), *(knob.name for knob in own))
+    places = {f"run.{place}": word for place, word in enumerate(workload.run)}
+    places |= {f"env.{name}": text for name, text in workload.env.items()}
+    for key, text in places.items():
+        for name in names_in([text]):
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                guess = f"Did you mean {{{close[0]}}}? " if close else ""
+                remedy = f"{guess}Write {{{{{name}}}}} for the text itself; a name of your own goes into space.own."
+                raise fault(f"workload.{key}", f"nothing is called {{{name}}}", remedy)
+
+
+def _check_told(workload: ScriptSection, space: SpaceSection, run: Run, given: Mapping[str, Any]) -> None:
+    """Refuse knobs that a command of no framework cannot be told of, and placeholders without a baseline."""
+    told = _told(run)
+    if workload.recipe == CUSTOM:
+        for name in KNOB_NAMES:
+            if getattr(space, name) is not None and name not in told | LAYOUT_WITHOUT_PLACEHOLDER:
+                message = "the command is not told of it, so it would change nothing"
+                raise fault(f"space.{name}", message, f"Put {{{name}}} into workload.run.")
+    for name in sorted(told - LAYOUT_WITHOUT_PLACEHOLDER):
+        if name not in given:
+            message = f"the command has {{{name}}}, so nobody knows what it runs with today"
+            raise fault(f"baseline.{name}", message, f"Add baseline: {{{name}: VALUE}} with today's value.")
+
+
+def _check_own(workload: ScriptSection, run: Run, own: tuple[OwnKnob, ...], baseline: BaselineSection) -> None:
+    given = baseline.own or {}
+    for knob in own:
+        key = f"space.own.{knob.name}" if knob.name not in given or len(knob.values) > 1 else "baseline.own"
+        file, colon, _ = knob.name.partition(":")
+        is_here = is_placeholder(knob.name, run)
+        if knob.name in KNOB_NAMES or knob.name in COUNTS or knob.name in (OUT, "dp"):
+            raise fault(key, f"{knob.name} is a knob already", f"Write space.{knob.name}, or another name.")
+        if colon and file not in run.files:
+            names = ", ".join(name for name in run.files if name != MODEL) or "none"
+            raise fault(key, f"no file is called {file}", f"Name it in workload.files; there are {names}.")
+        if filled := filled_in(knob, run):
+            message = f"the command fills in {{{filled}}} there already"
+            raise fault(key, message, f"Leave {knob.name} out, or write its value of today into the command.")
+        if is_here and knob.when:
+            raise fault(key, "it has no value where its condition does not hold", "Give it a flag in place of {...}.")
+        if is_here and knob.name not in given and knob.name not in run.files:
+            remedy = f"Add baseline: {{own: {{{knob.name}: VALUE}}}} with today's value."
+            raise fault(f"baseline.own.{knob.name}", "nobody knows what the command runs with today", remedy)
+        is_plain = not knob.name.startswith(("-", "$")) and not colon
+        if is_plain and not is_here and knob.flag is None and workload.recipe == CUSTOM:
+            remedy = f"Put {{{knob.name}}} into workload.run, give it a flag, or write --{knob.name}."
+            raise fault(key, "the command is not told of it", remedy)
+
+
+def _check_devices(reading: Reading, given: Mapping[str, Any], num_devices: int | None) -> None:
+    if num_devices is None and "dp_replicate" not in {*given, *said_knobs(reading)}:
+        message = "nobody knows on how many devices the command runs today"
+        raise fault("cluster.devices_per_node", message, "Add it, or baseline: {dp_replicate: N}.")
+
+
+def _check_ranks(run: Run, reading: Reading, given: Mapping[str, Any], baseline: Candidate) -> None:
+    """Refuse a baseline taken from a command whose own settings name another number of ranks. That of a launcher is
+    replaced by ours in any case."""
+    today, ranks = reading.world_size, baseline.layout.world_size
+    if today in (None, ranks) or LAYOUT_AXES & given.keys() or without_launcher(run.argv).launcher is not None:
+        return
+    message = f"the command trains on {today} ranks, and the sweep's baseline on {ranks}"
+    remedy = (
+        f"Hold {today} devices (cluster.devices_per_node), or state the layout: baseline: {{dp_replicate: {ranks}}}."
+    )
+    raise fault("baseline", message, remedy)
+
+
+def _check_layers(
+    workload: ScriptSection,
+    reading: Reading,
+    model: ScriptModel,
+    choices: Mapping[str, tuple[Any, ...]],
+    values: Mapping[str, Any],
+) -> None:
+    is_known = workload.num_layers or reading.num_layers or model.shape
+    if not is_known and max(*choices["pp"], values["pp"]) > 1:
+        message = "a pipeline needs to know how many layers there are"
+        raise fault("workload.num_layers", message, "Add num_layers, or model: config.json.")
+
+
+# ---- parts ----
+
+
+def _model(workload: ScriptSection, reading: Reading) -> ScriptModel:
+    run, shape = workload.to_run(), reading.shape
+    if workload.model is not None:
+        try:
+            shape = decoder_said(run.files[MODEL], Path(run.paths[MODEL])).shape
+        except ConfigError as error:
+            message = f"{error.key}: {error.message}" if error.key else error.message
+            raise fault("workload.model", message, "Name the config.json of a decoder, or leave it out.") from None
+    known = workload.num_layers or reading.num_layers or (shape.num_layers if shape else None)
+    if shape is not None and known is not None:
+        shape = dataclasses.replace(shape, num_layers=known)
+    return ScriptModel(
+        recipe=workload.recipe,
+        run=run.argv,
+        cwd=run.cwd,
+        env=tuple(sorted(run.env.items())),
+        files=tuple(sorted(run.paths.items())),
+        launcher=workload.launcher or workload.to_training().launcher,
+        num_layers=known or 1,
+        shape=shape,
+    )
+
+
+def _workload(workload: ScriptSection, model: ScriptModel, reading: Reading, baseline: Candidate) -> Workload:
+    batch = workload.global_batch_size or reading.global_batch_size
+    if batch is None and reading.num_microbatches is not None:
+        batch = reading.num_microbatches * baseline.micro_batch_size * baseline.layout.dp
+    if batch is None:
+        message = "missing: the command does not say how many samples make an optimiser step"
+        raise fault("workload.global_batch_size", message, "Add it: samples over all ranks and micro-batches.")
+    tokens = workload.tokens_per_step
+    if tokens is not None and tokens % batch:
+        message = f"{tokens} is no multiple of global_batch_size {batch}"
+        raise fault("workload.tokens_per_step", message, "Give tokens of whole samples, or leave it out.")
+    return Workload(
+        model=model,
+        data=ScriptData(),
+        seq_length=workload.seq_length or (tokens // batch if tokens else None) or reading.seq_length or 1,
+        global_batch_size=batch,
+        seed=workload.seed if workload.seed is not None else reading.seed or 0,
+    )
+
+
+def _choices(
+    space: SpaceSection, values: Mapping[str, Any], given: Mapping[str, Any], num_devices: int | None
+) -> dict[str, tuple[Any, ...]]:
+    """Values to try of every knob.
+
+    Data parallelism that the file does not speak of takes up the devices that the other axes leave: all there are, or
+    each number of them in ``space.world_size``. Replicas of shards stay as the command says.
+    """
+    choices = space.choices(values)
+    sizes = space.world_size or (() if num_devices is None else (num_devices,))
+    degrees = [values[name] for name in ("dp_replicate", "dp_shard")]
+    is_hybrid = all(isinstance(degree, int) and degree > 1 for degree in degrees)
+    if not sizes or is_hybrid:
+        return choices
+    if space.dp_replicate is None and "dp_replicate" not in given:
+        choices["dp_replicate"] = tuple(map(Rest, sizes))
+    if space.dp_shard is None and "dp_shard" not in given:
+        choices["dp_shard"] = (Rest(sizes[0]),)
+    return choices
+
+
+def _with_layers(reading: Reading, model: ScriptModel) -> Reading:
+    return dataclasses.replace(reading, num_layers=model.num_layers if reading.num_layers else None)
+
+
+def _log(workload: ScriptSection) -> LogFormat:
+    known, metrics = workload.to_training().log, workload.metrics
+    files = tuple(metrics.files) or known.files
+    if metrics.log is not None:
+        return LogFormat(name="pattern", pattern=metrics.log, files=files)
+    return dataclasses.replace(known, files=files)

@@ -1,0 +1,767 @@
+"""A training script's source, read without running it: its options, its constants, and the line it logs per step."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from orchestrator.errors import ConfigError
+from orchestrator.frameworks.arguments import Argument, either_dash, is_given, read, read_text, write
+from orchestrator.frameworks.launchers import Launched, program_of, without_launcher
+from trials.files import read_regular
+
+MAX_BYTES = 1 << 20
+"""Larger files are assumed to be generated."""
+ROLES = {
+    "micro_batch_size": "bs b batch batch_size batchsize micro_batch micro_batch_size mbs micro_bs train_batch_size "
+    "per_device_batch_size per_device_train_batch_size device_batch_size batch_size_per_gpu batch_size_per_device "
+    "train_micro_batch_size_per_gpu local_batch_size",
+    "accumulation": "accum accumulation accumulate grad_accum gradient_accumulation gradient_accumulation_steps "
+    "grad_accumulation grad_accum_steps accumulation_steps accum_steps accum_iter accumulate_grad_batches update_freq",
+    "dtype": "dtype precision mixed_precision amp_dtype compute_dtype",
+    "amp": "amp use_amp bf16 fp16 half autocast",
+    "workers": "workers num_workers dataloader_num_workers data_workers nworkers j",
+    "compile": "compile torch_compile use_compile torchcompile",
+    "checkpointing": "checkpointing gradient_checkpointing grad_checkpointing grad_checkpoint activation_checkpointing "
+    "gradient_checkpoint recompute use_checkpoint use_checkpointing remat",
+    "seq_length": "seq_length seq_len sequence_length block_size context_length max_seq_len max_seq_length bptt",
+    "steps": "steps max_steps num_steps train_steps total_steps iters max_iters num_iters iterations num_iterations "
+    "train_iters max_iterations n_steps",
+    "log_interval": "log_interval log_every log_freq log_steps logging_steps log_iter print_freq print_every "
+    "print_interval print_steps log_every_n_steps",
+    "out": "out out_dir output output_dir save_dir checkpoint_dir ckpt_dir save_path log_dir logdir work_dir "
+    "result_dir results_dir",
+}
+_ROLE_OF = {name: role for role, names in ROLES.items() for name in names.split()}
+_EVALUATION = re.compile(r"(?:^|[._-])(?:val|valid|validation|eval|evaluation|test|predict)(?:[._-]|$)", re.IGNORECASE)
+_TRAINER_ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
+_TRAINER_PARSERS = ("HfArgumentParser", "TrlParser")
+_HYDRA, _ASSIGNED = "hydra", ("hydra", "omegaconf")
+_BATCH_NORM = re.compile(r"\bBatchNorm[123]d\b|\bresnet(?:18|34|50|101|152)\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptOption:
+    """An option that a script declares for its command line."""
+
+    names: tuple[str, ...]
+    """As declared, the first long one first: ``--batch-size``, ``-b``."""
+    negative: tuple[str, ...] = ()
+    """Spellings that switch a flag off: ``--no-amp``."""
+    default: Any = None
+    choices: tuple[Any, ...] = ()
+    is_flag: bool = False
+    """Whether it takes no value."""
+    is_assignment: bool = False
+    """Whether it is always written as one word: ``--name=value``, or ``name=value`` as in Hydra."""
+
+    @property
+    def role(self) -> str | None:
+        """What it is by its usual names, a key of :data:`ROLES`; of a dotted name, the last part counts."""
+        for name in self.names:
+            plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.lstrip("-")).replace("-", "_").lower()
+            if found := _ROLE_OF.get(plain.replace(".", "_")) or _ROLE_OF.get(plain.rpartition(".")[2]):
+                return found
+        return None
+
+    @property
+    def is_for_training(self) -> bool:
+        """Whether the name does not belong to evaluation only."""
+        return not any(_EVALUATION.search(name.lstrip("-")) for name in self.names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """What a script's source shows."""
+
+    path: Path
+    options: tuple[ScriptOption, ...] = ()
+    modules: frozenset[str] = frozenset()
+    """Top-level packages that it imports."""
+    log_pattern: str | None = None
+    """A regular expression for the line that it prints per step; None: no such line was found."""
+    divides_accumulation: bool = False
+    """Whether it divides its accumulation steps by the number of ranks, as nanoGPT does."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of transformers' Trainer that the script sets in code, or in a file it names itself, where the command
+    line cannot change them."""
+    has_batch_norm: bool = False
+    """Whether the model normalises over the batch, so that another micro-batch changes the training."""
+    problem: str = ""
+    """Why it could not be read; empty where it was."""
+
+
+def find_script(argv: Sequence[str], cwd: Path) -> Path | None:
+    """The Python file that a command runs; None if there is none."""
+    program = program_of(tuple(argv))
+    if program.module is not None:
+        module = cwd.joinpath(*program.module.split("."))
+        return next((path for path in (module.with_suffix(".py"), module / "__main__.py") if path.is_file()), None)
+    return path if program.script is not None and (path := cwd / program.script).is_file() else None
+
+
+def read_source(path: Path) -> SourceFile:
+    """What the script's source shows; with the reason if it cannot be read."""
+    from orchestrator.draft.command_draft import log_pattern
+
+    try:
+        text = read_regular(path)
+        if len(text) > MAX_BYTES:
+            return SourceFile(path=path, problem=f"{path.name} is longer than {MAX_BYTES >> 20} MiB")
+        tree = ast.parse(text)
+    except (OSError, ValueError, SyntaxError, RecursionError) as error:
+        return SourceFile(path=path, problem=f"{path.name} cannot be read: {error}")
+    modules = frozenset(_modules(tree))
+    options = tuple(_options(tree)) or tuple(_assignments(tree, text)) or tuple(_keys(tree, modules, path.parent))
+    return SourceFile(
+        path=path,
+        options=options,
+        modules=modules,
+        log_pattern=log_pattern(tree),
+        divides_accumulation=any(map(_divides_accumulation, ast.walk(tree))),
+        fixed=trainer_constants(tree, path.parent),
+        has_batch_norm=_BATCH_NORM.search(text) is not None,
+    )
+
+
+def _modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name.partition(".")[0] for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def _options(tree: ast.AST) -> Iterator[ScriptOption]:
+    """Options declared with argparse's ``add_argument`` or click's ``option``, in the order of the source."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if function not in ("add_argument", "option"):
+            continue
+        names = [name for name in map(_constant, call.args) if isinstance(name, str) and name.startswith("-")]
+        if names:
+            yield _option(sorted(names, key=lambda name: not name.startswith("--")), call)
+
+
+def _assignments(tree: ast.Module, text: str) -> Iterator[ScriptOption]:
+    """Variables of a script that runs a ``configurator.py``, as nanoGPT's do: ``--name=value`` sets each of them."""
+    if "configurator.py" not in text:
+        return
+    for name, value in constants(tree).items():
+        yield ScriptOption(names=(f"--{name}",), default=value, is_assignment=True)
+
+
+def constants(tree: ast.Module) -> dict[str, Any]:
+    """Values of the variables that a module gives a literal, at its top level."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            value = _constant(node.value)
+            if isinstance(value, str | int | float):
+                found[node.targets[0].id] = value
+    return found
+
+
+def _keys(tree: ast.Module, modules: frozenset[str], folder: Path) -> Iterator[ScriptOption]:
+    """Keys of the configuration file of a Hydra or OmegaConf program: ``data.batch_size=16`` sets each of them."""
+    if not modules & set(_ASSIGNED):
+        return
+    for file in _config_files(tree, folder):
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        for name, value in _leaves(content):
+            yield ScriptOption(names=(name,), default=value, is_assignment=True)
+
+
+def _config_files(tree: ast.Module, folder: Path) -> Iterator[Path]:
+    """Files named by ``@hydra.main(config_path=..., config_name=...)`` and ``OmegaConf.load(...)``."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        owner, name = _called(call)
+        given = {word.arg: _constant(word.value) for word in call.keywords}
+        if name == "main" and isinstance(given.get("config_name"), str):
+            stem = str(given["config_name"]).removesuffix(".yaml")
+            yield folder / str(given.get("config_path") or ".") / f"{stem}.yaml"
+        elif (owner, name) == ("OmegaConf", "load") and call.args and isinstance(path := _constant(call.args[0]), str):
+            yield folder / path
+
+
+def _called(call: ast.Call) -> tuple[str, str]:
+    """Owner and name of what is called: ``hydra.main`` is ``("hydra", "main")``."""
+    if isinstance(call.func, ast.Attribute):
+        return getattr(call.func.value, "id", ""), call.func.attr
+    return "", getattr(call.func, "id", "")
+
+
+def _leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Scalars of nested mappings by dotted name."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix and not isinstance(content, list) and not prefix.startswith((f"{_HYDRA}.", "defaults")):
+        yield prefix, content
+
+
+def trainer_constants(tree: ast.Module, folder: Path) -> dict[str, Any]:
+    """Arguments of transformers' Trainer that no command line can change: literals of ``TrainingArguments(...)`` in a
+    script without a parser for them, and those of a JSON file that the script names itself."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    has_parser = any(_called(call)[1] in _TRAINER_PARSERS for call in calls)
+    found: dict[str, Any] = {}
+    for call in calls:
+        name = _called(call)[1]
+        if name in _TRAINER_ARGUMENTS and not has_parser:
+            found |= {word.arg: _constant(word.value) for word in call.keywords if word.arg}
+        elif name == "parse_json_file" and call.args and isinstance(path := _constant(call.args[0]), str):
+            try:
+                content = json.loads((folder / path).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            found |= content if isinstance(content, dict) else {}
+    return {name: value for name, value in found.items() if isinstance(value, str | int | float)}
+
+
+def with_settings(source: SourceFile, argv: Sequence[str], cwd: Path) -> SourceFile:
+    """The source with defaults as further Python files of the command set them, as configurators read them, and with
+    the keys that a Hydra or OmegaConf command assigns."""
+    if source.modules & set(_ASSIGNED):
+        known = {option.names[0] for option in source.options}
+        words = (word.partition("=")[0].lstrip("+") for word in argv if _is_assigned(word))
+        added = (ScriptOption(names=(name,), is_assignment=True) for name in words if name not in known)
+        return replace(source, options=(*source.options, *added))
+    if not any(option.is_assignment for option in source.options):
+        return source
+    set_there: dict[str, Any] = {}
+    for word in argv:
+        if word.endswith(".py") and not word.startswith("-") and (cwd / word).resolve() != source.path.resolve():
+            try:
+                set_there |= constants(ast.parse(read_regular(cwd / word)))
+            except (OSError, ValueError, SyntaxError):
+                continue
+    options = tuple(replace(one, default=set_there.get(one.names[0][2:], one.default)) for one in source.options)
+    return replace(source, options=options)
+
+
+def _is_assigned(word: str) -> bool:
+    return re.fullmatch(r"\+{0,2}[A-Za-z_][\w./@-]*=.*", word, re.DOTALL) is not None
+
+
+def _option(names: list[str], call: ast.Call) -> ScriptOption:
+    given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    action, default = given.get("action"), _constant(given.get("default"))
+    is_boolean = getattr(action, "attr", getattr(action, "id", "")) == "BooleanOptionalAction"
+    is_flag = (
+        is_boolean or _constant(action) in ("store_true", "store_false") or _constant(given.get("is_flag")) is True
+    )
+    negative = [f"--no-{name[2:]}" for name in names if name.startswith("--")] if is_boolean else []
+    pairs = [name.partition("/") for name in names]  # click: "--amp/--no-amp"
+    negative += [off.strip() for _, _, off in pairs if off]
+    choices = given.get("choices")
+    if isinstance(type_ := given.get("type"), ast.Call) and _called(type_)[1] == "Choice" and type_.args:
+        choices = type_.args[0]
+    values = tuple(map(_constant, choices.elts)) if isinstance(choices, ast.List | ast.Tuple | ast.Set) else ()
+    return ScriptOption(
+        names=tuple(name.strip() for name, _, _ in pairs),
+        negative=tuple(negative),
+        default=default,
+        choices=values,
+        is_flag=is_flag or is_boolean or bool(negative),
+    )
+
+
+def _divides_accumulation(node: ast.AST) -> bool:
+    """``accumulation //= n``, or ``accumulation = ... // n``."""
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.op, ast.FloorDiv) and _is_accumulation(node.target)
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.FloorDiv):
+        return any(map(_is_accumulation, node.targets)) and _is_accumulation(node.value.left)
+    return False
+
+
+def _is_accumulation(node: ast.AST) -> bool:
+    """A variable or attribute with a usual name for accumulation steps."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return _ROLE_OF.get(name) == "accumulation"
+
+
+def _constant(node: ast.AST | None) -> Any:
+    """The value of a literal, or of a product of such; None for everything else."""
+    if node is None:
+        return None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        factors = _constant(node.left), _constant(node.right)
+        return math.prod(factors) if all(isinstance(factor, int | float) for factor in factors) else None
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+# A custom program: which words of its command trials fill in, and which of its options may be tuned.
+
+
+FEW_STEPS = 200
+"""Programs that end after fewer steps get ``{steps}``, so that a trial has as many as it needs."""
+NUMBER_FORMATS = (
+    ("float32", "bfloat16"),
+    ("fp32", "bf16"),
+    ("32-true", "bf16-mixed"),
+    ("32", "bf16-mixed"),
+    ("no", "bf16"),
+    ("full", "bf16"),
+    ("fp16", "bf16"),
+    ("float16", "bfloat16"),
+)
+"""Spellings of a number format, and of the 16-bit one to try as well."""
+_FIXED = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+}
+_TUNABLE = (
+    *_FIXED.values(),
+    *("bf16", "fp16", "gradient_checkpointing", "dataloader_num_workers", "torch_compile"),
+)
+"""Arguments of transformers' Trainer that would be worth tuning."""
+_TRAINER_SIZES = {"micro_batch_size": 8, "accumulation": 1}
+"""Defaults of transformers' ``TrainingArguments``."""
+Knobs = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadProgram:
+    """What a command and its script's source show."""
+
+    argv: tuple[str, ...]
+    """The command, with placeholders for what trials fill in."""
+    micro_batch_size: int | None = None
+    """Samples of a rank's forward pass in the command; None: not found."""
+    accumulation: int | None = None
+    """Forward passes of an optimiser step and rank; None: the program has no option for them."""
+    num_workers: int | None = None
+    """Data-loading processes in the command, where a placeholder stands for them; None: it has no such option."""
+    is_tuned_by_batch: bool = False
+    """Whether the command has placeholders for the batch, so that other sizes can be tried."""
+    seq_length: int | None = None
+    own: Knobs = field(default_factory=dict)
+    """Section ``space.own``."""
+    present: Knobs = field(default_factory=dict)
+    """Values that these have today, by the command or by the program's defaults, as far as known: section
+    ``baseline.own``, without which the baseline would be tried again as a candidate that spells out its defaults."""
+    remarks: tuple[str, ...] = ()
+    """What could not be read, and the consequence."""
+
+
+def read_program(
+    argv: tuple[str, ...], source: SourceFile | None, *, is_gpu: bool, cores: int, ranks: int = 1
+) -> ReadProgram:
+    """What the options that a program's source declares show of a command on ``ranks`` ranks."""
+    if source is None or source.problem:
+        why = source.problem if source is not None else "no Python file was found in the command"
+        return ReadProgram(argv=argv, own=_usual(is_gpu, cores), remarks=(f"{why}: its options are unknown",))
+    by_role = _by_role(argv, source)
+    micro, accumulation = (_size(argv, by_role, role, source) for role in ("micro_batch_size", "accumulation"))
+    is_tuned = micro is not None and "micro_batch_size" in by_role and _is_count(argv, by_role.get("accumulation"))
+    words = argv
+    if is_tuned:
+        total = "{total_accumulation}" if source.divides_accumulation else "{accumulation}"
+        words = write(words, _argument(by_role["micro_batch_size"]), "{micro_batch_size}")
+        words = write(words, _argument(by_role["accumulation"]), total)
+        accumulation = accumulation or 1
+    if source.divides_accumulation and accumulation is not None:
+        accumulation = max(1, accumulation // ranks)
+    workers = by_role.get("workers")
+    num_workers = None if workers is None or workers.is_flag else _number(argv, workers)
+    if workers is not None and num_workers is not None:
+        words = write(words, _argument(workers), "{num_workers}")
+    words = _out_and_steps(words, by_role)
+    own = dict(_own(argv, by_role, is_gpu=is_gpu))
+    present = dict(_present(argv, by_role, own))
+    words = _with_own_placeholders(words, by_role, own)
+    is_something = own or is_tuned or num_workers is not None
+    return ReadProgram(
+        argv=words,
+        micro_batch_size=micro,
+        accumulation=accumulation,
+        num_workers=num_workers,
+        seq_length=_whole(argv, by_role.get("seq_length")),
+        is_tuned_by_batch=is_tuned,
+        own={_own_name(name, by_role): value for name, value in own.items()}
+        or ({} if is_something else _usual(is_gpu, cores)),
+        present={_own_name(name, by_role): value for name, value in present.items()},
+        remarks=tuple(_remarks(source, by_role, micro, is_tuned=is_tuned, is_gpu=is_gpu)),
+    )
+
+
+def _by_role(argv: tuple[str, ...], source: SourceFile) -> dict[str, ScriptOption]:
+    """The option of each role: one that the command has, then one that is not for evaluation, then the first."""
+    found: dict[str, ScriptOption] = {}
+    for option in sorted(source.options, key=lambda one: (not is_given(argv, _argument(one)), not one.is_for_training)):
+        if option.role is not None:
+            found.setdefault(option.role, option)
+    return found
+
+
+def _size(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], role: str, source: SourceFile) -> int | None:
+    """The number of an option, or what the script sets in code."""
+    if role in by_role:
+        return _whole(argv, by_role[role])
+    if not source.fixed:
+        return None
+    value = source.fixed.get(_FIXED[role], _TRAINER_SIZES[role])
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _remarks(
+    source: SourceFile, by_role: Mapping[str, ScriptOption], micro: int | None, *, is_tuned: bool, is_gpu: bool
+) -> Iterator[str]:
+    name = source.path.name
+    if set(_TUNABLE) & source.fixed.keys() and not is_tuned:
+        names = ", ".join(one for one in _TUNABLE if one in source.fixed)
+        yield (
+            f"{name} sets {names} in code, so trials cannot change them: read them from "
+            "the command line, with HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()"
+        )
+    elif "micro_batch_size" not in by_role:
+        yield (
+            f"{name} has no option with a usual name for the batch size, which stays as it is: to tune it, add the "
+            "options --batch-size and --accumulation"
+        )
+    elif micro is not None and not is_tuned:
+        yield (
+            f"{name} has no option for gradient accumulation, so the batch size stays as it is: another size would "
+            "be another training"
+        )
+    amp = by_role.get("amp")
+    if amp is not None and amp.is_flag and not _is_amp_tried(amp, is_gpu):
+        yield f"{amp.names[0]}: not tried on CPUs, where automatic mixed precision is rarely faster"
+    if source.has_batch_norm and is_tuned:
+        yield (
+            "the model has batch normalisation: with another micro-batch its statistics differ, which the loss gate "
+            "judges"
+        )
+
+
+def _argument(option: ScriptOption) -> Argument:
+    takes: Literal["assignment", "flag", "value"]
+    takes = "assignment" if option.is_assignment else "flag" if option.is_flag else "value"
+    return Argument(name=option.names[0], aliases=option.names[1:], negative=option.negative, takes=takes)
+
+
+def _number(argv: tuple[str, ...], option: ScriptOption) -> int | None:
+    """An option's number in the command, else its default; None if it is no whole number."""
+    text = read_text(argv, _argument(option))
+    value = option.default if text is None else text
+    return int(value) if str(value).isdigit() else None
+
+
+def _is_count(argv: tuple[str, ...], option: ScriptOption | None) -> bool:
+    """Whether an option takes a number: it has one now, or neither a value nor a default."""
+    if option is None or option.is_flag:
+        return False
+    is_unset = option.default is None and not is_given(argv, _argument(option))
+    return is_unset or _number(argv, option) is not None
+
+
+def _whole(argv: tuple[str, ...], option: ScriptOption | None) -> int | None:
+    """As :func:`_number`, but None for 0 and for flags."""
+    return None if option is None or option.is_flag else _number(argv, option) or None
+
+
+def _out_and_steps(words: tuple[str, ...], by_role: Mapping[str, ScriptOption]) -> tuple[str, ...]:
+    """The command with a folder of the trial's own for what it writes, a line for every step, and steps enough."""
+    out = by_role.get("out")
+    if out is not None and not out.is_flag and (is_given(words, _argument(out)) or out.default is not None):
+        words = write(words, _argument(out), "{out}")
+    if (every := _whole(words, by_role.get("log_interval"))) is not None and every > 1:
+        words = write(words, _argument(by_role["log_interval"]), "1")
+    steps = _whole(words, by_role.get("steps"))
+    if steps is not None and steps < FEW_STEPS:
+        words = write(words, _argument(by_role["steps"]), "{steps}")
+    return words
+
+
+def _own(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], *, is_gpu: bool) -> Iterator[tuple[str, Any]]:
+    """Options whose usual names show that they change the speed and not the training."""
+    if (dtype := by_role.get("dtype")) is not None and not dtype.is_flag:
+        values = _number_formats(read_text(argv, _argument(dtype)) or dtype.default, dtype.choices)
+        if values:
+            yield dtype.names[0], {"values": values, "memory": "falls"}
+    flags = {"amp": "falls", "checkpointing": "falls", **({"compile": None} if is_gpu else {})}
+    for role, memory in flags.items():
+        option = by_role.get(role)
+        if option is None or not option.is_flag or (role == "amp" and not _is_amp_tried(option, is_gpu)):
+            continue
+        if option.default is True:  # on by default: only its negative spelling changes anything
+            if option.negative:
+                yield option.negative[0], [False, True]
+            continue
+        yield option.names[0], {"values": [False, True], "memory": memory} if memory else [False, True]
+
+
+def _is_amp_tried(option: ScriptOption, is_gpu: bool) -> bool:
+    """fp16 autocast needs a GPU; bfloat16 works on CPUs."""
+    return is_gpu or "bf16" in option.names[0]
+
+
+def _own_name(name: str, by_role: Mapping[str, ScriptOption]) -> str:
+    """What the sweep file calls an own knob: its option; an identifier where a placeholder stands for the value."""
+    is_assigned = any(one.is_assignment and one.names[0] == name for one in by_role.values())
+    return name.lstrip("-").replace("-", "_").replace(".", "_") if is_assigned else name
+
+
+def _with_own_placeholders(words: tuple[str, ...], by_role: Mapping[str, ScriptOption], own: Knobs) -> tuple[str, ...]:
+    """The command with placeholders for own knobs that are assignments, which have no other way in."""
+    for option in by_role.values():
+        if option.is_assignment and option.names[0] in own:
+            words = write(words, _argument(option), f"{{{_own_name(option.names[0], by_role)}}}")
+    return words
+
+
+def _present(
+    argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], own: Knobs
+) -> Iterator[tuple[str, str | int | bool]]:
+    """Today's values of own knobs, if they are among those to try."""
+    options = {name: option for option in by_role.values() for name in (option.names[0], *option.negative)}
+    for name, section in own.items():
+        option, values = options[name], section["values"] if isinstance(section, Mapping) else section
+        if option.is_flag:
+            is_on = read(argv, _argument(option)) if is_given(argv, _argument(option)) else option.default is True
+            yield name, (not is_on) if name in option.negative else bool(is_on)
+            continue
+        text = read_text(argv, _argument(option))
+        now = str(option.default if text is None else text)
+        yield from ((name, value) for value in values if str(value) == now)
+
+
+def _number_formats(present: Any, choices: tuple[Any, ...]) -> list[str]:
+    """The present number format and the other one of its pair, as the program spells them."""
+    for pair in NUMBER_FORMATS:
+        if str(present) in pair and (not choices or set(pair) <= set(map(str, choices))):
+            return list(pair)
+    return []
+
+
+def _usual(is_gpu: bool, cores: int) -> Knobs:
+    """What can be tuned of any program: variables of its environment."""
+    if is_gpu:
+        return {"$PYTORCH_CUDA_ALLOC_CONF": ["backend:native", "expandable_segments:True"]}
+    return {"$OMP_NUM_THREADS": [1, max(2, cores)]}
+
+
+# A training command as people type it: variables in front, the launcher and its options, the program of one rank.
+
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_SHELLS = {"sh", "bash", "zsh", "dash", "ksh"}
+_FOREIGN = {"srun", "mpirun", "mpiexec", "horovodrun", "jsrun"}
+_DROPPED = {"nohup", "time", "exec", "env"}
+_HARMLESS = {"set", "echo", "ulimit"}
+_SHELL_SIGNS = ("$", "`", "|", "&", ";", "<", ">")
+"""What is left of them after variables are filled in needs a shell."""
+_PYTHON = re.compile(r"python[\d.]*")
+_ACCELERATE_VARIABLES = {
+    "--mixed-precision": "ACCELERATE_MIXED_PRECISION",
+    "--gradient-accumulation-steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "--dynamo-backend": "ACCELERATE_DYNAMO_BACKEND",
+    "--zero-stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "--deepspeed-config-file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "--fsdp-version": "FSDP_VERSION",
+}
+"""Variables in which ``accelerate launch`` hands its options on (accelerate 1.15, ``utils/launch.py``)."""
+_ACCELERATE_FLAGS = {
+    "--cpu": "ACCELERATE_USE_CPU",
+    "--use-fsdp": "ACCELERATE_USE_FSDP",
+    "--use-deepspeed": "ACCELERATE_USE_DEEPSPEED",
+}
+_SELF_STARTING = {
+    "msrun": ("--local_worker_num", "--worker_num"),
+    "paddle.distributed.launch": ("--nproc_per_node",),
+    "paddle.distributed.run": ("--nproc_per_node",),
+}
+"""Launchers that stay in the command, and the options that say how many ranks a node has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypedCommand:
+    """What one rank runs, and what the words around it said."""
+
+    words: tuple[str, ...]
+    """As typed."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables in front of the command, and those that its launcher would have set."""
+    launcher: str | None = None
+    """Name of the launcher that was stripped, or that stays as it starts the ranks itself; None: there was none."""
+    starts_ranks: bool = False
+    """Whether ``argv`` still is a launcher, which starts the ranks of a node itself."""
+    num_processes: int | None = None
+    """Ranks on a node; None: not said, or as many as there are devices."""
+    num_nodes: int = 1
+
+
+def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
+    """The command without what stands in front of the program; of a shell script, the one command in it.
+
+    Raises:
+        ConfigError: there is none, or its shell script has several, or its launcher cannot be taken away.
+    """
+    argv, env = list(words), dict[str, str]()
+    if (script := _shell_script(argv)) is not None:
+        argv = _command_in(cwd / script, argv[argv.index(script) + 1 :])
+    while argv and (argv[0] in _DROPPED or _ASSIGNMENT.fullmatch(argv[0])):
+        if match := _ASSIGNMENT.fullmatch(argv[0]):
+            env[match[1]] = match[2]
+        argv.pop(0)
+    if not argv:
+        raise ConfigError("no command", remedy="Write it after --: tune-cluster init -- torchrun train.py --bs 4")
+    _refuse(Path(argv[0]).name, argv)
+    if (own := _self_starting(tuple(argv))) is not None:
+        name, number = own
+        return TypedCommand(
+            words=tuple(words), argv=tuple(argv), env=env, launcher=name, starts_ranks=True, num_processes=number
+        )
+    found = without_launcher(tuple(argv))
+    if found.launcher is not None and not found.argv[1:]:
+        raise ConfigError(f"{found.launcher} is given no script", remedy="Write the whole command as you type it.")
+    per_node = found.processes_per_node if found.launcher is not None else _own_count(tuple(argv))
+    if per_node is None and found.world_size and found.launcher == "accelerate":
+        per_node = found.world_size // (found.num_nodes or 1)
+    return TypedCommand(
+        words=tuple(words),
+        argv=_program(argv, found),
+        env={**_variables(found), **env},
+        launcher=found.launcher,
+        num_processes=per_node,
+        num_nodes=found.num_nodes or 1,
+    )
+
+
+def _shell_script(argv: Sequence[str]) -> str | None:
+    """The script of ``bash run.sh`` or ``./run.sh``; None for other commands."""
+    if argv and argv[0].endswith(".sh"):
+        return argv[0]
+    is_shell = len(argv) > 1 and Path(argv[0]).name in _SHELLS
+    return argv[1] if is_shell and argv[1].endswith(".sh") else None
+
+
+def _command_in(path: Path, arguments: Sequence[str]) -> list[str]:
+    """The one command of a shell script, with its plain variables filled in; ``"$@"`` is what the script is given.
+
+    Raises:
+        ConfigError: the script has no command or several, or one that only a shell can run.
+    """
+    remedy = "Give the training command in it: tune-cluster init -- torchrun train.py ..."
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError("cannot be read: " + str(error), file=str(path), remedy=remedy) from None
+    variables: dict[str, str] = {}
+    exported: dict[str, str] = {}
+    commands: list[list[str]] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            raise ConfigError(f"{line.strip()[:60]!r} cannot be read", file=str(path), remedy=remedy) from None
+        words = [word for part in words for word in _expanded(part, variables, arguments)]
+        if not words or words[0] in _HARMLESS:
+            continue
+        if any(sign in word for word in words for sign in _SHELL_SIGNS):
+            raise ConfigError(f"{line.strip()[:60]!r} needs a shell", file=str(path), remedy=remedy)
+        is_export = words[0] == "export"
+        given = [_ASSIGNMENT.fullmatch(word) for word in (words[1:] if is_export else words)]
+        if all(given):
+            found = {match[1]: match[2] for match in given if match is not None}
+            variables |= found
+            exported |= found if is_export else {}
+        else:
+            commands.append(words)
+    if len(commands) != 1:
+        raise ConfigError(f"has {len(commands)} commands, not one", file=str(path), remedy=remedy)
+    return [*(f"{name}={value}" for name, value in exported.items()), *commands[0]]
+
+
+def _expanded(word: str, variables: Mapping[str, str], arguments: Sequence[str]) -> Sequence[str]:
+    """The word with variables that the script sets; ``$@`` gives the script's arguments."""
+    if word == "$@":
+        return arguments
+    return [re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda match: variables.get(match[1], match[0]), word)]
+
+
+def _refuse(program: str, argv: Sequence[str]) -> None:
+    if program in _SHELLS:
+        raise ConfigError(
+            f"{argv[0]}: what a shell starts cannot be read",
+            remedy="Give the training command in it: tune-cluster init -- torchrun train.py ...",
+        )
+    if program in _FOREIGN:
+        raise ConfigError(
+            f"{program} starts ranks in a way that trials do not have",
+            remedy="Give what one rank runs, and how many a node has: tune-cluster init --devices-per-node 8 -- "
+            "python train.py ...",
+        )
+
+
+def _self_starting(argv: tuple[str, ...]) -> tuple[str, int | None] | None:
+    """A launcher that stays in the command, and its number of ranks on a node."""
+    words = {
+        Path(argv[0]).name,
+        *(argv[index + 1] for index, word in enumerate(argv[:3]) if word == "-m" and argv[index + 1 :]),
+    }
+    for name, options in _SELF_STARTING.items():
+        if name in words:
+            texts = (read_text(argv, either_dash(option)) for option in options)
+            return name, next((int(text) for text in texts if text is not None and text.isdigit()), None)
+    return None
+
+
+def _own_count(argv: tuple[str, ...]) -> int | None:
+    """How many devices a program without launcher is told to use, as Lightning's are."""
+    text = read_text(argv, either_dash("--devices", aliases=("--trainer.devices", "--num-devices", "--gpus")))
+    return int(text) if text is not None and text.isdigit() and int(text) else None
+
+
+def _variables(found: Launched) -> dict[str, str]:
+    """What ``accelerate launch`` was told and would have handed on."""
+    if found.launcher != "accelerate":
+        return {}
+    said = {variable: read_text(found.options, either_dash(name)) for name, variable in _ACCELERATE_VARIABLES.items()}
+    flags = {v: "true" for name, v in _ACCELERATE_FLAGS.items() if read(found.options, either_dash(name, "flag"))}
+    return {**{variable: text for variable, text in said.items() if text}, **flags}
+
+
+def _program(argv: Sequence[str], found: Launched) -> tuple[str, ...]:
+    """What a rank runs, with the interpreter that its launcher would have used."""
+    program = list(found.argv)
+    if program[0].endswith(".py"):
+        return ("python", *program)
+    if found.launcher is not None and program[0] == "python" and not _PYTHON.fullmatch(Path(argv[0]).name):
+        program[0] = interpreter_of(argv[0])
+    return tuple(program)
+
+
+def interpreter_of(program: str) -> str:
+    """The Python that a console script like ``torchrun`` runs with: ``python`` where that is the one on the path."""
+    path = shutil.which(program)
+    if path is None:
+        return sys.executable  # what is typed beside it would not be found either
+    with Path(path).open("rb") as stream:
+        first = stream.readline(500).decode("utf-8", errors="replace").strip()
+    found = first.removeprefix("#!").strip().partition(" ")[0] if first.startswith("#!") else ""
+    if not _PYTHON.fullmatch(Path(found).name):
+        return "python"
+    here = shutil.which("python")
+    return "python" if here is not None and Path(here).absolute() == Path(found).absolute() else found

@@ -1,0 +1,694 @@
+"""Accelerate: the launcher's YAML with TrainingArguments as JSON, exported; and programs with an ``Accelerator`` and a
+training loop of their own.
+
+In those the engine and the number format are set by the variables of ``accelerate launch``, accumulation by
+``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``; batch size and workers by the script's own arguments, if their names are
+common ones. Names and defaults are those of Accelerate 1.15 (``commands/launch.py``, ``parallelism_config.py``,
+``utils/dataclasses.py``) and transformers 5.23 (``training_args.py``)."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import yaml
+
+from orchestrator.frameworks.arguments import Argument, Words, either_dash, is_given, read_text, remove, write
+from orchestrator.frameworks.decoder_config import LAYER_CLASS, MODEL_SETTINGS, model_files, model_settings, num_layers
+from orchestrator.frameworks.edit import Edit, Overlay, OverlayRequest, Reading, Run, Training
+from orchestrator.frameworks.gaps import (
+    KERNELS_OF_SCRIPT,
+    TORCH_SCALER,
+    WHOLE_BETWEEN,
+    left_to_script,
+    memory_savers,
+    no_pipeline,
+    offloads_inputs,
+    own_data,
+    refuse_fp8,
+    takes_torch_scaler,
+    unable,
+)
+from orchestrator.frameworks.launchers import imports, program_of, script_text, without_launcher
+from orchestrator.frameworks.spelling import (
+    Draft,
+    Found,
+    Recipe,
+    Setting,
+    Settings,
+    comments,
+    custom,
+    fixed,
+    lacking,
+    option,
+    settings_of,
+    tree,
+)
+from orchestrator.frameworks.trainer import (
+    TrainerLaying,
+    edit_of,
+    expected_of,
+    finished,
+    opened,
+    read_layout,
+    read_precision,
+    trackers_off,
+    write_batch_of_deepspeed,
+    write_layout,
+    write_precision_of_engine,
+)
+from orchestrator.frameworks.trainer_arguments import ACCUMULATION, MIXED_PRECISION, ShardingEngine, find_launch_files
+from trials.script.command import OUT, LogFormat
+from trials.spec import Layout, LlamaModel
+
+FILE = "accelerate.yaml"
+ARGUMENTS = "training_args.json"
+TYPE, NUM_PROCESSES = f"{FILE}:distributed_type", f"{FILE}:num_processes"
+_PARALLELISM = f"{FILE}:parallelism_config.parallelism_config_"
+SIZES = {name: f"{_PARALLELISM}{name}_size" for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+_CP_STRATEGY = f"{_PARALLELISM}cp_comm_strategy"
+_FSDP = f"{FILE}:fsdp_config.fsdp_"
+_MIRROR = f"{ARGUMENTS}:fsdp_config."
+"""Prefix of the Trainer's arguments that repeat what the launcher is told."""
+_WRAP = tuple(
+    f"{prefix}{name}"
+    for prefix in (_FSDP, _MIRROR)
+    for name in (
+        "version",
+        "reshard_after_forward",
+        "auto_wrap_policy",
+        "transformer_layer_cls_to_wrap",
+        "min_num_params",
+        "cpu_ram_efficient_loading",
+        "state_dict_type",
+    )
+)
+_RESHARD, _RECOMPUTE = f"{_FSDP}reshard_after_forward", f"{_FSDP}activation_checkpointing"
+_PLAIN_RECOMPUTE = f"{ARGUMENTS}:activation_checkpointing"
+_SYNC_EACH = f"{ARGUMENTS}:accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
+_BATCH, _ACCUMULATION = f"{ARGUMENTS}:per_device_train_batch_size", f"{ARGUMENTS}:gradient_accumulation_steps"
+
+
+# ---- layout ----
+
+
+def _engine(layout: Layout) -> Literal["NO", "MULTI_GPU", "FSDP"]:
+    """The engine to use: FSDP shards over ``dp_shard`` and ``cp`` together and refuses to work where both are 1."""
+    if layout.dp_shard > 1 or layout.cp > 1:
+        return "FSDP"
+    return "MULTI_GPU" if layout.dp_replicate > 1 else "NO"
+
+
+def _write_layout(draft: Draft) -> None:
+    layout = draft.candidate.layout
+    engine = _engine(layout)
+    draft.settings |= {
+        TYPE: engine,
+        NUM_PROCESSES: layout.dp * layout.cp * (layout.tp if engine == "FSDP" else 1),
+    }
+    if engine == "FSDP":
+        _write_fsdp(draft, layout)
+    elif layout.tp > 1:
+        draft.refuse("layout.tp", "Accelerate's launcher takes tp only beside dp_shard or cp above 1")
+    _note_engine(draft, layout, engine)
+
+
+def _write_fsdp(draft: Draft, layout: Layout) -> None:
+    for name, size in SIZES.items():
+        draft.settings[size] = getattr(layout, name)
+    if layout.cp > 1:
+        draft.settings[_CP_STRATEGY] = "allgather"
+    is_llama = isinstance(draft.workload.model, LlamaModel)
+    shared: dict[str, Any] = {
+        "reshard_after_forward": layout.zero_stage == 3,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if is_llama else "SIZE_BASED_WRAP",
+        "cpu_ram_efficient_loading": False,
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+    shared |= {} if is_llama else {"min_num_params": 1_000_000}
+    draft.settings |= {f"{_FSDP}{name}": value for name, value in {"version": 2, **shared}.items()}
+    draft.settings |= {f"{_MIRROR}{name}": value for name, value in {"version": 2, **shared}.items()}
+    draft.settings[f"{ARGUMENTS}:fsdp"] = True
+    draft.settings[_SYNC_EACH] = layout.gradient_reduction == "each"
+    if is_llama:
+        draft.settings[f"{_FSDP}transformer_layer_cls_to_wrap"] = LAYER_CLASS
+        draft.settings[f"{_MIRROR}transformer_layer_cls_to_wrap"] = [LAYER_CLASS]
+
+
+def _note_engine(draft: Draft, layout: Layout, engine: str) -> None:
+    """Warn where what Accelerate's engine does is near what was asked for, but not the same."""
+    if engine == "FSDP" and layout.tp > 1:
+        draft.warn("layout.tp", f"your script loads the model split over {layout.tp} ranks: tp_plan='auto'")
+    if engine == "FSDP" and layout.dp_replicate > 1 and layout.dp_shard == 1:
+        draft.refuse("layout.dp_replicate", "beside cp or tp, Accelerate has no replicas without dp_shard above 1")
+    if layout.zero_stage == 1:
+        draft.warn("layout.zero_stage", "FSDP2 has no stage 1; this is stage 2, which computes the same")
+    if engine == "FSDP" and layout.dp_shard == 1:
+        draft.warn("layout.zero_stage", "FSDP shards the weights over the cp ranks, where replicas were measured")
+    if layout.replicate_with != _replicates_with(layout):
+        name = "FSDP2" if engine == "FSDP" else "DDP"
+        draft.warn("layout.replicate_with", f"plain replicas are {name} here")
+
+
+def _replicates_with(layout: Layout) -> str:
+    """The engine that Accelerate gives plain replicas; in canonical form where there is no choice."""
+    return "fsdp2" if layout.zero_stage == 0 and layout.cp > 1 else "ddp"
+
+
+def _read_layout(settings: Settings) -> dict[str, Any]:
+    if settings[TYPE] != "FSDP":
+        sizes = {"dp_replicate": settings[NUM_PROCESSES], "dp_shard": 1, "cp": 1, "tp": 1}
+    else:
+        sizes = {name: settings[size] for name, size in SIZES.items()}
+    stage: Literal[0, 2, 3] = 0 if sizes["dp_shard"] == 1 else 3 if settings[_RESHARD] else 2
+    layout = Layout(**sizes, zero_stage=stage)
+    said = {"zero_stage": stage, "replicate_with": _replicates_with(layout), "cp_method": "all_gather"}
+    said["gradient_reduction"] = "each" if stage < 2 or settings[_SYNC_EACH] else "last"
+    return {f"layout.{name}": value for name, value in {**sizes, **said}.items()}
+
+
+# ---- batch, recompute ----
+
+
+def _write_batch(draft: Draft) -> None:
+    draft.settings |= {
+        _BATCH: draft.candidate.micro_batch_size,
+        _ACCUMULATION: draft.candidate.num_microbatches(draft.workload.global_batch_size),
+    }
+
+
+def _read_batch(settings: Settings) -> dict[str, Any]:
+    layout = _read_layout(settings)
+    dp = layout["layout.dp_replicate"] * layout["layout.dp_shard"]
+    return {
+        "micro_batch_size": settings[_BATCH],
+        "workload.global_batch_size": settings[_BATCH] * settings[_ACCUMULATION] * dp,
+    }
+
+
+def _write_recompute(draft: Draft) -> None:
+    num_layers = sum(map(sum, draft.candidate.recompute.full))
+    is_fsdp = draft.settings[TYPE] == "FSDP"
+    draft.settings[_PLAIN_RECOMPUTE] = num_layers > 0 and not is_fsdp
+    if is_fsdp:
+        draft.settings |= {_RECOMPUTE: num_layers > 0, f"{_MIRROR}activation_checkpointing": num_layers > 0}
+    if num_layers and draft.candidate.recompute.full != ((draft.workload.num_layers,),):
+        draft.warn("recompute.full", f"it is all layers or none: these files say all, instead of {num_layers}")
+    elif num_layers and not isinstance(draft.workload.model, LlamaModel):
+        draft.warn("recompute.full", "your model needs activation_checkpointing_enable(), as transformers' models have")
+
+
+def _read_recompute(settings: Settings) -> dict[str, Any]:
+    number = num_layers(settings)
+    is_on = settings[_PLAIN_RECOMPUTE] or settings.get(_RECOMPUTE, False)
+    return {"recompute.full": ((number,),) if is_on and number else ()}
+
+
+_LAYOUT: tuple[Setting, ...] = (
+    fixed(f"{FILE}:compute_environment", "LOCAL_MACHINE"),
+    fixed(f"{FILE}:main_training_function", "main"),
+    custom(
+        (
+            *(f"layout.{name}" for name in SIZES),
+            *("layout.zero_stage", "layout.replicate_with", "layout.gradient_reduction"),
+        ),
+        (TYPE, NUM_PROCESSES, *SIZES.values(), _CP_STRATEGY, f"{ARGUMENTS}:fsdp", _SYNC_EACH, *_WRAP),
+        _write_layout,
+        _read_layout,
+    ),
+    unable(
+        "layout.cp_method",
+        message="keys and values are gathered; Ulysses needs DeepSpeed as the engine: see the format deepspeed",
+    ),
+    no_pipeline("Accelerate has pipelines only through Megatron-LM"),
+    lacking("layout.tp_engine", "tensor parallelism is by DTensor"),
+    unable("layout.sequence_parallel", message=WHOLE_BETWEEN),
+    unable("layout.shard_embedding", message="embedding and head belong to the root's unit, which stays gathered"),
+    lacking("layout.num_copies", "micro-batches are not halved to overlap collectives"),
+    custom(("micro_batch_size", "workload.global_batch_size"), (_BATCH, _ACCUMULATION), _write_batch, _read_batch),
+    custom(
+        ("recompute.full",),
+        (_PLAIN_RECOMPUTE, _RECOMPUTE, f"{_MIRROR}activation_checkpointing"),
+        _write_recompute,
+        _read_recompute,
+    ),
+    unable("recompute.selective", "recompute.communication", message="Accelerate recomputes whole layers only"),
+)
+
+
+_MIXED_PRECISION = f"{FILE}:mixed_precision"
+_OFFLOAD = f"{FILE}:fsdp_config.fsdp_activation_checkpointing_offload"
+_DYNAMO = f"{FILE}:dynamo_config.dynamo_"
+_BACKEND, _MODE, _REGIONAL = f"{_DYNAMO}backend", f"{_DYNAMO}mode", f"{_DYNAMO}use_regional_compilation"
+_COMPILE = f"{ARGUMENTS}:torch_compile"
+_TF32, _DECAY = f"{ARGUMENTS}:tf32", f"{ARGUMENTS}:weight_decay"
+DYNAMO_BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs", "tvm", "tensorrt")
+"""Values of ``DynamoBackend`` that torch.compile knows by the same name."""
+_POLICY = "FSDP gathers weights and reduces gradients in 16 bits unless your script sets plugin.mixed_precision_policy"
+_SHORT = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+
+
+# ---- precision ----
+
+
+def _write_precision(draft: Draft) -> None:
+    refuse_fp8(draft, "mixed_precision fp8 with backend AO leaves out the first linear module, or has other recipes")
+    precision, is_fsdp = draft.candidate.precision, draft.settings[TYPE] == "FSDP"
+    draft.settings |= {
+        _MIXED_PRECISION: _SHORT[precision.dtype],
+        f"{ARGUMENTS}:bf16": precision.dtype == "bfloat16",
+        f"{ARGUMENTS}:fp16": precision.dtype == "float16",
+    }
+    if is_fsdp and precision.level == "O1":
+        draft.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy() for autocast alone")
+    elif is_fsdp and precision.level == "O2":
+        draft.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy(..., reduce_dtype=torch.float32)")
+    elif precision.level == "O2":
+        draft.refuse("precision.level", "without FSDP there is autocast (O1), but no 16-bit weights with fp32 masters")
+    if precision.loss_scale is not None and not takes_torch_scaler(draft):
+        draft.warn(
+            "precision.loss_scale",
+            "the Trainer takes torch's GradScaler as it is (2^16, doubled after 2000 steps, halved at the first"
+            " overflow); in your own script pass GradScalerKwargs(init_scale=..., growth_interval=...)",
+        )
+
+
+def _read_precision(settings: Settings) -> dict[str, Any]:
+    dtype = next(dtype for dtype, short in _SHORT.items() if short == settings[_MIXED_PRECISION])
+    level = "O0" if dtype == "float32" else "O2" if settings[TYPE] == "FSDP" else "O1"
+    return {"precision.level": level, "precision.dtype": dtype, **(TORCH_SCALER if dtype == "float16" else {})}
+
+
+# ---- kernels ----
+
+
+def _write_compile(draft: Draft) -> None:
+    kernels = draft.candidate.kernels
+    if kernels.compile == "off":
+        draft.settings[_BACKEND] = "NO"
+        draft.settings[_COMPILE] = False
+        return
+    backend = kernels.backend
+    if backend not in DYNAMO_BACKENDS:
+        draft.refuse("kernels.backend", f"Accelerate knows no backend {backend}; these files say inductor")
+        backend = "inductor"
+    draft.settings |= {
+        _BACKEND: backend.upper(),
+        _MODE: kernels.compile_mode,
+        _REGIONAL: kernels.compile == "block",
+        _COMPILE: True,
+        f"{_COMPILE}_backend": backend,
+        f"{_COMPILE}_mode": kernels.compile_mode,
+    }
+
+
+def _read_compile(settings: Settings) -> dict[str, Any]:
+    if settings[_BACKEND] == "NO":
+        return {"kernels.compile": "off"}
+    return {
+        "kernels.compile": "block" if settings[_REGIONAL] else "model",
+        "kernels.backend": settings[_BACKEND].lower(),
+        "kernels.compile_mode": settings[_MODE],
+    }
+
+
+def _write_matmul(draft: Draft) -> None:
+    """Write TF32 in any case: the Trainer turns it on by itself when it compiles."""
+    asked = draft.candidate.kernels.matmul_precision
+    draft.settings[_TF32] = asked != "highest"
+    if asked == "medium":
+        draft.warn("kernels.matmul_precision", "bfloat16 inside fp32 matrix products cannot be set; _TF32 is (high)")
+
+
+def _read_matmul(settings: Settings) -> dict[str, Any]:
+    return {"kernels.matmul_precision": "high" if settings[_TF32] else "highest"}
+
+
+# ---- optimiser ----
+
+
+def _write_seed(draft: Draft) -> None:
+    draft.settings |= {f"{ARGUMENTS}:seed": draft.workload.seed, f"{ARGUMENTS}:data_seed": draft.workload.seed}
+
+
+def _write_decay(draft: Draft) -> None:
+    draft.settings[_DECAY] = draft.workload.optimizer.weight_decay
+    if draft.settings[_DECAY]:
+        draft.warn("workload.optimizer.weight_decay", "the Trainer spares norms, which the runner decays too")
+
+
+_OPTIMIZER = "workload.optimizer"
+_RUN: tuple[Setting, ...] = (
+    custom(
+        ("precision.level", "precision.dtype", "precision.loss_scale"),
+        (_MIXED_PRECISION, f"{ARGUMENTS}:bf16", f"{ARGUMENTS}:fp16"),
+        _write_precision,
+        _read_precision,
+    ),
+    unable("precision.white", "precision.black", message="autocast's own lists of operators cannot be changed"),
+    option("loader.num_workers", f"{ARGUMENTS}:dataloader_num_workers"),
+    option(
+        "loader.prefetch_factor",
+        f"{ARGUMENTS}:dataloader_prefetch_factor",
+        to=lambda batches: batches or None,
+        of=lambda batches: batches or 0,
+    ),
+    option("loader.pin_memory", f"{ARGUMENTS}:dataloader_pin_memory"),
+    option("loader.persistent_workers", f"{ARGUMENTS}:dataloader_persistent_workers"),
+    lacking("loader.full_batch", "every rank reads only its own rows"),
+    left_to_script("loader.tuning", "nothing tunes the loader: set the numbers that the report says were found"),
+    custom(
+        ("kernels.compile", "kernels.backend", "kernels.compile_mode"),
+        (_BACKEND, _MODE, _REGIONAL, _COMPILE, f"{_COMPILE}_backend", f"{_COMPILE}_mode"),
+        _write_compile,
+        _read_compile,
+    ),
+    custom(("kernels.matmul_precision",), (_TF32,), _write_matmul, _read_matmul),
+    *KERNELS_OF_SCRIPT,
+    *memory_savers(
+        activations=offloads_inputs(_OFFLOAD, applies=lambda settings: settings[TYPE] == "FSDP"),
+        optimizer="fsdp_offload_params moves weights and gradients too, and gathers weights from the host",
+    ),
+    option(f"{_OPTIMIZER}.lr", f"{ARGUMENTS}:learning_rate"),
+    option(f"{_OPTIMIZER}.beta1", f"{ARGUMENTS}:adam_beta1"),
+    option(f"{_OPTIMIZER}.beta2", f"{ARGUMENTS}:adam_beta2"),
+    option(f"{_OPTIMIZER}.eps", f"{ARGUMENTS}:adam_epsilon"),
+    custom(
+        (f"{_OPTIMIZER}.weight_decay",),
+        (_DECAY,),
+        _write_decay,
+        lambda settings: {f"{_OPTIMIZER}.weight_decay": settings[_DECAY]},
+    ),
+    custom(
+        ("workload.seed",),
+        (f"{ARGUMENTS}:seed", f"{ARGUMENTS}:data_seed"),
+        _write_seed,
+        lambda settings: {"workload.seed": settings[f"{ARGUMENTS}:seed"]},
+    ),
+    fixed(f"{ARGUMENTS}:optim", "adamw_torch"),
+    fixed(f"{ARGUMENTS}:lr_scheduler_type", "constant"),
+    fixed(f"{ARGUMENTS}:max_grad_norm", 0.0),
+    fixed(f"{ARGUMENTS}:dataloader_drop_last", True),
+    fixed(f"{ARGUMENTS}:output_dir", "output"),
+    own_data("your script reads the data"),
+)
+
+
+def _render(draft: Draft) -> dict[str, str]:
+    head = "".join(f"{line}\n" for line in comments(draft.notes))
+    return {
+        FILE: head + yaml.safe_dump(tree(draft.settings, FILE), sort_keys=False),
+        ARGUMENTS: json.dumps(tree(draft.settings, ARGUMENTS), indent=2) + "\n",
+        **model_files(draft),
+    }
+
+
+def _load(files: Mapping[str, str]) -> dict[str, Any]:
+    launcher, arguments = yaml.safe_load(files[FILE]), json.loads(files[ARGUMENTS])
+    return {**settings_of(FILE, launcher), **settings_of(ARGUMENTS, arguments), **model_settings(files)}
+
+
+RECIPE = Recipe(
+    name="accelerate",
+    title="Accelerate",
+    settings=(*_LAYOUT, *_RUN, *MODEL_SETTINGS),
+    render=_render,
+    load=_load,
+    command=lambda _: f"accelerate launch --config_file {FILE} train.py {ARGUMENTS}",
+)
+
+
+_MICRO_BATCH = (
+    "per_device_train_batch_size",
+    "micro_batch_size",
+    "train_micro_batch_size",
+    "train_batch_size",
+    "per_gpu_train_batch_size",
+    "batch_size",
+    "batch",
+    "bs",
+)
+"""Names for the samples of a forward pass on a rank, the surest first."""
+_ACCUMULATION_WORDS = (
+    "gradient_accumulation_steps",
+    "accumulation_steps",
+    "grad_accum_steps",
+    "accumulation",
+    "grad_accum",
+    "accum",
+)
+_WORKERS = ("dataloader_num_workers", "num_workers", "workers")
+_SEED = ("seed",)
+
+
+@functools.lru_cache(maxsize=8)
+def declared(text: str) -> Mapping[str, tuple[str, Any]]:
+    """Every ``add_argument`` in a Python text, by its name with underscores: how it is spelled there, and its default,
+    None where that is no constant."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return MappingProxyType({})
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return MappingProxyType(dict(found for call in calls for found in _declarations(call)))
+
+
+def _declarations(call: ast.Call) -> Iterator[tuple[str, tuple[str, Any]]]:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "add_argument":
+        return
+    defaults = [word.value for word in call.keywords if word.arg == "default"]
+    default = defaults[0].value if defaults and isinstance(defaults[0], ast.Constant) else None
+    for word in call.args:
+        if isinstance(word, ast.Constant) and isinstance(word.value, str) and word.value.startswith("--"):
+            yield word.value.lstrip("-").replace("-", "_"), (word.value, default)
+
+
+def named(words: Words, text: str, names: Iterable[str]) -> tuple[Argument, Any] | None:
+    """The first of these arguments that the words give, or the script declares; with its default."""
+    known = declared(text)
+    given = next((name for name in names if is_given(words, either_dash(f"--{name}"))), None)
+    name = given or next((name for name in names if name in known), None)
+    if name is None:
+        return None
+    spelled, default = known.get(name, (f"--{name}", None))
+    return either_dash(spelled), default
+
+
+Role = Literal["batch", "accumulation", "workers", "precision", "seed"]
+_NAMES: dict[Role, Words] = {
+    "batch": _MICRO_BATCH,
+    "accumulation": _ACCUMULATION_WORDS,
+    "workers": _WORKERS,
+    "precision": ("mixed_precision",),
+    "seed": _SEED,
+}
+_FOLDERS = {"output_dir": OUT, "project_dir": OUT, "logging_dir": OUT}
+"""Arguments of the examples of Accelerate and transformers that name a folder."""
+_OFF = ("with_tracking", "push_to_hub", "report_to", "checkpointing_steps", "resume_from_checkpoint")
+"""Arguments of these examples that trials go without."""
+
+
+class ScriptWords:
+    """Arguments of a command in the making by what they are for."""
+
+    def __init__(self, edit: Edit, text: str) -> None:
+        self._edit = edit
+        self._head = program_of(edit.argv).head
+        self._text = text
+        words = self.words
+        self._found = {role: found for role, names in _NAMES.items() if (found := named(words, text, names))}
+
+    @property
+    def words(self) -> Words:
+        return self._edit.argv[len(self._head) :]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the script has Accelerate accumulate gradients."""
+        return ".accumulate(" in self._text
+
+    @property
+    def decides_precision(self) -> bool:
+        """Whether the script sets the precision to a constant, which wins over the variable."""
+        return re.search(r"Accelerator\([^)]*mixed_precision\s*=\s*[\"']", self._text) is not None
+
+    def has(self, role: Role) -> bool:
+        return role in self._found
+
+    def text(self, role: Role) -> str | None:
+        """What an argument says, or its default as text; None where there is no such argument."""
+        if role not in self._found:
+            return None
+        argument, default = self._found[role]
+        given = read_text(self.words, argument)
+        return given if given is not None else None if default is None else str(default)
+
+    def whole(self, role: Role, found: Found) -> int | None:
+        """What an argument says as a whole number; None where there is no such argument, or it is none."""
+        text = self.text(role)
+        return None if text is None else found.number(_KNOBS[role], self._found[role][0].name, text)
+
+    def put(self, role: Role, value: Any) -> None:
+        self._put(self._found[role][0], str(value))
+
+    def write(self, laying: TrainerLaying) -> None:
+        """Batch size, workers and seed of a candidate; an error for those that the script has no argument for."""
+        candidate, request = laying.candidate, laying.request
+        if laying.changes("micro_batch_size") and self.has("batch"):
+            self.put("batch", candidate.micro_batch_size)
+        elif laying.changes("micro_batch_size"):
+            advice = "put {micro_batch_size} where your command says the batch size"
+            self._edit.refuse("micro_batch_size", f"no argument of the script is known to mean it: {advice}")
+        if laying.changes("loader.num_workers") and self.has("workers"):
+            self.put("workers", candidate.loader.num_workers)
+        if request.seed is not None and request.seed != request.reading.seed and self.has("seed"):
+            self.put("seed", request.seed)
+        for choice in candidate.own:
+            self._put(either_dash(f"--{choice.name}"), str(choice.value))
+
+    def quiet(self) -> None:
+        """Folders into the trial's own; trackers, checkpoints and the hub left out."""
+        for name, value in _FOLDERS.items():
+            if is_given(self.words, either_dash(f"--{name}")):
+                self._put(either_dash(f"--{name}"), value)
+        for name in _OFF:
+            kind: Literal["flag", "value"] = "flag" if name in ("with_tracking", "push_to_hub") else "value"
+            self._drop(either_dash(f"--{name}", kind))
+
+    def _put(self, argument: Argument, text: str) -> None:
+        self._edit.argv = (*self._head, *write(self.words, argument, text))
+
+    def _drop(self, argument: Argument) -> None:
+        self._edit.argv = (*self._head, *remove(self.words, argument))
+
+
+_KNOBS: dict[Role, str] = {
+    "batch": "micro_batch_size",
+    "accumulation": "micro_batch_size",
+    "workers": "loader.num_workers",
+    "precision": "precision.dtype",
+    "seed": "workload.seed",
+}
+
+
+def _recognises(run: Run) -> bool:
+    text = script_text(run.argv, run.cwd)
+    if "accelerate" in imports(text):
+        return "Accelerator(" in text
+    return without_launcher(run.argv).launcher == "accelerate"
+
+
+# ---- reading ----
+
+
+def _read(run: Run) -> Reading:
+    edit, world = opened(run)
+    return _read_edit(edit, ScriptWords(edit, script_text(run.argv, run.cwd)), world)
+
+
+def _read_edit(edit: Edit, words: ScriptWords, world: int | None = None) -> Reading:
+    found, engine = Found({}, is_export=False), ShardingEngine(edit, None)
+    found.notes += edit.notes
+    read_layout(engine, found)
+    short = words.text("precision") or engine.variable(MIXED_PRECISION)
+    if short is not None or not words.decides_precision:
+        read_precision(engine, found, short or "no")
+    found.say({"micro_batch_size": words.whole("batch", found), "loader.num_workers": words.whole("workers", found)})
+    if engine.kind == "fsdp":
+        is_on = str(engine.fsdp("activation_checkpointing")).lower() == "true"
+        found.say({"recompute.full": ((1,),) if is_on else ()})
+    number = words.whole("accumulation", found)
+    told = engine.variable(ACCUMULATION)
+    if told is not None and told.isdigit():
+        number = int(told)
+    micro = found.fields.get("micro_batch_size")
+    return Reading(
+        values=found.fields,
+        num_microbatches=number,
+        global_batch_size=world * micro * number if world and micro and number else None,
+        seed=words.whole("seed", found),
+        world_size=world,
+        notes=tuple(found.notes),
+    )
+
+
+# ---- overlay ----
+
+
+def _overlay(run: Run, request: OverlayRequest) -> Overlay:
+    """Variables for what Accelerate is told, and the script's arguments for the rest."""
+    edit, _ = opened(run)
+    words = ScriptWords(edit, script_text(run.argv, run.cwd))
+    laying = TrainerLaying(edit, ShardingEngine(edit, None), request)
+    words.write(laying)
+    _write_accumulation(laying, words)
+    write_batch_of_deepspeed(laying.engine, request)
+    write_layout(laying)
+    if laying.changes("precision.level", "precision.dtype"):
+        short = _SHORT[request.candidate.precision.dtype]
+        if words.text("precision") is not None:
+            words.put("precision", short)
+        elif words.decides_precision:
+            edit.refuse("precision", "the script itself says Accelerator(mixed_precision=...)")
+        else:
+            edit.env[MIXED_PRECISION] = short
+        write_precision_of_engine(laying)
+    if laying.changes("recompute.full"):
+        if laying.engine.kind == "fsdp":
+            laying.engine.put_fsdp("activation_checkpointing", bool(request.candidate.recompute.full))
+        else:
+            edit.refuse("recompute.full", "outside of FSDP the script itself has to recompute its layers")
+    return finished(laying, _read_edit(edit, words))
+
+
+def _write_accumulation(laying: TrainerLaying, words: ScriptWords) -> None:
+    """Accumulation by the script's argument, or by the variable that wins over what the script tells Accelerate."""
+    number = laying.request.num_microbatches
+    if number == laying.request.reading.num_microbatches:
+        return
+    if words.has("accumulation"):
+        words.put("accumulation", number)
+        if laying.engine.variable(ACCUMULATION) is not None:
+            laying.edit.env[ACCUMULATION] = str(number)
+    elif words.accumulates:
+        laying.edit.env[ACCUMULATION] = str(number)
+    elif number != 1 and "{accumulation}" not in " ".join(laying.edit.argv):
+        message = (
+            f"the script never accumulates, and {number} micro-batches were asked for: accelerator.accumulate(model)"
+        )
+        laying.edit.refuse("micro_batch_size", message)
+
+
+def _trial_mode(overlay: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - the rank ends it
+    """Trackers off; saves and evaluation are the script's own, but what it is told to write goes to the trial's
+    folder."""
+    edit = edit_of(overlay)
+    ScriptWords(edit, "").quiet()
+    return trackers_off(edit)
+
+
+def _find_files(argv: Words, cwd: str) -> dict[str, str]:
+    return {name: str(Path(path)) for name, path in find_launch_files(argv, cwd).items()}
+
+
+TRAINING = Training(
+    name="accelerate",
+    title="Accelerate",
+    package="accelerate",
+    releases=">=1.0,<2",
+    takes_launchers=True,
+    takes_own_names=True,
+    log=LogFormat(name="accelerate"),
+    recognises=_recognises,
+    find_files=_find_files,
+    read=_read,
+    overlay=_overlay,
+    trial_mode=_trial_mode,
+    expected=expected_of,
+)

@@ -1,0 +1,60 @@
+"""Any training program: knobs reach it through placeholders of its command, and nothing else in it is touched.
+
+Nothing is read from the command, since nobody knows what its arguments mean: the baseline says it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from orchestrator.frameworks.edit import Overlay, OverlayRequest, Reading, Run, Training
+from orchestrator.frameworks.spelling import Note
+from trials.script.command import Expected, LogFormat
+
+MICRO_BATCH = "micro_batch_size"
+ACCUMULATIONS = ("accumulation", "total_accumulation")
+"""Placeholders for the micro-batches of an optimiser step: on a rank, and over all ranks."""
+
+
+def read(run: Run) -> Reading:
+    """Nothing but whether the command can be told how many micro-batches make a step."""
+    words = " ".join((*run.argv, *run.env.values(), *run.files.values()))
+    if f"{{{MICRO_BATCH}}}" not in words or any(f"{{{name}}}" in words for name in ACCUMULATIONS):
+        return Reading(values={})
+    message = (
+        "the command has {micro_batch_size} but no {accumulation}: unless it works out itself how many micro-batches "
+        "make up global_batch_size, candidates train on batches of different sizes"
+    )
+    return Reading(values={}, notes=(Note(knob=MICRO_BATCH, message=message, severity="warning"),))
+
+
+def overlay(run: Run, request: OverlayRequest) -> Overlay:  # noqa: ARG001 - placeholders are filled in already
+    return Overlay(argv=run.argv, files=run.files)
+
+
+def trial_mode(laid: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - {steps} tells it
+    """The same: what is saved and where is the program's own business, which ``{out}`` and ``{steps}`` serve."""
+    return dataclasses.replace(laid)
+
+
+def expected(request: OverlayRequest) -> Expected:
+    """The number of ranks, and the batches where the command is told of them."""
+    is_told = MICRO_BATCH in request.named
+    return Expected(
+        world_size=request.world_size,
+        micro_batch_size=request.candidate.micro_batch_size if is_told else None,
+        num_microbatches=request.num_microbatches if is_told and request.candidate.layout.pp == 1 else None,
+    )
+
+
+TRAINING = Training(
+    name="custom",
+    title="a program of your own",
+    package=None,
+    log=LogFormat(),
+    recognises=lambda run: True,  # noqa: ARG005
+    read=read,
+    overlay=overlay,
+    trial_mode=trial_mode,
+    expected=expected,
+)

@@ -1,0 +1,247 @@
+"""The ``config.json`` of Hugging Face models: read as Llamas of the same matrix products, and written for
+frameworks that train the workload's Llama.
+
+Decoders that differ in details have the same matrix products, and with them the same best configuration: they are
+approximated, and the differences are listed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from orchestrator.frameworks.spelling import Draft, Setting, Settings, custom, option, settings_of, tree
+from trials.files import read_regular
+from trials.spec import LlamaModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """How a type of decoder relates to a Llama."""
+
+    is_gated: bool = True
+    """Whether its feed-forward has three matrices; otherwise two."""
+    is_tied: bool = False
+    """Whether input embedding and output layer are one, where the configuration does not say."""
+    differences: tuple[str, ...] = ()
+
+
+_LAYER_NORM = "RMSNorm for LayerNorm"
+_BIASES = "no biases"
+_GELU = "SiLU for GELU"
+_POSITIONS = "rotary for other position embeddings"
+
+FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(),
+    "mistral": _Family(),
+    "ministral": _Family(),
+    "phi3": _Family(),
+    "granite": _Family(),
+    "smollm3": _Family(),
+    "olmo": _Family(differences=("RMSNorm for a norm without weights",)),
+    "olmo2": _Family(differences=("no norms of queries and keys",)),
+    "qwen2": _Family(differences=("no biases of queries, keys and values",)),
+    "qwen3": _Family(differences=("no norms of queries and keys",)),
+    "stablelm": _Family(differences=(_LAYER_NORM,)),
+    "gemma": _Family(is_tied=True, differences=(_GELU,)),
+    "gemma2": _Family(is_tied=True, differences=(_GELU, "two norms fewer per block")),
+    "gemma3_text": _Family(is_tied=True, differences=(_GELU, "four norms fewer per block")),
+    "gpt_neox": _Family(is_gated=False, differences=(_LAYER_NORM, _BIASES, "blocks in sequence, not parallel")),
+    "gpt2": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM, _BIASES, _POSITIONS)),
+    "gptj": _Family(is_gated=False, differences=(_LAYER_NORM, _BIASES, "blocks in sequence, not parallel")),
+    "opt": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM, _BIASES, _POSITIONS)),
+    "bloom": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM, _BIASES, _POSITIONS)),
+    "falcon": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM,)),
+    "phi": _Family(is_gated=False, differences=(_LAYER_NORM, _BIASES, "blocks in sequence, not parallel")),
+    "starcoder2": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM, _BIASES)),
+}
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "ffn_hidden_size": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
+    "vocab_size": ("vocab_size",),
+    "max_seq_length": ("max_position_embeddings", "n_positions"),
+}
+"""What the sizes are called in configurations, by what they are called here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """What a configuration says of a decoder."""
+
+    keys: Mapping[str, Any]
+    """Fields of a :class:`trials.spec.LlamaModel` by name."""
+    max_seq_length: int
+    """The longest sequence it is made for."""
+    differences: tuple[str, ...]
+    """In what the Llama differs from it."""
+
+    @property
+    def shape(self) -> LlamaModel:
+        return LlamaModel(**self.keys)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The part of a configuration that describes a decoder, which is the whole of a text model's; None for others."""
+    if isinstance(text := config.get("text_config"), dict) and text.get("model_type") in FAMILIES:
+        return text
+    return config if config.get("model_type") in FAMILIES and not config.get("is_encoder_decoder") else None
+
+
+def decoder_of(config: Mapping[str, Any], file: Path) -> Decoder:
+    """The decoder of a configuration; one whose type is not among :data:`FAMILIES` is taken for a Llama.
+
+    Raises:
+        ConfigError: sizes that are missing, or do not go together.
+    """
+    family, sizes = FAMILIES.get(config.get("model_type", ""), _Family()), _sizes(config, file)
+    heads, hidden = sizes["num_heads"], sizes["hidden_size"]
+    if hidden % heads or hidden // heads % 2 or heads % sizes["num_kv_heads"]:
+        raise ConfigError(
+            f"{heads} heads and {sizes['num_kv_heads']} key-value heads do not divide width {hidden}", file=file
+        )
+    keys: dict[str, Any] = {key: sizes[key] for key in _NAMES if key != "max_seq_length"}
+    if not family.is_gated:
+        keys["ffn_hidden_size"] = _rounded(2 * sizes["ffn_hidden_size"] / 3)
+    keys["vocab_size"] = max(256, keys["vocab_size"])
+    theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta"))
+    if isinstance(theta, int | float) and theta != 10000:
+        keys["rope_theta"] = float(theta)
+    differences = (*family.differences, *_differences(config, family, sizes))
+    return Decoder(keys=keys, max_seq_length=sizes["max_seq_length"], differences=differences)
+
+
+def decoder_in(folder_or_file: Path) -> Decoder | None:
+    """The decoder of a model's folder or ``config.json`` on this machine; None where there is none that is known."""
+    file = folder_or_file / "config.json" if folder_or_file.is_dir() else folder_or_file
+    try:
+        config = json.loads(read_regular(file))
+        text = text_config(config) if isinstance(config, dict) else None
+        return None if text is None else decoder_of(text, file)
+    except (OSError, ValueError):
+        return None
+
+
+def decoder_said(text: str, file: Path) -> Decoder:
+    """The decoder that the text of a ``config.json`` describes, of whatever type it is: as the cost model takes it.
+
+    Raises:
+        ConfigError: no JSON, no decoder, or sizes that do not go together.
+    """
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"no JSON: {error}", file=file) from None
+    if not isinstance(config, dict):
+        raise ConfigError("not a mapping of keys to values", file=file)
+    inner = config.get("text_config")
+    return decoder_of(inner if isinstance(inner, dict) else config, file)
+
+
+def _sizes(config: Mapping[str, Any], file: Path) -> dict[str, int]:
+    """The sizes by our names. Key-value heads and the feed-forward may be left out, or null."""
+    found = {key: next((config[name] for name in names if config.get(name)), None) for key, names in _NAMES.items()}
+    found["num_kv_heads"] = found["num_kv_heads"] or found["num_heads"]
+    if (
+        config.get("model_type") == "falcon"
+        and config.get("multi_query")
+        and not config.get("new_decoder_architecture")
+    ):
+        found["num_kv_heads"] = 1
+    found["ffn_hidden_size"] = found["ffn_hidden_size"] or (found["hidden_size"] or 0) * 4
+    found["max_seq_length"] = found["max_seq_length"] or 2048
+    for key, value in found.items():
+        if not isinstance(value, int) or value < 1:
+            name = _NAMES[key][0]
+            shown = "missing" if value is None else f"{str(value)[:40]!r} is no size"
+            raise ConfigError(shown, file=file, key=name, remedy="Name the config.json of a whole model.")
+    return {key: int(value) for key, value in found.items() if value is not None}
+
+
+def _differences(config: Mapping[str, Any], family: _Family, sizes: Mapping[str, int]) -> Iterator[str]:
+    """In what this very model differs from the one that is trained, besides what all of its family do."""
+    if not family.is_gated:
+        yield "SwiGLU of as many weights for two matrices"
+    if config.get("tie_word_embeddings", family.is_tied):
+        yield "an output layer of its own"
+    head, ours = config.get("head_dim"), sizes["hidden_size"] // sizes["num_heads"]
+    if head and head != ours:
+        yield f"heads of {ours} for {head}"
+    window = config.get("sliding_window")
+    if window and config.get("use_sliding_window", True):
+        yield f"full attention for windows of {window}"
+
+
+def _rounded(size: float) -> int:
+    """The nearest multiple of 128, which tensor parallelism divides and matrix units like."""
+    return max(128, round(size / 128) * 128)
+
+
+MODEL_FILE = "model.json"
+LAYER_CLASS = "LlamaDecoderLayer"
+_LLAMA = "workload.model.llama"
+_NUM_LAYERS = f"{MODEL_FILE}:num_hidden_layers"
+_KIND = f"{MODEL_FILE}:model_type"
+_FIXED = {
+    _KIND: "llama",
+    f"{MODEL_FILE}:architectures": ["LlamaForCausalLM"],
+    f"{MODEL_FILE}:hidden_act": "silu",
+    f"{MODEL_FILE}:initializer_range": 0.02,
+    f"{MODEL_FILE}:rope_parameters.rope_type": "default",
+    f"{MODEL_FILE}:tie_word_embeddings": False,
+    f"{MODEL_FILE}:attention_bias": False,
+    f"{MODEL_FILE}:mlp_bias": False,
+    f"{MODEL_FILE}:use_cache": False,
+}
+
+
+def _write_kind(draft: Draft) -> None:
+    if isinstance(draft.workload.model, LlamaModel):
+        draft.settings |= {**_FIXED, f"{MODEL_FILE}:max_position_embeddings": draft.workload.seq_length}
+    else:
+        draft.warn(
+            "workload.model", f"{MODEL_FILE} is for Llama; build this {draft.workload.model.kind} in your script"
+        )
+
+
+def _read_kind(settings: Settings) -> dict[str, Any]:
+    if _KIND not in settings:
+        return {"workload.seq_length": 1}
+    return {"workload.model.kind": "llama", "workload.seq_length": settings[f"{MODEL_FILE}:max_position_embeddings"]}
+
+
+MODEL_SETTINGS: tuple[Setting, ...] = (
+    custom(
+        ("workload.model.kind", "workload.seq_length", "workload.model.resnet", "workload.model.linear"),
+        (*_FIXED, f"{MODEL_FILE}:max_position_embeddings"),
+        _write_kind,
+        _read_kind,
+    ),
+    option(f"{_LLAMA}.hidden_size", f"{MODEL_FILE}:hidden_size"),
+    option(f"{_LLAMA}.num_layers", _NUM_LAYERS),
+    option(f"{_LLAMA}.num_heads", f"{MODEL_FILE}:num_attention_heads"),
+    option(f"{_LLAMA}.num_kv_heads", f"{MODEL_FILE}:num_key_value_heads"),
+    option(f"{_LLAMA}.ffn_hidden_size", f"{MODEL_FILE}:intermediate_size"),
+    option(f"{_LLAMA}.vocab_size", f"{MODEL_FILE}:vocab_size"),
+    option(f"{_LLAMA}.rope_theta", f"{MODEL_FILE}:rope_parameters.rope_theta"),
+    option(f"{_LLAMA}.norm_eps", f"{MODEL_FILE}:rms_norm_eps"),
+)
+
+
+def num_layers(settings: Settings) -> int | None:
+    """Number of layers; None for models that the file does not describe."""
+    return settings.get(_NUM_LAYERS)
+
+
+def model_files(draft: Draft) -> dict[str, str]:
+    content = tree(draft.settings, MODEL_FILE)
+    return {MODEL_FILE: json.dumps(content, indent=2) + "\n"} if content else {}
+
+
+def model_settings(files: Mapping[str, str]) -> dict[str, Any]:
+    return settings_of(MODEL_FILE, json.loads(files.get(MODEL_FILE, "{}")))

@@ -1,0 +1,328 @@
+"""Reads and changes configuration files as people write them: JSON, YAML, TOML, with values at dotted keys.
+
+``zero_optimization.stage`` is a key below another, ``callbacks.0.every`` counts in a list, and a key that has
+dots itself is found as it is. What is not changed keeps its value and its order, in YAML and TOML also its spelling and
+its comments. Every change is read back before it is returned.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any, Final
+
+import tomlkit
+import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import Comment, CommentedMap, CommentedSeq
+from ruamel.yaml.constructor import RoundTripConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.scalarstring import ScalarString, SingleQuotedScalarString
+from ruamel.yaml.tag import Tag
+
+from orchestrator.errors import ConfigError
+
+
+class _Absent:
+    """No value at all, which is not None."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT: Final = _Absent()
+"""Value of keys that are not there; as a change: take the key away."""
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The parser in C where PyYAML was built with it, ten times as fast."""
+_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])')
+
+
+def load(text: str, file: str) -> Any:
+    """What a file says; an empty one: an empty mapping. Its suffix tells the format, JSON where there is none known.
+
+    JSON may have comments and trailing commas, as DeepSpeed allows.
+
+    Raises:
+        ConfigError: naming file and line of what cannot be read.
+    """
+    try:
+        found = _LOADERS.get(_suffix(file), _load_json)(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"not JSON: {error.msg}", file=file, line=error.lineno, remedy="Mend the file.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not TOML: {error}", file=file, remedy="Mend the file.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or "it cannot be read"
+        line = mark.line + 1 if mark else None
+        raise ConfigError(f"not YAML: {what}", file=file, line=line, remedy="Mend the file.") from None
+    return {} if found is None else found
+
+
+def value_at(data: Any, key: str, default: Any = ABSENT) -> Any:
+    """The value at a dotted key; ``default`` where there is none."""
+    if not key:
+        return data
+    for head, rest in _splits(data, key):
+        return value_at(_child(data, head), rest, default)
+    return default
+
+
+def flat(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no mapping, by dotted key."""
+    for key, value in data.items() if isinstance(data, Mapping) else ():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, path)
+        else:
+            yield path, value
+
+
+def edited(text: str, file: str, changes: Mapping[str, Any]) -> str:
+    """The text with these values at these dotted keys; keys above that are missing are made.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key cannot be set in it.
+    """
+    wanted = _copied(load(text, file))
+    for key, value in changes.items():
+        _set(wanted, key, value, file)
+    if _is_same(wanted, load(text, file)):
+        return text
+    try:
+        editor = _EDITORS.get(_suffix(file))
+        made = dumped(wanted, file) if editor is None else editor(text, changes, file)
+    except YAMLError:
+        made = ""
+    if not _says(made, file, wanted):
+        keys = ", ".join(changes)
+        raise ConfigError(f"{keys} cannot be changed here", file=file, remedy="Write it as a plain key and value.")
+    return made
+
+
+def _says(text: str, file: str, wanted: Any) -> bool:
+    try:
+        return _is_same(load(text, file), wanted)
+    except ConfigError:
+        return False
+
+
+def dumped(data: Any, file: str) -> str:
+    """A new file that says this: JSON, or YAML by its suffix."""
+    if _suffix(file) in (".yaml", ".yml"):
+        text: str = yaml.safe_dump(data, sort_keys=False)
+        return text
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+# ---- values at keys ----
+
+
+def _splits(data: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Head and rest of a dotted key for the longest head that is there."""
+    parts = key.split(".")
+    for number in range(len(parts), 0, -1):
+        head = ".".join(parts[:number])
+        if _child(data, head) is not ABSENT:
+            yield head, ".".join(parts[number:])
+            return
+
+
+def _child(data: Any, key: str) -> Any:
+    if isinstance(data, Mapping):
+        return data.get(key, ABSENT)
+    if isinstance(data, list) and key.isdigit() and int(key) < len(data):
+        return data[int(key)]
+    return ABSENT
+
+
+def _copied(data: Any) -> Any:
+    """The data with parts of its own everywhere, also where aliases shared one."""
+    if isinstance(data, Mapping):
+        return {key: _copied(value) for key, value in data.items()}
+    return [_copied(value) for value in data] if isinstance(data, list | tuple) else data
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Equality to which 1, 1.0 and true are three values."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return type(one) is type(other) and (one == other or one != one)
+
+
+def _set(
+    data: Any,
+    key: str,
+    value: Any,
+    file: str,
+    *,
+    made: Callable[[Any], Any] = _copied,
+    below: Callable[[Any], Any] = lambda child: child,
+) -> None:
+    """Put a value at a dotted key of ``data``, in place.
+
+    Args:
+        made: a value or a new key as ``data`` holds them.
+        below: a part of ``data`` as it may be changed; None: a mapping takes its place.
+    """
+    head, rest = next(_splits(data, key), (key.partition(".")[0], key.partition(".")[2]))
+    if not isinstance(data, dict | list) or (isinstance(data, list) and _child(data, head) is ABSENT):
+        what = "a list without such a number" if isinstance(data, list) else "a value"
+        raise ConfigError(f"what stands above it is {what}", file=file, key=key, remedy="Name another key.")
+    place: Any = int(head) if isinstance(data, list) else head
+    child = _child(data, head)
+    if rest:
+        part = None if child is ABSENT else below(child)
+        if part is None and value is ABSENT:
+            return
+        if part is not child:
+            data[made(place) if child is ABSENT else place] = made({}) if part is None else part
+        _set(data[place], rest, value, file, made=made, below=below)
+    elif value is not ABSENT:
+        data[made(place) if child is ABSENT else place] = made(value)
+    elif child is not ABSENT:
+        del data[place]
+
+
+# ---- formats ----
+
+
+def _suffix(file: str) -> str:
+    return PurePath(file).suffix.lower()
+
+
+def _load_json(text: str) -> Any:
+    if not text.strip():
+        return {}
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        plain = _COMMENT.sub(_unless_quoted, text)
+        return json.loads(_TRAILING_COMMA.sub(_unless_quoted, plain))
+
+
+def _unless_quoted(match: re.Match[str]) -> str:
+    """What was found, if it is a string; line ends, so that numbers of lines stay right, of all else."""
+    return match[0] if match[0].startswith('"') else "\n" * match[0].count("\n")
+
+
+def _load_yaml(text: str) -> Any:
+    loader = _LOADER(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+_LOADERS: Mapping[str, Callable[[str], Any]] = {".yaml": _load_yaml, ".yml": _load_yaml, ".toml": tomllib.loads}
+
+
+# ---- YAML ----
+
+
+class _AsSpelled(VersionedResolver):
+    """Takes every plain scalar as text: ``off``, ``1e-5`` and ``0o17`` mean different things to different readers."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is not ScalarNode:
+            return super().resolve(kind, value, implicit)
+        if implicit[0] and value in _TAGS:
+            return Tag(suffix=f"tag:yaml.org,2002:{_TAGS[value]}")
+        return super().resolve(kind, value, (False, True))
+
+
+class _LastCounts(RoundTripConstructor):
+    """Takes the last value of a key that a mapping has twice, as PyYAML does."""
+
+    def check_mapping_key(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+_TAGS: Final = {"<<": "merge", "": "null"}
+_MAPPING = re.compile(r"^[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\n( +)[^\s#-]", re.MULTILINE)
+_SEQUENCE = re.compile(r"^( *)[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\n\1( *)- ", re.MULTILINE)
+"""A key and the first line below it, which shows how a file is indented."""
+
+
+def _edit_yaml(text: str, changes: Mapping[str, Any], file: str) -> str:
+    editor = YAML()
+    editor.Resolver = _AsSpelled
+    editor.Constructor = _LastCounts
+    editor.preserve_quotes = True
+    editor.width = 2**31
+    mapping, sequence = _MAPPING.search(text), _SEQUENCE.search(text)
+    offset = len(sequence[2]) if sequence else 0
+    editor.indent(mapping=len(mapping[1]) if mapping else 2, sequence=offset + 2, offset=offset)
+    root = editor.load(text)
+    head = text if root is None else ""
+    root = CommentedMap() if root is None else _below(root)
+    for key, value in changes.items():
+        _set(root, key, value, file, made=_spelled, below=_below)
+    made = io.StringIO()
+    editor.dump(root, made)
+    return f"{head.rstrip()}\n{made.getvalue()}" if head.strip() else made.getvalue()
+
+
+def _spelled(value: Any) -> Any:
+    """A value for the tree: scalars as the text that PyYAML reads as this value."""
+    if isinstance(value, Mapping):
+        return CommentedMap({_spelled(key): _spelled(below) for key, below in value.items()})
+    if isinstance(value, list | tuple):
+        sequence = CommentedSeq(map(_spelled, value))
+        sequence.fa.set_flow_style()
+        return sequence
+    node = yaml.SafeDumper("").represent_data(value)  # type: ignore[arg-type]
+    is_plain = yaml.SafeLoader("").resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag  # type: ignore[no-untyped-call]
+    return node.value if is_plain else SingleQuotedScalarString(node.value)
+
+
+def _below(node: Any) -> Any:
+    """A collection that a change may enter: one that an alias or a merge shares is copied, so that the change reaches
+    one place. None: a scalar."""
+    if not isinstance(node, CommentedMap | CommentedSeq):
+        return None
+    is_shared = node.anchor.value is not None or (isinstance(node, CommentedMap) and node.merge)
+    return _unshared(node) if is_shared else node
+
+
+def _unshared(node: Any) -> Any:
+    """A copy without anchors, aliases and merges."""
+    if isinstance(node, CommentedMap):
+        copied: Any = CommentedMap((key, _unshared(value)) for key, value in node.items())
+    elif isinstance(node, CommentedSeq):
+        copied = CommentedSeq(map(_unshared, node))
+    else:
+        return type(node)(node) if isinstance(node, ScalarString) else node
+    setattr(copied, Comment.attrib, node.ca)
+    if node.fa.flow_style():
+        copied.fa.set_flow_style()
+    return copied
+
+
+# ---- TOML ----
+
+
+def _edit_toml(text: str, changes: Mapping[str, Any], file: str) -> str:
+    root = tomlkit.parse(text)
+    for key, value in changes.items():
+        try:
+            _set(root, key, value, file)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{value!r} is no value of TOML", remedy="Name another value.") from None
+    return tomlkit.dumps(root)
+
+
+_EDITORS: Mapping[str, Callable[[str, Mapping[str, Any], str], str]] = {
+    ".yaml": _edit_yaml,
+    ".yml": _edit_yaml,
+    ".toml": _edit_toml,
+}

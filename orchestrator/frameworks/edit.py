@@ -1,0 +1,560 @@
+"""What a recipe knows of training programs that people write for its framework: how to read their command, how to lay a
+candidate over it, how to keep a trial from leaving anything behind.
+
+A candidate is *overlaid* on the user's own arguments and configuration files: what it says is replaced or appended, in
+copies, and all else stays as the user wrote it. A field in which the candidate equals what the command already says is
+not written, so a knob that a sweep does not name is inherited.
+"""
+
+from __future__ import annotations
+
+import functools
+import os.path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from orchestrator.frameworks import arguments, documents
+from orchestrator.frameworks.arguments import Argument, Given, Words
+from orchestrator.frameworks.spelling import (
+    ABSENT,
+    WORKLOAD,
+    CommandSettings,
+    Draft,
+    Found,
+    Note,
+    Setting,
+    candidate_of,
+    defaults,
+    flatten,
+    is_at_or_below,
+)
+from orchestrator.space.file_types import layers_of
+from orchestrator.space.knobs import canonical_layout, canonical_loader, canonical_precision
+from trials.script.command import Expected, LogFormat
+from trials.spec import Candidate, LlamaModel, ScriptData, ScriptModel, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A training command as the user wrote it."""
+
+    argv: tuple[str, ...]
+    cwd: str
+    """Absolute."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Text of each configuration file by its name: those the sweep file names, and those that
+    :attr:`Training.find_files` found in the arguments."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Absolute path of each of these files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a command says, in our words."""
+
+    values: Mapping[str, Any]
+    """Value by path (see :func:`~orchestrator.frameworks.spelling.flatten`) of the fields that the framework has and
+    that could be understood, its defaults included."""
+    shape: LlamaModel | None = None
+    """The decoder that is trained, where arguments or a ``config.json`` tell."""
+    num_layers: int | None = None
+    seq_length: int | None = None
+    global_batch_size: int | None = None
+    """Samples of an optimiser step, where the framework is told."""
+    num_microbatches: int | None = None
+    """Gradient accumulation steps, where the framework is told these instead."""
+    seed: int | None = None
+    world_size: int | None = None
+    """Ranks that its launcher starts today, where it has one: no field of a candidate, because we start the ranks."""
+    notes: tuple[Note, ...] = ()
+    """What was not understood, and what that means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlayRequest:
+    """What is to be laid over a command."""
+
+    candidate: Candidate
+    reading: Reading
+    """What the command says by itself."""
+    named: frozenset[str] = frozenset()
+    """Paths of fields that the sweep names: written also where the command does not say them."""
+    told: frozenset[str] = frozenset()
+    """Paths of fields that the command has placeholders for: filled in already, and nobody else's business."""
+    world_size: int
+    global_batch_size: int
+    num_microbatches: int
+    seed: int | None = None
+    device: str | None = None
+    """Kind of device that ranks train on, as torch calls it: ``cpu``, ``cuda``; None where it is not known."""
+
+    def changes(self, path: str, value: Any) -> bool:
+        """Whether ``value`` has to be written at ``path``: the command says something else, or nothing although the
+        sweep names the field."""
+        if path in self.told:
+            return False
+        if path in self.reading.values:
+            return bool(self.reading.values[path] != value)
+        return path in self.named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """A command with a candidate laid over it."""
+
+    argv: tuple[str, ...]
+    """``{name}`` stands for the path of the copy of a file in ``files``."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of the user's own."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Text of the copies by name: all files whose placeholder is in ``argv``."""
+    notes: tuple[Note, ...] = ()
+    """An error: this candidate cannot be said here; a warning is shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How programs of one framework are read, changed, watched."""
+
+    name: str
+    title: str
+    package: str | None
+    """Distribution whose version matters, as pip calls it; None where there is none."""
+    releases: str = ""
+    """Versions that were tried or read, as a specifier: ``>=5.0,<6``; empty: any."""
+    launcher: Literal["env", "own"] = "env"
+    takes_launchers: bool = False
+    """Whether overlays take ``torchrun`` or ``accelerate launch`` off a command, and set the variables instead."""
+    takes_own_names: bool = False
+    """Whether overlays write the user's own knobs that are called like arguments without dashes; else that is done
+    before."""
+    log: LogFormat
+    recognises: Callable[[Run], bool]
+    """Whether a command looks like one of this framework."""
+    find_files: Callable[[tuple[str, ...], str], Mapping[str, str]] = lambda argv, cwd: {}  # noqa: ARG005
+    """(argv, cwd) -> absolute path by name of the configuration files that the arguments point to and that an overlay
+    may have to change."""
+    read: Callable[[Run], Reading]
+    overlay: Callable[[Run, OverlayRequest], Overlay]
+    trial_mode: Callable[[Overlay, int], Overlay]
+    """(overlay, last step) -> the same without saves, evaluation, trackers and hub, logging every step, and ending at
+    that step, where possible in a way that leaves the schedule of the learning rate."""
+    expected: Callable[[OverlayRequest], Expected]
+    """What of the candidate can be seen from inside the program."""
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str, file: str) -> Any:
+    """What a file says; the same files are read for every candidate."""
+    return documents.load(text, file)
+
+
+@dataclass(slots=True)
+class Edit:
+    """Arguments and files that may be changed; the user's own stay as they are."""
+
+    argv: Words
+    files: dict[str, str] = field(default_factory=dict)
+    """Text by placeholder, before ``changes``."""
+    names: dict[str, str] = field(default_factory=dict)
+    """File name by placeholder, whose suffix tells the format."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables beside those of the user's own."""
+    notes: list[Note] = field(default_factory=list)
+    given_env: Mapping[str, str] = field(default_factory=dict)
+    """The user's own variables."""
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Values by dotted key and file that are to be written."""
+
+    @classmethod
+    def of_run(cls, run: Run, *, copies_files: bool = True) -> Edit:
+        """The command, with a placeholder for every file of which there are to be copies."""
+        argv = tuple(_placed(word, run) for word in run.argv) if copies_files else run.argv
+        names = {name: Path(path).name for name, path in run.paths.items()}
+        return cls(argv, dict(run.files), names, given_env=run.env)
+
+    @classmethod
+    def of_overlay(cls, overlay: Overlay) -> Edit:
+        return cls(overlay.argv, dict(overlay.files), {}, dict(overlay.env), list(overlay.notes))
+
+    def warn(self, knob: str, message: str) -> None:
+        self.notes.append(Note(knob=knob, message=message, severity="warning"))
+
+    def refuse(self, knob: str, message: str) -> None:
+        self.notes.append(Note(knob=knob, message=message, severity="error"))
+
+    def overlay(self) -> Overlay:
+        words = (*self.argv, *self.env.values())
+        placed = [name for name in self.files if any(f"{{{name}}}" in word for word in words)]
+        texts = {name: functools.partial(self._text, name) for name in placed}
+        return Overlay(argv=self.argv, env=self.env, files=Texts(texts), notes=tuple(self.notes))
+
+    def file_name(self, name: str) -> str:
+        return self.names.get(name, name)
+
+    def _text(self, name: str) -> str:
+        changes = self.changes.get(name)
+        return documents.edited(self.files[name], self.file_name(name), changes) if changes else self.files[name]
+
+
+class Texts(Mapping[str, str]):
+    """Texts of files that are written when somebody asks for them: most overlays are only judged, for a plan."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
+        self._makers = makers
+        self._made: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> str:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+class Options:
+    """Arguments of an edit by name, as a framework's table of them says how they are spelled."""
+
+    def __init__(self, edit: Edit, table: Mapping[str, Argument]) -> None:
+        self._edit = edit
+        self._table = table
+
+    def get(self, name: str) -> Given | None:
+        return arguments.read(self._edit.argv, self._table[name])
+
+    def text(self, name: str) -> str | None:
+        return arguments.read_text(self._edit.argv, self._table[name])
+
+    def is_on(self, name: str) -> bool:
+        return bool(arguments.as_truth(self.get(name)))
+
+    def put(self, name: str, value: Any) -> None:
+        if self._table[name].takes == "list":
+            given: Given = tuple(map(str, value))
+        else:
+            given = value if isinstance(value, bool) else str(value)
+        self._edit.argv = arguments.write(self._edit.argv, self._table[name], given)
+
+    def drop(self, *names: str) -> None:
+        self._edit.argv = arguments.remove(self._edit.argv, *(self._table[name] for name in names))
+
+
+class EditedFile:
+    """One configuration file of an edit, by dotted keys."""
+
+    def __init__(self, edit: Edit, name: str) -> None:
+        self._edit = edit
+        self._name = name
+
+    @property
+    def exists(self) -> bool:
+        return self._name in self._edit.files
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value at a key as it is by now; ``default`` where there is none."""
+        found = self._value(key)
+        return default if found is documents.ABSENT else found
+
+    def has(self, key: str) -> bool:
+        return self._value(key) is not documents.ABSENT
+
+    def put(self, changes: Mapping[str, Any]) -> None:
+        """Put values at keys; what a key says already stays as it is spelled."""
+        for key, value in changes.items():
+            if not self.has(key) or self.get(key) != value or type(self.get(key)) is not type(value):
+                self._edit.changes.setdefault(self._name, {})[key] = value
+
+    def drop(self, *keys: str) -> None:
+        self.put(dict.fromkeys((key for key in keys if self.has(key)), documents.ABSENT))
+
+    def _value(self, key: str) -> Any:
+        if not self.exists:
+            return documents.ABSENT
+        changed = self._edit.changes.get(self._name, {})
+        found = next((above for above in _upwards(key) if above in changed), None)
+        if found is not None:
+            return documents.value_at(changed[found], key[len(found) + 1 :])
+        return documents.value_at(_parsed(self._edit.files[self._name], self._edit.file_name(self._name)), key)
+
+
+def _upwards(key: str) -> Iterator[str]:
+    """The key and those above it."""
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
+
+
+def _placed(word: str, run: Run) -> str:
+    """The word, with the placeholder of a file in the place of its path."""
+    head, mark, value = word.rpartition("=")
+    for name, path in run.paths.items():
+        for text in (word, value):
+            if text and name in run.files and os.path.normpath(Path(run.cwd, text)) == os.path.normpath(path):
+                return f"{{{name}}}" if text == word else f"{head}{mark}{{{name}}}"
+    return word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlayPart:
+    """Fields that belong together: where one of them changes, ``write`` says all of them."""
+
+    paths: tuple[str, ...]
+    write: Callable[[Edit, OverlayRequest], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laying:
+    """How candidates are laid over the commands of one framework."""
+
+    parts: tuple[OverlayPart, ...]
+    """Those of the layout before those whose meaning depends on it."""
+    read: Callable[[Edit], Reading]
+    batch: Callable[[Edit, OverlayRequest], None]
+    """Writes how many micro-batches a step has, or samples."""
+    seed: Callable[[Edit, int], None]
+    check: Callable[[Edit, OverlayRequest], None]
+    """Notes what the framework itself would refuse, and what it needs besides."""
+    copies_files: bool = True
+    """Whether configuration files that the arguments point to are changed in copies; else arguments say it all."""
+
+    def overlay(self, run: Run, request: OverlayRequest) -> Overlay:
+        """The command with the candidate laid over it; errors among the notes say what it does not say."""
+        edit = Edit.of_run(run, copies_files=self.copies_files)
+        reading = self._write(edit, request)
+        self.check(edit, request)
+        said = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
+        spoken = [note.knob for note in edit.notes if note.severity == "error"]
+        wrong = [note for note in contradictions(request, reading) if not any(_touch(note.knob, k) for k in spoken)]
+        edit.notes = list(dict.fromkeys([*edit.notes, *said, *wrong]))
+        return edit.overlay()
+
+    def _write(self, edit: Edit, request: OverlayRequest) -> Reading:
+        """Write what changes; what the command says then."""
+        asked, now = values_of(request.candidate), request
+        for part in self.parts:
+            if any(now.changes(path, asked.get(path)) for path in _below(part.paths, asked, now.reading.values)):
+                part.write(edit, now)
+                now = replace(now, reading=_again(request, self.read(edit)))
+        if _batch(request, now.reading) or (now.reading.global_batch_size, now.reading.num_microbatches) == (
+            None,
+            None,
+        ):
+            self.batch(edit, now)
+        if request.seed is not None and request.seed != request.reading.seed:
+            self.seed(edit, request.seed)
+        return _again(request, self.read(edit))
+
+
+def _below(paths: Iterable[str], *known: Mapping[str, Any]) -> Iterator[str]:
+    """The paths, and those below them that are known."""
+    for path in paths:
+        yield path
+        yield from (below for values in known for below in values if below.startswith(f"{path}."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameworkTable:
+    """One framework's rows, as commands are read and changed with them."""
+
+    rows: tuple[Setting, ...]
+    """Those of the layout before those whose meaning depends on it."""
+    command: Callable[[Edit], CommandSettings]
+    """Its settings by name, which may be changed."""
+    defaults: Mapping[str, Any]
+    """What the framework does where a command has no such setting: read as if it stood there, and not written."""
+    model: Callable[[Edit, Found], LlamaModel | None]
+    """The decoder; sets ``num_layers`` of what was found."""
+    check: Callable[[Edit, OverlayRequest], None]
+    copies_files: bool = True
+
+    def read(self, run: Run) -> Reading:
+        """A command in our words, the framework's defaults included."""
+        return self.reading(Edit.of_run(run))
+
+    def overlay(self, run: Run, request: OverlayRequest) -> Overlay:
+        """The command with the candidate laid over it; errors among the notes say what it does not say."""
+        parts = tuple(
+            OverlayPart(paths=one.paths, write=functools.partial(self._write, one))
+            for one in self.rows
+            if one.overlay == "written"
+        )
+        laying = Laying(
+            parts=parts,
+            read=self.reading,
+            batch=functools.partial(self._write_workload, "workload.global_batch_size"),
+            seed=lambda edit, _: self._write_workload("workload.seed", edit, request),
+            check=self.check,
+            copies_files=self.copies_files,
+        )
+        return laying.overlay(run, request)
+
+    def reading(self, edit: Edit) -> Reading:
+        found = Found(self.command(edit), self.defaults, is_export=False)
+        shape = self.model(edit, found)
+        if any(note.severity == "error" for note in found.notes):
+            return Reading(values={}, notes=tuple(found.notes))
+        for one in self.rows:
+            if one.overlay != "none":
+                found.say(one.read(found))
+        values = {path: value for path, value in found.fields.items() if not is_at_or_below(path, WORKLOAD)}
+        return Reading(
+            values=values,
+            shape=shape,
+            num_layers=found.num_layers,
+            seq_length=found.fields.get("workload.seq_length"),
+            global_batch_size=found.fields.get("workload.global_batch_size"),
+            num_microbatches=found.num_microbatches,
+            seed=found.fields.get("workload.seed"),
+            notes=tuple(dict.fromkeys(found.notes)),
+        )
+
+    def _write(self, one: Setting, edit: Edit, request: OverlayRequest) -> None:
+        if not one.matters(request.candidate):
+            return
+        draft = draft_of(request)
+        draft.command = command = self.command(edit)
+        draft.changed = lambda path: request.changes(path, draft.values.get(path))
+        one.write(draft)
+        edit.notes += draft.notes
+        command.drop(*draft.dropped)
+        for name, value in draft.settings.items():
+            if command.get(name) is not None or value != self.defaults.get(name, ABSENT):
+                command.put({name: value})
+
+    def _write_workload(self, path: str, edit: Edit, request: OverlayRequest) -> None:
+        for one in self.rows:
+            if path in one.paths and one.overlay == "written":
+                self._write(one, edit, request)
+
+
+def layers_in(request: OverlayRequest) -> int:
+    """Layers of the model; where the command does not say how many, as many as the candidate recomputes at most."""
+    recompute = request.candidate.recompute
+    counts = [recompute.full, *(part.num_layers for part in recompute.selective)]
+    return request.reading.num_layers or max((sum(map(sum, rows)) for rows in counts), default=0) or 1
+
+
+def _again(request: OverlayRequest, now: Reading) -> Reading:
+    """What a command says by now; the model stays the one that the user's own command describes."""
+    first, values = request.reading, dict(now.values)
+    if now.num_layers is None:
+        held = layers_of(request.candidate.layout, layers_in(request))
+        values = {path: held if value == _ONE_LAYER else value for path, value in values.items()}
+        parts = values.get("recompute.selective", ())
+        if parts:
+            values["recompute.selective"] = tuple(
+                replace(part, num_layers=held) if part.num_layers == _ONE_LAYER else part for part in parts
+            )
+    return replace(now, values=values, shape=first.shape, num_layers=first.num_layers, seq_length=first.seq_length)
+
+
+_ONE_LAYER = ((1,),)
+"""All layers of a model of which nobody knows how many there are."""
+
+
+def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
+    """An error for every field of the candidate that a command says otherwise, or not at all although the sweep names
+    it."""
+    asked = values_of(_canonical(request.candidate))
+    canonical = values_of(_canonical(candidate_of({**asked, **_of_candidate(said.values)})))
+    wrong = {
+        path: (asked.get(path, ABSENT), canonical.get(path, ABSENT))
+        for path in sorted({*asked, *canonical})
+        if _is_said(path, said.values) and asked.get(path, ABSENT) != canonical.get(path, ABSENT)
+        if path not in request.told
+    }
+    notes = [_error(path, f"asked for {a}, but the command says {b}") for path, (a, b) in wrong.items()]
+    notes += [
+        _error(path, "this framework is not told of it")
+        for path, value in asked.items()
+        if not _is_said(path, said.values)
+        and any(_touch(path, name) for name in request.named)
+        and value != defaults().get(path)
+        and path not in (*_LEFT_OVER, *request.told)
+    ]
+    return notes + _batch(request, said)
+
+
+def _batch(request: OverlayRequest, said: Reading) -> list[Note]:
+    """Whether the command trains on the batch that was asked for."""
+    if said.global_batch_size not in (None, request.global_batch_size):
+        text = f"asked for a global batch of {request.global_batch_size}, but the command says {said.global_batch_size}"
+        return [_error("micro_batch_size", text)]
+    if said.num_microbatches not in (None, request.num_microbatches):
+        text = f"asked for {request.num_microbatches} accumulation steps, but the command says {said.num_microbatches}"
+        return [_error("micro_batch_size", text)]
+    return []
+
+
+_LEFT_OVER = ("layout.dp_replicate", "layout.dp_shard")
+"""Degrees one of which most frameworks are not told: it is what the others leave over of the ranks."""
+_ANYTHING = Workload(
+    model=ScriptModel(recipe="custom", run=(), cwd="/"), data=ScriptData(), seq_length=1, global_batch_size=1
+)
+
+
+def values_of(candidate: Candidate) -> dict[str, Any]:
+    """Value by path of a candidate's fields, without the user's own knobs, of which no framework's recipe knows."""
+    return _of_candidate(flatten(candidate, _ANYTHING))
+
+
+def _of_candidate(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: value for path, value in values.items() if path != "own" and not is_at_or_below(path, WORKLOAD)}
+
+
+def _canonical(candidate: Candidate) -> Candidate:
+    """The candidate in canonical form as far as that is the same for every model."""
+    return Candidate(
+        layout=canonical_layout(candidate.layout),
+        micro_batch_size=candidate.micro_batch_size,
+        recompute=candidate.recompute,
+        precision=canonical_precision(candidate.precision),
+        loader=canonical_loader(candidate.loader),
+        kernels=candidate.kernels,
+    )
+
+
+def _is_said(path: str, values: Mapping[str, Any]) -> bool:
+    return path in values or any(is_at_or_below(known, path) for known in values)
+
+
+def _touch(one: str, other: str) -> bool:
+    return is_at_or_below(one, other) or is_at_or_below(other, one)
+
+
+def _error(knob: str, message: str) -> Note:
+    return Note(knob=knob, message=message, severity="error")
+
+
+# ---- settings of the recipe that exports ----
+
+
+def draft_of(request: OverlayRequest) -> Draft:
+    """A draft for settings of the framework's exports, whose names and rules are the same here."""
+    reading = request.reading
+    model = ScriptModel(recipe="custom", run=(), cwd="/", num_layers=layers_in(request))
+    workload = Workload(
+        model=model,
+        data=ScriptData(),
+        seq_length=reading.seq_length or 1,
+        global_batch_size=request.global_batch_size,
+        seed=request.seed or 0,
+    )
+    values = {**values_of(request.candidate), "workload.seed": request.seed}
+    return Draft(request.candidate, workload, values)
+
+
+def written(edit: Edit, request: OverlayRequest, settings: Iterable[Setting]) -> dict[str, Any]:
+    """What these settings of the framework's exports say of the candidate; their notes become the edit's."""
+    draft = draft_of(request)
+    for setting in settings:
+        setting.write(draft)
+    edit.notes += draft.notes
+    return draft.settings

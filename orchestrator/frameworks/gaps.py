@@ -1,0 +1,309 @@
+"""Rows that several frameworks share: what they leave to the training script or cannot do, and layers per stage as
+frameworks with coarser settings count them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.frameworks.spelling import (
+    WORKLOAD,
+    Draft,
+    Found,
+    Note,
+    Setting,
+    Settings,
+    custom,
+    defaults,
+    is_at_or_below,
+    lacking,
+)
+from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, layers_of, resolve_recompute
+from trials.spec import Candidate, Counts, Layout, Recompute
+from trials.stages import all_chunks
+
+
+def present(draft: Draft) -> Counts:
+    """Layers of the draft's candidate per chunk and stage."""
+    return layers_of(draft.candidate.layout, draft.workload.num_layers)
+
+
+def first_layers(number: int, held: Counts) -> Counts:
+    """Full recompute of the first ``number`` layers of every chunk; ``()`` for none."""
+    return resolve_recompute(RecomputeChoice(full=number), held).full
+
+
+def most(counts: Counts) -> int:
+    return max((number for row in counts for number in row), default=0)
+
+
+def is_first_layers_everywhere(counts: Counts, held: Counts) -> bool:
+    """Whether one number for all chunks and stages says the same."""
+    return first_layers(most(counts), held) == counts
+
+
+def gathered_again(recompute: Recompute, held: Counts) -> Counts:
+    """Recompute of communication in every layer that is not recomputed in full."""
+    return resolve_recompute(RecomputeChoice(full=recompute.full, communication=ALL_LAYERS), held).communication
+
+
+def in_every_layer(counts: Counts, recompute: Recompute, held: Counts) -> bool:
+    """Whether a pattern applies to every layer that is not recomputed in full."""
+    return counts == gathered_again(recompute, held)
+
+
+def is_uniform(counts: Counts) -> bool:
+    return len({number for row in counts for number in row}) <= 1
+
+
+def in_model_order(layout: Layout, num_layers: int) -> list[int]:
+    """Layers of every virtual stage, first to last."""
+    return [len(chunk.layer_ids) for chunk in all_chunks(layout, num_layers)]
+
+
+def layer_ids(counts: Counts, layout: Layout, num_layers: int) -> list[int]:
+    """Global numbers of the first ``counts`` layers of every chunk and stage."""
+    return sorted(
+        layer
+        for chunk in all_chunks(layout, num_layers)
+        for layer in chunk.layer_ids[: counts[chunk.chunk][chunk.stage]]
+    )
+
+
+def refuse_stages(draft: Draft, message: str) -> None:
+    """Refuse the layout's stages; numbers of layers per stage then mean something else and are refused, too."""
+    draft.refuse("layout.stage_layers", message)
+    if draft.candidate.recompute != Recompute():
+        draft.refuse("recompute", "numbers of layers are those of other stages")
+
+
+def num_microbatches(draft: Draft) -> int:
+    candidate: Candidate = draft.candidate
+    return candidate.num_microbatches(draft.workload.global_batch_size)
+
+
+@dataclass(slots=True)
+class ReadingDraft:
+    """Values by path, and notes, of a reading in the making."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+
+    def say(self, values: Mapping[str, Any]) -> None:
+        """Values by path; one of None could not be understood and is left out."""
+        self.values |= {path: value for path, value in values.items() if value is not None}
+
+    def unread(self, knob: str, what: str) -> None:
+        """``what`` was not understood: the field keeps what the command says, and the service does not know it."""
+        self.notes.append(Note(knob=knob, message=f"not understood, left as it is: {what}", severity="warning"))
+
+    def warn(self, knob: str, message: str) -> None:
+        self.notes.append(Note(knob=knob, message=message, severity="warning"))
+
+    def refuse(self, knob: str, message: str) -> None:
+        self.notes.append(Note(knob=knob, message=message, severity="error"))
+
+    def whole(self, knob: str, name: str, given: Any, default: int | None = None) -> int | None:
+        """A whole number that an argument or key gives; None for a placeholder, or what is none, which is noted."""
+        if given is None or given == "":
+            return default
+        try:
+            return int(str(given).replace("_", ""))
+        except ValueError:
+            if "{" not in str(given):
+                self.unread(knob, f"{name} {given}")
+            return None
+
+
+def without_pipeline() -> dict[str, Any]:
+    """What is true of every layout without a pipeline."""
+    return {
+        "layout.pp": 1,
+        "layout.schedule": "1f1b",
+        "layout.num_virtual_stages": 1,
+        "layout.stage_layers": (),
+    }
+
+
+def in_rows(counts: list[int], pp: int) -> Counts:
+    """Layers per chunk and stage, of layers per virtual stage in the order of the model."""
+    return tuple(tuple(counts[start : start + pp]) for start in range(0, len(counts), pp))
+
+
+def all_of(held: Counts) -> Counts:
+    """Every layer there is, of every chunk and stage."""
+    return first_layers(ALL_LAYERS, held)
+
+
+WHOLE_BETWEEN = "what is between the projections stays whole on every rank, which takes more memory"
+"""Message for tensor parallelism that does not split the sequence between the projections."""
+TORCH_SCALER: dict[str, Any] = {
+    "precision.loss_scale.initial": 2.0**16,
+    "precision.loss_scale.growth_factor": 2.0,
+    "precision.loss_scale.growth_interval": 2000,
+    "precision.loss_scale.backoff_factor": 0.5,
+    "precision.loss_scale.backoff_interval": 1,
+    "precision.loss_scale.dynamic": True,
+}
+"""What ``torch.amp.GradScaler`` does unless told otherwise."""
+
+
+def asked(draft: Draft, part: str) -> dict[str, Any]:
+    """What the candidate asks for at or below ``part`` that is not the default; all of it for a workload."""
+    return {
+        path: value
+        for path, value in draft.values.items()
+        if is_at_or_below(path, part) and (is_at_or_below(path, WORKLOAD) or defaults().get(path) != value)
+    }
+
+
+def left_to_script(part: str, advice: str) -> Setting:
+    """Fields at or below ``part`` that only the user's training script can set: a warning with their values."""
+
+    def write(draft: Draft) -> None:
+        if values := asked(draft, part):
+            draft.warn(part, f"{advice}; asked for {in_words(values, part)}")
+
+    return custom((part,), (), write)
+
+
+def takes_torch_scaler(draft: Draft) -> bool:
+    """Whether the loss scale is that of torch's GradScaler."""
+    return all(draft.values[path] == value for path, value in TORCH_SCALER.items())
+
+
+def in_words(values: Mapping[str, Any], part: str) -> str:
+    """``num_workers 2, pin_memory True``; of a single field only its value."""
+    return ", ".join(f"{path.removeprefix(part).lstrip('.')} {value}".strip() for path, value in values.items())
+
+
+def unable(*paths: str, message: str) -> Setting:
+    """Fields whose values other than the default the framework cannot do: each an error."""
+
+    def write(draft: Draft) -> None:
+        for path in paths:
+            if asked(draft, path):
+                draft.refuse(path, message)
+
+    return custom(paths, (), write, lambda _: {path: defaults()[path] for path in paths})
+
+
+def no_pipeline(message: str) -> Setting:
+    """Errors for everything that belongs to a pipeline."""
+    names = ("pp", "schedule", "num_virtual_stages", "stage_layers")
+    return unable(*(f"layout.{name}" for name in names), message=message)
+
+
+def sharded_from(stage: int, *, refused: str, warned: str) -> Setting:
+    """``shard_embedding`` where embedding and head are sharded with other weights, from this ZeRO stage on."""
+
+    def write(draft: Draft) -> None:
+        layout = draft.candidate.layout
+        if layout.shard_embedding and layout.zero_stage < stage:
+            draft.refuse("layout.shard_embedding", refused)
+        elif layout.shard_embedding:
+            draft.warn("layout.shard_embedding", warned)
+
+    return custom(("layout.shard_embedding",), (), write)
+
+
+def own_collectives(message: str, tp: Callable[[Settings], int]) -> Setting:
+    """``tp_engine`` where tensor parallelism always has its collectives outside of DTensor; ``tp`` reads its degree."""
+
+    def write(draft: Draft) -> None:
+        if draft.candidate.layout.tp > 1 and draft.candidate.layout.tp_engine != "local":
+            draft.warn("layout.tp_engine", message)
+
+    def read(settings: Settings) -> dict[str, Any]:
+        return {"layout.tp_engine": "local" if tp(settings) > 1 else "dtensor"}
+
+    return custom(("layout.tp_engine",), (), write, read)
+
+
+def weight_decay_but_norms(name: str) -> Setting:
+    """Weight decay under ``name``, from which the framework spares the weights of norms."""
+    path = "workload.optimizer.weight_decay"
+
+    def write(draft: Draft) -> None:
+        draft.settings[name] = draft.workload.optimizer.weight_decay
+        if draft.workload.optimizer.weight_decay:
+            draft.warn(path, "the weights of norms are not decayed")
+
+    return custom((path,), (name,), write, lambda settings: {path: float(settings[name])})
+
+
+def betas(name: str, make: Callable[[tuple[float, float]], Any] = list) -> Setting:
+    """Both betas of AdamW under ``name``, in the sequence that ``make`` makes of them."""
+    paths = ("workload.optimizer.beta1", "workload.optimizer.beta2")
+
+    def write(draft: Draft) -> None:
+        draft.settings[name] = make((draft.workload.optimizer.beta1, draft.workload.optimizer.beta2))
+
+    return custom(paths, (name,), write, lambda settings: dict(zip(paths, settings[name], strict=True)))
+
+
+def two_batches_ahead(num_workers: Callable[[Found], Any], *, in_overlays: bool = False) -> Setting:
+    """``prefetch_factor`` where every data-loading process, whose number ``num_workers`` reads, is 2 batches ahead."""
+    path = "loader.prefetch_factor"
+
+    def write(draft: Draft) -> None:
+        loader = draft.candidate.loader
+        if loader.num_workers and loader.prefetch_factor != 2:
+            draft.warn(path, "always 2 batches ahead")
+
+    def read(found: Found) -> dict[str, Any]:
+        number = num_workers(found)
+        return {} if number is None and not found.is_export else {path: 2 if number else 0}
+
+    return custom((path,), (), write, read, overlay="read" if in_overlays else "none")
+
+
+def own_data(reader: str) -> Setting:
+    """The training data, which the user's own ``reader`` reads in every framework."""
+    return left_to_script("workload.data", reader)
+
+
+def own_seed() -> Setting:
+    return left_to_script("workload.seed", "your script sets the seed")
+
+
+def refuse_fp8(draft: Draft, why: str = "there is no setting for 8-bit floats here; this file says bfloat16") -> None:
+    """Refuse precision O1-fp8, where the format has no setting that means the same."""
+    if draft.candidate.precision.level == "O1-fp8":
+        draft.refuse("precision.level", why)
+
+
+def memory_savers(**ways: Setting | str) -> tuple[Setting, ...]:
+    """Settings for what saves memory at a price: none in most frameworks. ``ways`` gives those that there are for
+    ``loss_chunks``, ``activations`` and ``optimizer``, or why what there is is not the same."""
+    paths = {name: f"offload.{name}" for name in ("activations", "optimizer")} | {"loss_chunks": "kernels.loss_chunks"}
+    found = {name: ways.get(name, "there is no such setting") for name in paths}
+    return tuple(unable(paths[name], message=way) if isinstance(way, str) else way for name, way in found.items())
+
+
+def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _: True) -> Setting:
+    """``offload.activations`` under ``name``, which moves the inputs of recomputed layers: the same where all are."""
+    path = "offload.activations"
+
+    def write(draft: Draft) -> None:
+        is_on, num_full = draft.candidate.offload.activations, sum(map(sum, draft.candidate.recompute.full))
+        if is_on and not applies(draft.settings):
+            draft.refuse(path, f"{name} needs FSDP")
+        elif is_on and num_full < draft.workload.num_layers:
+            draft.refuse(path, f"{name} moves only what layers recomputed in full keep: recompute all of them")
+        elif is_on:
+            draft.settings[name] = True
+
+    return custom((path,), (name,), write, lambda settings: {path: bool(settings.get(name, False))})
+
+
+REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
+"""Setting for when gradients are reduced, where a framework knows one way only, which is our default."""
+
+KERNELS_OF_SCRIPT = (
+    left_to_script("kernels.attention", "your script chooses it: torch.nn.attention.sdpa_kernel(...)"),
+    left_to_script("kernels.cudnn_tuning_range", "your script sets torch.backends.cudnn.benchmark in these steps"),
+    left_to_script("kernels.memory_format", "your script calls model.to(memory_format=torch.channels_last)"),
+)
+"""Kernel choices that are calls into torch."""

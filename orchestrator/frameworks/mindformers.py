@@ -1,0 +1,848 @@
+"""MindFormers: ``run_mindformer.py --config FILE.yaml``, started by ``msrun``; a Llama in graph mode.
+
+Exports are the YAML. Names, defaults and rules are those of the sources of 1.3 to 2.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from orchestrator.frameworks import arguments
+from orchestrator.frameworks.arguments import Argument, Words, either_dash, read_text
+from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
+from orchestrator.frameworks.gaps import (
+    all_of,
+    betas,
+    memory_savers,
+    num_microbatches,
+    own_collectives,
+    refuse_fp8,
+    sharded_from,
+    weight_decay_but_norms,
+    without_pipeline,
+)
+from orchestrator.frameworks.spelling import (
+    Draft,
+    Found,
+    Recipe,
+    Setting,
+    Settings,
+    comments,
+    custom,
+    lacking,
+    number,
+    option,
+    row,
+    settings_of,
+    switch,
+    tree,
+)
+from orchestrator.space.file_types import layers_of
+from trials.script.command import Expected, LogFormat
+from trials.spec import Counts, LlamaModel, LossScale, SelectiveRecompute
+
+SCRIPT, FILE = "run_mindformer.py", "mindformers.yaml"
+MODEL, LLAMA = "model.model_config", "workload.model.llama"
+DP, PP = "parallel_config.data_parallel", "parallel_config.pipeline_stage"
+TP, CP = "parallel_config.model_parallel", "parallel_config.context_parallel"
+SEQUENCE, EMBEDDING = "parallel_config.use_seq_parallel", "parallel_config.vocab_emb_dp"
+NUM_LAYERS = f"{MODEL}.num_layers"
+COPIES = "micro_batch_interleave_num"
+BATCH, ACCUMULATED = "runner_config.batch_size", "runner_config.gradient_accumulation_steps"
+MICRO_BATCHES = "parallel_config.micro_batch_num"
+_OPTIMIZER = "parallel.parallel_optimizer_config"
+SHARDS, LEVEL = "parallel.enable_parallel_optimizer", f"{_OPTIMIZER}.optimizer_level"
+SHARD_SIZE, SHARDS_SUMS = f"{_OPTIMIZER}.optimizer_weight_shard_size", f"{_OPTIMIZER}.gradient_accumulation_shard"
+INTERLEAVE, SCHEDULER = "parallel.pipeline_config.pipeline_interleave", "parallel.pipeline_config.pipeline_scheduler"
+CHUNKS, OFFSET = f"{MODEL}.pp_interleave_num", f"{MODEL}.offset"
+CP_METHOD = "parallel_config.context_parallel_algo"
+CP_METHODS = {"all_gather": "colossalai_cp", "ulysses": "ulysses_cp"}
+SCHEDULERS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "1f1b", "zbv": "zero_bubble_v"}
+FULL, SELECT = "recompute_config.recompute", "recompute_config.select_recompute"
+COMMUNICATION = "recompute_config.select_comm_recompute"
+COMPUTE, RESIDUAL, WEIGHTS = f"{MODEL}.compute_dtype", f"{MODEL}.residual_dtype", f"{MODEL}.param_init_type"
+PARTS = tuple(f"{MODEL}.{part}" for part in ("layernorm_compute_type", "softmax_compute_type", "rotary_dtype"))
+SCALE = "runner_wrapper.scale_sense"
+WORKERS, PREFETCH = "train_dataset.num_parallel_workers", "train_dataset.prefetch_size"
+FULL_BATCH, STRATEGY = "parallel.full_batch", "parallel.dataset_strategy"
+FLASH = f"{MODEL}.use_flash_attention"
+DEFAULTS = {
+    **dict.fromkeys((DP, TP, PP, CP, CHUNKS, COPIES, BATCH, ACCUMULATED, MICRO_BATCHES, "seed"), 1),
+    **dict.fromkeys((FULL, SELECT, COMMUNICATION), False),
+    CP_METHOD: "colossalai_cp",
+    SCHEDULER: "1f1b",
+    LEVEL: "level1",
+    SHARD_SIZE: -1,
+    COMPUTE: "float16",
+    SCALE: 1.0,
+    FULL_BATCH: True,
+}
+DIMENSIONS = {
+    "num_layers": ("num_layers", "num_hidden_layers"),
+    "hidden_size": ("hidden_size",),
+    "ffn_hidden_size": ("intermediate_size", "ffn_hidden_size"),
+    "num_heads": ("num_heads", "num_attention_heads"),
+    "num_kv_heads": ("n_kv_heads", "num_key_value_heads"),
+    "vocab_size": ("vocab_size",),
+    "rope_theta": ("theta", "rope_theta"),
+    "norm_eps": ("rms_norm_eps", "layernorm_epsilon"),
+    "seq_length": ("seq_length",),
+}
+"""Keys of the model's section, of releases before 1.6 and since; exports have the former."""
+
+
+# The model and the data.
+
+_WHOLE = ("recompute_config.select_recompute", "recompute_config.select_comm_recompute", "runner_wrapper.scale_sense")
+"""Settings whose values are mappings."""
+_FRAME = {
+    "use_legacy": True,
+    "run_mode": "train",
+    "use_parallel": True,
+    "trainer.type": "CausalLanguageModelingTrainer",
+    "trainer.model_name": "llama",
+    "context.mode": 0,
+    "parallel.parallel_mode": 1,
+    "parallel.gradients_mean": True,
+    "runner_wrapper.type": "MFTrainOneStepCell",
+    "runner_wrapper.use_clip_grad": False,
+    "optimizer.type": "AdamW",
+    "lr_schedule.type": "ConstantWarmUpLR",
+    "lr_schedule.warmup_ratio": 0.0,
+    "lr_schedule.total_steps": -1,
+    "train_dataset.data_loader.type": "MindDataset",
+    "train_dataset.data_loader.dataset_dir": "path/to/your.mindrecord",
+    "train_dataset.data_loader.shuffle": True,
+    "train_dataset.input_columns": ["input_ids"],
+    "train_dataset.drop_remainder": True,
+    "train_dataset_task.type": "CausalLanguageModelDataset",
+}
+"""Settings for the runner's way to train: semi-automatic parallel graph mode, constant learning rate, no clipping."""
+_ARCHITECTURE = {
+    "model.arch.type": "LlamaForCausalLM",
+    f"{MODEL}.type": "LlamaConfig",
+    f"{MODEL}.init_method_std": 0.02,
+    f"{MODEL}.tie_word_embeddings": False,
+}
+
+
+def _write_kind(draft: Draft) -> None:
+    draft.settings |= _FRAME
+    if isinstance(draft.workload.model, LlamaModel):
+        draft.settings |= _ARCHITECTURE
+    else:
+        draft.refuse("workload.model", f"this recipe is for Llama, not models of kind {draft.workload.model.kind}")
+
+
+def _read_kind(found: Found) -> dict[str, Any]:
+    found.num_layers = found.get(NUM_LAYERS)
+    return {"workload.model.kind": "llama"} if "model.arch.type" in found else {}
+
+
+def _write_data(draft: Draft) -> None:
+    draft.warn("workload.data", "convert your tokens to MindRecord (seq_length + 1 per sample) and set dataset_dir")
+
+
+# The layout and the batch.
+
+
+def _write_data_parallel(draft: Draft) -> None:
+    layout, before = draft.candidate.layout, draft.given(DP) or 1
+    draft.settings[DP] = layout.dp
+    if draft.is_export or (draft.changed("layout.zero_stage") and layout.dp > 1):
+        draft.settings[SHARDS] = layout.zero_stage > 0
+        if layout.zero_stage:
+            draft.settings[LEVEL] = f"level{layout.zero_stage}"
+    if layout.zero_stage and (draft.is_export or draft.given(SHARD_SIZE) is not None or layout.dp_replicate > 1):
+        draft.settings[SHARD_SIZE] = layout.dp_shard * layout.cp
+    if layout.zero_stage >= 2 and draft.is_export:
+        draft.settings[SHARDS_SUMS] = layout.gradient_reduction == "each"
+    rows = draft.given(STRATEGY)
+    if layout.dp != before and isinstance(rows, list):
+        draft.settings[STRATEGY] = [_split(one, before, layout.dp) for one in rows]
+
+
+def _split(one: Any, before: int, now: int) -> Any:
+    """How one input of the data set is split: along the batch over the data-parallel ranks."""
+    return [now, *one[1:]] if isinstance(one, list) and one and one[0] == before else one
+
+
+def _read_data_parallel(found: Found) -> dict[str, Any]:
+    dp, cp = found.whole("layout.dp", DP), found.whole("layout.cp", CP)
+    if dp is None or cp is None:
+        return {}
+    stage = int(str(found[LEVEL]).removeprefix("level")) if found.is_on(SHARDS) else 0
+    size = found.whole("layout.dp_shard", SHARD_SIZE) or -1
+    shards = 1 if stage == 0 else dp if size <= 0 else max(1, size // cp)
+    if dp % shards:
+        found.unread("layout.dp_shard", f"{SHARD_SIZE}: {size} with {dp} data-parallel ranks")
+        return {}
+    values = {"layout.dp_replicate": dp // shards, "layout.dp_shard": shards, "layout.zero_stage": stage}
+    if not found.is_export:
+        return values
+    return {**values, "layout.gradient_reduction": "each" if stage < 2 or found[SHARDS_SUMS] else "last"}
+
+
+def _write_embedding(draft: Draft) -> None:
+    """Write the embedding split over the vocabulary, like the runner's, wherever there is tensor parallelism."""
+    draft.settings[EMBEDDING] = draft.candidate.layout.tp == 1
+
+
+def _write_cp_method(draft: Draft) -> None:
+    layout = draft.candidate.layout
+    if layout.cp == 1:
+        return
+    draft.settings[CP_METHOD] = CP_METHODS.get(layout.cp_method, CP_METHODS["all_gather"])
+    if layout.cp_method not in CP_METHODS:
+        draft.refuse("layout.cp_method", f"there is no {layout.cp_method}; this file says all_gather")
+
+
+def _read_cp_method(found: Found) -> dict[str, Any]:
+    ours = {theirs: name for name, theirs in CP_METHODS.items()}
+    if found.get(CP_METHOD) not in ours and found.whole("layout.cp", CP) != 1:
+        found.unread("layout.cp_method", f"{CP_METHOD}: {found.get(CP_METHOD)}")
+    return {"layout.cp_method": ours.get(str(found.get(CP_METHOD)))}
+
+
+def _write_pipeline(draft: Draft) -> None:
+    layout = draft.candidate.layout
+    chunks, number_of_batches = layout.num_virtual_stages, num_microbatches(draft)
+    if layout.pp > 1:
+        share = draft.workload.num_layers // (layout.pp * chunks)
+        rows = [[count - share for count in each] for each in layout.stage_layers]
+        offset = rows[0] if len(rows) == 1 else rows
+    if not draft.is_export:
+        draft.settings[PP] = layout.pp
+        if layout.pp == 1:
+            draft.drop(CHUNKS, OFFSET, INTERLEAVE, SCHEDULER)
+            return
+        draft.settings[OFFSET] = offset if any(map(any, rows)) else 0
+        if chunks > 1 or draft.given(CHUNKS) is not None:
+            draft.settings |= {CHUNKS: chunks, INTERLEAVE: chunks > 1}
+        draft.settings[SCHEDULER] = SCHEDULERS[layout.schedule]
+    elif layout.pp > 1:
+        draft.settings |= {INTERLEAVE: chunks > 1, SCHEDULER: SCHEDULERS[layout.schedule]}
+        draft.settings |= {CHUNKS: chunks, OFFSET: offset}
+        if _has_gap(layout.stage_layers):
+            draft.refuse("layout.stage_layers", _GAP)
+        if number_of_batches < layout.pp:
+            draft.refuse("layout.pp", f"MindFormers needs a micro-batch per stage: {number_of_batches}")
+
+
+_GAP = "only the first and the last stage may be without layers"
+
+
+def _has_gap(stage_layers: Counts) -> bool:
+    return 0 in [count for each in stage_layers for count in each][1:-1]
+
+
+def _read_pipeline(found: Found) -> dict[str, Any]:
+    pp, layers = found.whole("layout.pp", PP), found.num_layers
+    if pp == 1:
+        found.held = ((layers or 1,),)
+        return without_pipeline()
+    chunks, theirs = found.whole("layout.num_virtual_stages", CHUNKS), found.get(SCHEDULER)
+    values: dict[str, Any] = {"layout.pp": pp, "layout.num_virtual_stages": chunks}
+    ours = {"zero_bubble_v": "zbv", "gpipe": "gpipe", "1f1b": "interleaved" if chunks and chunks > 1 else "1f1b"}
+    values["layout.schedule"] = ours.get(str(theirs))
+    if theirs not in ours:
+        found.unread("layout.schedule", f"{SCHEDULER}: {theirs}")
+    if not (pp and chunks and layers):
+        return values
+    found.held = _held(found.get(OFFSET, 0), layers, pp, chunks)
+    if found.held is None:
+        found.unread("layout.stage_layers", f"{OFFSET}: {found.get(OFFSET)} for {layers} layers, pp {pp}")
+    return {**values, "layout.stage_layers": found.held}
+
+
+def _held(offset: Any, layers: int, pp: int, chunks: int) -> Counts | None:
+    """Layers of every chunk and stage: the whole share and what ``offset`` adds to it."""
+    share = layers // (pp * chunks)
+    rows = [[0] * pp] * chunks if offset in (0, None, []) else offset
+    rows = rows if isinstance(rows, list) and isinstance(rows[0], list) else [rows]
+    if any(not isinstance(row, list) or len(row) != pp for row in rows):
+        return None
+    held = tuple(tuple(share + number for number in row) for row in rows)
+    return held if sum(map(sum, held)) == layers and len(held) == chunks else None
+
+
+def _write_micro_batch(draft: Draft) -> None:
+    copies = draft.candidate.layout.num_copies
+    if draft.changed("layout.num_copies"):
+        draft.settings[COPIES] = copies
+    draft.settings[BATCH] = draft.candidate.micro_batch_size // copies
+
+
+def _read_micro_batch(found: Found) -> dict[str, Any]:
+    copies, size = found.whole("layout.num_copies", COPIES), found.whole("micro_batch_size", BATCH)
+    return {"layout.num_copies": copies, "micro_batch_size": size * copies} if size and copies else {}
+
+
+def _write_batch(draft: Draft) -> None:
+    draft.settings[MICRO_BATCHES if draft.candidate.layout.pp > 1 else ACCUMULATED] = num_microbatches(draft)
+
+
+def _read_batch(found: Found) -> dict[str, Any]:
+    size, key = (
+        found.fields.get("micro_batch_size"),
+        MICRO_BATCHES if found.fields.get("layout.pp", 1) > 1 else ACCUMULATED,
+    )
+    batches = found.whole("micro_batch_size", key)
+    if not (size and batches):
+        return {}
+    found.num_microbatches = batches
+    replicas, shards = (found.fields.get(f"layout.{name}") for name in ("dp_replicate", "dp_shard"))
+    return {"workload.global_batch_size": size * batches * replicas * shards} if replicas and shards else {}
+
+
+# Recompute.
+
+GATHERS = r".*\.norm"
+"""Operators before which MindFormers gathers sequence shards."""
+PATTERNS = {
+    "attention": "attention",
+    "attention_norm": "attention_norm",
+    r"attention_norm\.rms_norm": r"attention_norm\.norm",
+    r"attention\.scaled_dot_product_attention": r"attention\.flash_attention",
+    "feed_forward": "feed_forward",
+    r"feed_forward\.mul": r"feed_forward\.mul",
+    r"feed_forward\.silu": r"feed_forward\.w1\.activation\.silu",
+    "feed_forward_norm": "ffn_norm",
+    r"feed_forward_norm\.rms_norm": r"ffn_norm\.norm",
+}
+"""Operators and modules of the runner's layers, and what MindFormers' Llama calls them."""
+
+
+def _write_recompute(draft: Draft) -> None:
+    recompute = draft.candidate.recompute
+    draft.settings |= {FULL: _rows(recompute.full), SELECT: False, COMMUNICATION: False}
+    said = {PATTERNS[part.pattern]: _rows(part.num_layers) for part in recompute.selective if part.pattern in PATTERNS}
+    unknown = [part.pattern for part in recompute.selective if part.pattern not in PATTERNS]
+    if said:
+        draft.settings[SELECT] = said
+    if unknown:
+        draft.refuse("recompute.selective", f"{', '.join(unknown)}: known are {', '.join(PATTERNS)}")
+    if recompute.communication:
+        draft.settings[COMMUNICATION] = {GATHERS: _rows(recompute.communication)}
+    if not draft.is_export and recompute.full == layers_of(draft.candidate.layout, draft.workload.num_layers):
+        draft.settings[FULL] = True  # as people write it
+
+
+def _rows(counts: Counts) -> Any:
+    return [list(row) for row in counts] if counts else False
+
+
+def _read_recompute(found: Found) -> dict[str, Any]:
+    held = found.held
+    if held is None:
+        found.unread("recompute", "layers of stages that are not known")
+        return {}
+    values: dict[str, Any] = {"recompute.full": _counts(found[FULL], held, found)}
+    if values["recompute.full"] is None:
+        found.unread("recompute.full", f"{FULL}: {found[FULL]}")
+    select, known = _patterns(found[SELECT], held, found), {theirs: ours for ours, theirs in PATTERNS.items()}
+    if select is not None and set(select) <= set(known):
+        parts = sorted((known[name], counts) for name, counts in select.items())
+        values["recompute.selective"] = tuple(SelectiveRecompute(pattern=p, num_layers=n) for p, n in parts)
+    for name in set(select or ()) - set(known):
+        found.unread("recompute.selective", f"{SELECT}: {name}")
+    gathers = _patterns(found[COMMUNICATION], held, found)
+    if gathers is not None and set(gathers) <= {GATHERS}:
+        values["recompute.communication"] = gathers.get(GATHERS, ())
+    elif gathers is not None:
+        found.unread("recompute.communication", f"{COMMUNICATION}: {', '.join(gathers)}")
+    return values
+
+
+def _counts(said: Any, held: Counts, found: Found) -> Counts | None:
+    """Layers per chunk and stage of true, false, numbers per stage, or lists of them per chunk; a command may
+    name more layers than there are."""
+    if isinstance(said, bool):
+        return all_of(held) if said else ()
+    if not isinstance(said, list) or not said:
+        return None
+    rows = said if isinstance(said[0], list) else [said]
+    shape = [len(row) for row in held]
+    if [len(row) if isinstance(row, list) else -1 for row in rows] != shape:
+        return None
+    if found.is_export:
+        return tuple(map(tuple, rows))
+    counts = tuple(
+        tuple(min(most if count is True else int(count), most) for count, most in zip(each, stages, strict=True))
+        for each, stages in zip(rows, held, strict=True)
+    )
+    return counts if any(map(any, counts)) else ()
+
+
+def _patterns(said: Any, held: Counts, found: Found) -> dict[str, Counts] | None:
+    """Numbers of layers by pattern; of a plain list of patterns, all layers."""
+    if said in (False, None, {}, []):
+        return {}
+    pairs = dict.fromkeys(said, True) if isinstance(said, list) else said
+    if not isinstance(pairs, dict):
+        found.unread("recompute.selective", f"recompute: {said}")
+        return None
+    made = {str(name): _counts(value, held, found) for name, value in pairs.items()}
+    if any(counts is None for counts in made.values()):
+        found.unread("recompute.selective", f"recompute: {said}")
+        return None
+    return {name: counts for name, counts in made.items() if counts}
+
+
+# Number formats, data loading, kernels.
+
+_BY_MODULE = "formats are set for kinds of modules, not by lists of operators"
+_DTYPES = {"float16": "float16", "fp16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32"}
+
+
+def _write_precision(draft: Draft) -> None:
+    """Write number formats: weights stay fp32, as masters do; O1 keeps norms, softmax and residuals in fp32, too."""
+    precision = draft.candidate.precision
+    if draft.is_export:
+        refuse_fp8(draft)
+    parts = precision.dtype if precision.level == "O2" else "float32"
+    draft.settings[COMPUTE] = precision.dtype
+    if draft.is_export:
+        draft.settings[WEIGHTS] = "float32"
+    draft.settings[RESIDUAL] = parts
+    if draft.is_export:
+        draft.settings |= dict.fromkeys(PARTS, parts)
+    draft.settings[SCALE] = 1.0
+    if precision.level == "O1" and draft.is_export:
+        draft.warn("precision.level", _BY_MODULE)
+    if precision.loss_scale is not None:
+        _write_loss_scale(draft, precision.loss_scale)
+
+
+def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
+    if not scale.dynamic:
+        draft.settings[SCALE] = scale.initial
+        return
+    draft.settings |= {
+        SCALE: {
+            "type": "DynamicLossScaleUpdateCell",
+            "loss_scale_value": scale.initial,
+            "scale_factor": int(scale.growth_factor),
+            "scale_window": scale.growth_interval,
+        }
+    }
+    if not draft.is_export:
+        return
+    if scale.growth_factor != int(scale.growth_factor):
+        draft.refuse("precision.loss_scale.growth_factor", "whole numbers only")
+    if scale.backoff_factor * scale.growth_factor != 1.0:
+        draft.refuse("precision.loss_scale.backoff_factor", "always the inverse of growth_factor")
+    if scale.backoff_interval != 1:
+        draft.warn("precision.loss_scale.backoff_interval", "the scale shrinks after every overflow")
+
+
+def _read_precision(found: Found) -> dict[str, Any]:
+    dtype = _DTYPES.get(str(found[COMPUTE]))
+    if dtype is None:
+        found.unread("precision.dtype", f"{COMPUTE}: {found[COMPUTE]}")
+        return {}
+    residual = _DTYPES.get(str(found.get(RESIDUAL, dtype)))
+    level = "O0" if dtype == "float32" else "O2" if residual == dtype else "O1"
+    values: dict[str, Any] = {"precision.dtype": dtype, "precision.level": level}
+    if dtype == "float16":
+        try:
+            scale = dataclasses.asdict(_loss_scale(found[SCALE]))
+        except (KeyError, TypeError, ValueError):
+            found.unread("precision.loss_scale", f"{SCALE}: {found[SCALE]}")
+        else:
+            values |= {f"precision.loss_scale.{name}": value for name, value in scale.items()}
+    return values
+
+
+def _loss_scale(theirs: Any) -> LossScale:
+    if not isinstance(theirs, dict):
+        return LossScale(dynamic=False, initial=float(theirs))
+    return LossScale(
+        initial=float(theirs["loss_scale_value"]),
+        growth_factor=float(theirs["scale_factor"]),
+        backoff_factor=1.0 / theirs["scale_factor"],
+        growth_interval=theirs["scale_window"],
+        backoff_interval=1,
+    )
+
+
+def _write_loader(draft: Draft) -> None:
+    loader, settings = draft.candidate.loader, draft.settings
+    if not draft.is_export:
+        if draft.changed("loader.num_workers"):
+            settings[WORKERS] = loader.num_workers
+        if loader.num_workers and draft.changed("loader.prefetch_factor"):
+            settings[PREFETCH] = loader.prefetch_factor
+        if not loader.num_workers:
+            draft.refuse("loader.num_workers", "MindSpore always reads beside the training process")
+    elif loader.tuning is None:
+        settings |= {WORKERS: max(1, loader.num_workers), PREFETCH: max(1, loader.prefetch_factor)}
+        if loader.num_workers == 0:
+            draft.warn("loader.num_workers", "MindSpore always reads beside the training process")
+            draft.warn("loader.prefetch_factor", "MindSpore always reads ahead")
+
+
+def _read_loader(found: Found) -> dict[str, Any]:
+    workers = found.whole("loader.num_workers", WORKERS)
+    values: dict[str, Any] = {"loader.num_workers": workers}
+    if workers:
+        values["loader.prefetch_factor"] = found.whole("loader.prefetch_factor", PREFETCH)
+    if workers and not found.is_export:
+        values["loader.persistent_workers"] = True
+    return {path: value for path, value in values.items() if value is not None}
+
+
+def _write_full_batch(draft: Draft) -> None:
+    full = draft.candidate.loader.full_batch
+    draft.settings |= {FULL_BATCH: full, STRATEGY: "full_batch" if full else [[draft.settings[DP], 1]]}
+
+
+def _write_attention(draft: Draft) -> None:
+    wanted = draft.candidate.kernels.attention
+    flash = wanted != "math" or (draft.is_export and draft.candidate.layout.cp > 1)
+    draft.settings[FLASH] = flash
+    if draft.is_export and wanted != ("flash" if flash else "math"):
+        draft.warn("kernels.attention", "flash attention; context parallelism takes no other")
+    elif wanted not in ("flash", "math"):
+        draft.refuse("kernels.attention", "flash and math only")
+
+
+def _read_attention(found: Found) -> dict[str, Any]:
+    return {"kernels.attention": "flash" if found.is_on(FLASH) else "math"} if FLASH in found else {}
+
+
+ROWS: tuple[Setting, ...] = (
+    custom(
+        ("workload.model.kind", "workload.model.resnet", "workload.model.linear"),
+        (*_FRAME, *_ARCHITECTURE),
+        _write_kind,
+        _read_kind,
+    ),
+    *(option(f"{LLAMA}.{ours}", f"{MODEL}.{names[0]}") for ours, names in DIMENSIONS.items() if ours != "seq_length"),
+    option("workload.seq_length", f"{MODEL}.seq_length"),
+    option("workload.optimizer.lr", "lr_schedule.learning_rate"),
+    betas("optimizer.betas"),
+    option("workload.optimizer.eps", "optimizer.eps"),
+    weight_decay_but_norms("optimizer.weight_decay"),
+    number("workload.seed", "seed"),
+    custom(("workload.data",), (), _write_data),
+    number("layout.tp", TP),
+    option("layout.pp", PP),
+    number("layout.cp", CP),
+    row(
+        ("layout.dp_replicate", "layout.dp_shard", "layout.zero_stage", "layout.gradient_reduction"),
+        (DP, SHARDS, LEVEL, SHARD_SIZE, SHARDS_SUMS),
+        _write_data_parallel,
+        _read_data_parallel,
+    ),
+    lacking("layout.replicate_with", "MindSpore replicates with its own fused all-reduce, as ddp does"),
+    sharded_from(
+        1,
+        refused="embedding and head are sharded by the parallel optimiser only",
+        warned="the parallel optimiser shards embedding and head like other weights",
+    ),
+    switch("layout.sequence_parallel", SEQUENCE, matters=lambda candidate: candidate.layout.tp > 1),
+    own_collectives("MindSpore's compiler places the collectives", lambda found: int(found[TP])),
+    custom((), (EMBEDDING,), _write_embedding),
+    row(
+        "layout.cp_method",
+        CP_METHOD,
+        _write_cp_method,
+        _read_cp_method,
+        matters=lambda candidate: candidate.layout.cp > 1,
+    ),
+    row(
+        ("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
+        (PP, INTERLEAVE, SCHEDULER, CHUNKS, OFFSET),
+        _write_pipeline,
+        _read_pipeline,
+    ),
+    row(("layout.num_copies", "micro_batch_size"), (COPIES, BATCH), _write_micro_batch, _read_micro_batch),
+    row("workload.global_batch_size", (MICRO_BATCHES, ACCUMULATED), _write_batch, _read_batch),
+    row(
+        ("recompute.full", "recompute.selective", "recompute.communication"),
+        (FULL, SELECT, COMMUNICATION),
+        _write_recompute,
+        _read_recompute,
+    ),
+    row(
+        ("precision.level", "precision.dtype", "precision.loss_scale"),
+        (COMPUTE, WEIGHTS, RESIDUAL, *PARTS, SCALE),
+        _write_precision,
+        _read_precision,
+    ),
+    lacking("precision.white", _BY_MODULE, severity="error", in_overlays=True),
+    lacking("precision.black", _BY_MODULE, severity="error", in_overlays=True),
+    row(("loader.num_workers", "loader.prefetch_factor"), (WORKERS, PREFETCH), _write_loader, _read_loader),
+    lacking("loader.persistent_workers", "the data pipeline stays from one epoch to the next", means=True),
+    lacking("loader.tuning", f"nothing is found beforehand; set {WORKERS} and {PREFETCH} to what was found"),
+    custom(
+        ("loader.full_batch",),
+        (FULL_BATCH, STRATEGY),
+        _write_full_batch,
+        lambda found: {"loader.full_batch": found.is_on(FULL_BATCH)},
+        overlay="read",
+    ),
+    lacking("loader.pin_memory", "MindSpore manages the host memory of its data pipeline"),
+    row("kernels.attention", FLASH, _write_attention, _read_attention),
+    lacking("kernels.compile", "MindSpore always compiles the whole model", means="model"),
+    lacking("kernels.backend", "MindSpore has its own compiler"),
+    lacking("kernels.compile_mode", "MindSpore has its own compiler; its levels are context.jit_config.jit_level"),
+    lacking("kernels.matmul_precision", "what is allowed inside fp32 multiplications is left to the device's default"),
+    lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
+    lacking("kernels.memory_format", "there are no convolutions"),
+    *memory_savers(),
+)
+
+
+# Exports.
+
+
+def _render(draft: Draft) -> dict[str, str]:
+    content = tree({f"{FILE}:{name}": value for name, value in draft.settings.items()}, FILE)
+    text = yaml.safe_dump(content, sort_keys=False, width=120)
+    return {FILE: "\n".join([*comments(draft.notes), text])}
+
+
+def _load(files: Mapping[str, str]) -> Settings:
+    content = yaml.safe_load(files[FILE])
+    found: dict[str, Any] = {}
+    for name in _WHOLE:
+        section, _, key = name.partition(".")
+        found[name] = content[section].pop(key)
+    return found | {name.partition(":")[2]: value for name, value in settings_of(FILE, content).items()}
+
+
+def _command(draft: Draft) -> str:
+    size = draft.candidate.layout.world_size
+    return f'bash scripts/msrun_launcher.sh "run_mindformer.py --config {FILE} --use_parallel True" {size}'
+
+
+RECIPE = Recipe(
+    name="mindformers",
+    title="MindFormers",
+    settings=ROWS,
+    render=_render,
+    load=_load,
+    command=_command,
+    defaults=DEFAULTS,
+)
+
+
+# Commands.
+
+_CONFIG, _BATCH_SIZE = Argument(name="--config"), either_dash("--batch_size")
+_TASK = "train_dataset_task.dataset_config."
+"""Where the section of the data set often stands a second time, by an alias."""
+_WORKER_NUM, _LOCAL_WORKER_NUM = either_dash("--worker_num"), either_dash("--local_worker_num")
+
+
+def _document(edit: Edit) -> EditedFile:
+    """The YAML of a command in the making; an empty one where there is none."""
+    name = _file_name(edit.argv)
+    if name is None or name not in edit.files:
+        return EditedFile(edit, "")
+    edit.names[name] = f"{name}.yaml"
+    return EditedFile(edit, name)
+
+
+def _file_name(argv: Words) -> str | None:
+    """Placeholder of the YAML among the arguments."""
+    word = read_text(argv, _CONFIG)
+    return word[1:-1] if word and word.startswith("{") and word.endswith("}") else None
+
+
+class MindFormersSettings:
+    """Settings by dotted key: of the YAML, and the batch size, which may be an argument."""
+
+    def __init__(self, edit: Edit) -> None:
+        self._edit = edit
+        self._config = _document(edit)
+
+    def get(self, name: str, /, default: Any = None) -> Any:
+        given = read_text(self._edit.argv, _BATCH_SIZE) if name == BATCH else None
+        return given or self._config.get(name, default)
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if name == BATCH and arguments.is_given(self._edit.argv, _BATCH_SIZE):
+                self._edit.argv = arguments.write(self._edit.argv, _BATCH_SIZE, str(value))
+                continue
+            self._config.put({name: value})
+            again = name.replace("train_dataset.", _TASK)
+            if again != name and self._config.has(again):
+                self._config.put({again: value})
+
+    def drop(self, *names: str) -> None:
+        self._config.drop(*names)
+
+
+def _name_of(config: EditedFile, key: str) -> str:
+    """Dotted key of a dimension as the file calls it."""
+    found = [name for name in DIMENSIONS[key] if config.get(f"{MODEL}.{name}") is not None]
+    return f"{MODEL}.{(found or DIMENSIONS[key])[0]}"
+
+
+def _model(edit: Edit, found: Found) -> LlamaModel | None:
+    """The decoder, where the model's section gives all its dimensions."""
+    config = _document(edit)
+    if not config.exists:
+        found.refuse("workload", f"no YAML found: write {SCRIPT} --config FILE, each word by itself")
+        return None
+    found.num_layers = found.whole("workload", _name_of(config, "num_layers"))
+    found.say({"workload.seq_length": found.whole("workload", _name_of(config, "seq_length"))})
+    keys = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size")
+    numbers = {key: found.whole("workload.model", _name_of(config, key)) for key in keys}
+    missing = [key for key, number in numbers.items() if number is None]
+    heads, size = numbers["num_heads"], config.get(f"{MODEL}.head_dim")
+    if missing or heads is None:
+        found.warn("workload.model", f"not in {MODEL}: {', '.join(missing)}; without it nothing is predicted")
+        return None
+    if config.has("moe_config.expert_num") and config.get("moe_config.expert_num", 1) > 1:
+        found.warn("workload.model", "moe_config: no plain decoder; nothing is predicted")
+        return None
+    if size is not None and size * heads != numbers["hidden_size"]:
+        found.warn("workload.model", f"head_dim {size}: attention is wider than the model; predictions leave that out")
+    return LlamaModel(
+        **{key: int(number or 0) for key, number in numbers.items()},
+        num_kv_heads=found.whole("workload.model", _name_of(config, "num_kv_heads")) or heads,
+        rope_theta=float(config.get(_name_of(config, "rope_theta")) or 10000.0),
+        norm_eps=float(config.get(_name_of(config, "norm_eps")) or 1e-6),
+    )
+
+
+def _check(edit: Edit, request: OverlayRequest) -> None:
+    config = _document(edit)
+    if config.exists:
+        _check_dimensions(edit, config, request)
+    _write_world_size(edit, request)
+
+
+def _check_dimensions(edit: Edit, config: EditedFile, request: OverlayRequest) -> None:
+    candidate, layout, shape = request.candidate, request.candidate.layout, request.reading.shape
+    if layout.pp > 1 and request.num_microbatches < layout.pp:
+        edit.refuse("layout.pp", f"{request.num_microbatches} micro-batches: MindFormers needs one per stage")
+    if candidate.micro_batch_size % layout.num_copies:
+        edit.refuse("layout.num_copies", "the micro-batch does not divide into copies")
+    if _has_gap(layout.stage_layers):
+        edit.refuse("layout.stage_layers", _GAP)
+    if shape is None:
+        return
+    for what, count in (("heads", shape.num_heads), ("the feed-forward part's width", shape.ffn_hidden_size)):
+        if count % layout.tp:
+            edit.refuse("layout.tp", f"{what} {count} is no multiple of model_parallel {layout.tp}")
+    if shape.num_kv_heads % layout.tp and layout.tp % shape.num_kv_heads:
+        edit.refuse("layout.tp", f"{_name_of(config, 'num_kv_heads')} {shape.num_kv_heads} over {layout.tp}")
+    if shape.vocab_size % layout.tp and str(config.get(EMBEDDING, True)).lower() != "true":
+        edit.refuse("layout.tp", f"vocab_size {shape.vocab_size} is no multiple of model_parallel {layout.tp}")
+
+
+def _write_world_size(edit: Edit, request: OverlayRequest) -> None:
+    """Write msrun's number of workers; on one node that is also the number there."""
+    total = arguments.read_text(edit.argv, _WORKER_NUM)
+    local = arguments.read_text(edit.argv, _LOCAL_WORKER_NUM)
+    if total is None or "{" in total or total == str(request.world_size):
+        return
+    edit.argv = arguments.write(edit.argv, _WORKER_NUM, str(request.world_size))
+    if local == total:
+        edit.argv = arguments.write(edit.argv, _LOCAL_WORKER_NUM, str(request.world_size))
+
+
+TABLE = FrameworkTable(rows=ROWS, command=MindFormersSettings, defaults=DEFAULTS, model=_model, check=_check)
+
+
+# Trials.
+
+_MSRUN = "mindspore.parallel.cluster.run"
+"""The module that ``msrun`` is."""
+LOG_DIR, JOIN = either_dash("--log_dir"), Argument(name="--join")
+_OVERRIDES = tuple(
+    either_dash(name)
+    for name in ("--load_checkpoint", "--resume_training", "--auto_trans_ckpt", "--do_eval", "--profile", "--run_mode")
+)
+"""Arguments of ``run_mindformer.py`` that would speak louder than the YAML."""
+_OFF: dict[str, Any] = {
+    "load_checkpoint": "",
+    "resume_training": False,
+    "auto_trans_ckpt": False,
+    "only_save_strategy": False,
+    "do_eval": False,
+    "profile": False,
+    "init_start_profile": False,
+    "remote_save_url": None,
+    "save_file": None,
+}
+_OUTPUT = {"output_dir": "{out}/output", "parallel.strategy_ckpt_config.save_file": "{out}/strategy.ckpt"}
+_SILENT = ("tensorboard", "monitor_config")
+_LOSS_MONITOR = "MFLossMonitor"
+
+
+def recognises(run: Run) -> bool:
+    return any(PurePath(word).name == SCRIPT or SCRIPT in word.split() for word in run.argv)
+
+
+def find_files(argv: Words, cwd: str) -> Mapping[str, str]:
+    """The YAML behind ``--config``."""
+    word = arguments.read_text(argv, _CONFIG)
+    if not word or "{" in word or not recognises(Run(argv=argv, cwd=cwd)):
+        return {}
+    return {"config": str(Path(cwd, word))}
+
+
+def trial_mode(made: Overlay, last_step: int) -> Overlay:
+    """Without checkpoints, evaluation, profiles, trackers; ``runner_config.stop_step`` ends it, which leaves the
+    schedule of the learning rate. msrun's logs go to the attempt's folder."""
+    edit = Edit.of_overlay(made)
+    config = _document(edit)
+    for argument in _OVERRIDES:
+        edit.argv = arguments.remove(edit.argv, argument)
+    if any(PurePath(word).name == "msrun" or word == _MSRUN for word in edit.argv):
+        edit.argv = _msrun(edit.argv)
+    if not config.exists:
+        return edit.overlay()
+    changes = {key: value for key, value in _OFF.items() if config.has(key) and config.get(key) != value}
+    changes |= {key: value for key, value in _OUTPUT.items() if key == "output_dir" or config.has(key)}
+    changes |= {"runner_config.stop_step": last_step, "runner_config.sink_size": 1}
+    config.put({**changes, "callbacks": _callbacks(config.get("callbacks"))})
+    config.drop(*_SILENT)
+    return edit.overlay()
+
+
+def _msrun(argv: Words) -> Words:
+    """The arguments with msrun's own, which stand before the script."""
+    at = next(index for index, word in enumerate(argv) if SCRIPT in word or word.endswith(".py"))
+    head = arguments.write(argv[:at], LOG_DIR, "{out}/msrun_log")
+    return (*arguments.write(head, JOIN, "True"), *argv[at:])
+
+
+def _callbacks(said: Any) -> list[Any]:
+    """The user's callbacks without those that save or send, with the one that prints every step."""
+    kept = [one for one in said or [] if isinstance(one, dict) and not _saves(str(one.get("type", "")))]
+    monitors = [{**one, "per_print_times": 1} for one in kept if one.get("type") == _LOSS_MONITOR]
+    others = [one for one in kept if one.get("type") != _LOSS_MONITOR]
+    return [*(monitors or [{"type": _LOSS_MONITOR, "per_print_times": 1}]), *others]
+
+
+def _saves(name: str) -> bool:
+    return any(word in name for word in ("Checkpoint", "Obs", "Eval", "Profile", "Summary", "TrainingStateMonitor"))
+
+
+TRAINING = Training(
+    name="mindformers",
+    title="MindFormers",
+    package="mindformers",
+    releases=">=1.3,<2.2",
+    launcher="own",
+    log=LogFormat(name="mindformers", files=("{out}/msrun_log/worker_*.log",)),
+    recognises=recognises,
+    find_files=find_files,
+    read=TABLE.read,
+    overlay=TABLE.overlay,
+    trial_mode=trial_mode,
+    expected=lambda request: Expected(world_size=request.world_size),
+)

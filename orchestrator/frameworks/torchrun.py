@@ -1,0 +1,81 @@
+"""The recipe of our own runner under plain torchrun: the specification of one trial, in which nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.frameworks.spelling import WORKLOAD, Draft, Recipe, Setting, Settings, custom, flatten
+from trials.accelerator.kinds import FAMILIES
+from trials.codec import from_json, to_json
+from trials.spec import Candidate, TrialSpec, Workload
+
+SPEC, SCRIPT = "spec.json", "run.sh"
+_PARTS = ("layout", "micro_batch_size", "recompute", "precision", "loader", "kernels", "offload")
+
+_RUN = """\
+#!/bin/sh
+# Trains {short} on {world_size} ranks and writes what was measured to report.json, in this folder.
+# NNODES: hosts, each running this; RENDEZVOUS: HOST:PORT of one of them; DEVICE: {kinds}.
+set -eu
+cd "$(dirname "$0")"
+found=cpu
+{tools}
+: "${{NNODES:=1}}" "${{RENDEZVOUS:=localhost:0}}" "${{DEVICE:=$found}}"
+sed "s/\\"device\\": \\"[a-z]*\\"/\\"device\\": \\"$DEVICE\\"/" {spec} > run-$DEVICE.json
+exec torchrun --nnodes "$NNODES" --nproc-per-node $(({world_size} / NNODES)) \\
+  --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id {key} \\
+  -m trials.worker --spec run-$DEVICE.json --out report.json
+"""
+
+
+_TOOLS = tuple(
+    f"! command -v {family.query_tool} > /dev/null || found={family.kind}"
+    for family in reversed(list(FAMILIES.values()))
+    if family.query_tool
+)
+"""Lines that find the kind of device by the tools that are there; the last one that is there counts."""
+
+
+def _write(draft: Draft) -> None:
+    draft.settings["candidate"] = to_json(draft.candidate)
+    draft.settings["workload"] = to_json(draft.workload)
+
+
+def _read(settings: Settings) -> dict[str, Any]:
+    return flatten(from_json(Candidate, settings["candidate"]), from_json(Workload, settings["workload"]))
+
+
+SETTINGS: tuple[Setting, ...] = (
+    custom(_PARTS, ("candidate",), _write, _read),
+    custom((WORKLOAD,), ("workload",), lambda _: None),
+)
+
+
+def _render(draft: Draft) -> dict[str, str]:
+    trial = TrialSpec(workload=draft.workload, candidate=draft.candidate)
+    script = _RUN.format(
+        short=f"{draft.workload.model.kind}, configuration {draft.candidate.config_key[:12]},",
+        world_size=draft.candidate.layout.world_size,
+        key=draft.candidate.config_key[:12],
+        spec=SPEC,
+        kinds=", ".join(FAMILIES),
+        tools="\n".join(_TOOLS),
+    )
+    return {SPEC: json.dumps(to_json(trial), indent=2) + "\n", SCRIPT: script}
+
+
+def _load(files: Mapping[str, str]) -> dict[str, Any]:
+    trial: TrialSpec = from_json(TrialSpec, json.loads(files[SPEC]))
+    return {"candidate": to_json(trial.candidate), "workload": to_json(trial.workload)}
+
+
+RECIPE = Recipe(
+    name="torchrun",
+    title="torchrun of this runner",
+    settings=SETTINGS,
+    render=_render,
+    load=_load,
+    command=lambda _: f"sh {SCRIPT}",
+)

@@ -1,0 +1,296 @@
+"""torchtitan's configuration as Python text: the module that an export writes, and functions of a user's module, which
+are read without being run.
+
+Since torchtitan 0.3 a configuration is a Python function that returns a ``Trainer.Config``; the command line names the
+module and the function. Understood are calls of ``*.Config`` constructors with literals, functions of the same file
+that they start from, and assignments like ``config.training.steps = 10``; a value that is computed stays unknown.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from trials.files import read_regular
+
+FILE, FUNCTION = "tune_cluster_recipe.py", "train"
+ACTIVATION_CHECKPOINT = "activation_checkpoint"
+_FULL = "FullAC.Config"
+_CONSTRUCTORS = {
+    "model_spec": "llama",
+    "training": "TrainingConfig",
+    "parallelism": "ParallelismConfig",
+    "compile": "CompileConfig",
+    "optimizer": "default_adamw",
+    "lr_scheduler": "LRSchedulersContainer.Config",
+    "dataloader": "HuggingFaceTextDataLoader.Config",
+    "loss": "cross_entropy",
+    "debug": "DebugConfig",
+}
+"""Constructor of each part of a ``Trainer.Config``."""
+
+_HEAD = '''\
+"""Made by tune-cluster for torchtitan 0.3: {command}"""
+'''
+
+_BODY = '''
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
+from torchtitan.models.llama3 import Llama3Model, model_registry
+from torchtitan.models.llama3.model import Llama3TransformerBlock
+from torchtitan.trainer import Trainer
+
+
+def llama(*, dim, n_layers, n_heads, n_kv_heads, hidden_dim, vocab_size, max_seq_len, rope_theta, norm_eps):
+    """A Llama of this shape, trained as torchtitan trains its own."""
+    weight = {"weight": partial(nn.init.trunc_normal_, std=0.02)}
+    residual = {"weight": partial(nn.init.trunc_normal_, std=0.02 / (2 * n_layers) ** 0.5)}
+
+    def norm():
+        return RMSNorm.Config(normalized_shape=dim, eps=norm_eps, param_init={"weight": nn.init.ones_})
+
+    def layer():
+        rope = ComplexRoPE.Config(dim=dim // n_heads, max_seq_len=max_seq_len, theta=rope_theta, scaling="none")
+        return Llama3TransformerBlock.Config(
+            attention_norm=norm(),
+            ffn_norm=norm(),
+            attention=make_gqa_config(
+                dim=dim,
+                n_heads=n_heads,
+                n_kv_heads=n_kv_heads,
+                wqkv_param_init=weight,
+                wo_param_init=residual,
+                inner_attention=get_attention_config("flex"),
+                rope=rope,
+            ),
+            feed_forward=make_ffn_config(
+                dim=dim, hidden_dim=hidden_dim, w1_param_init=weight, w2w3_param_init=residual
+            ),
+        )
+
+    model = Llama3Model.Config(
+        dim=dim,
+        vocab_size=vocab_size,
+        tok_embeddings=Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=weight),
+        norm=norm(),
+        lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=weight),
+        layers=[layer() for _ in range(n_layers)],
+    )
+    return replace(model_registry("debugmodel"), flavor="tune-cluster", model=model)
+
+
+def cross_entropy(*, num_chunks, global_vocab_size):
+    """The loss of all logits, or of a part of the positions at a time."""
+    loss = CrossEntropyLoss.Config(global_vocab_size=global_vocab_size)
+    return loss if num_chunks == 1 else ChunkedLossWrapper.Config(num_chunks=num_chunks, loss_fn=loss)
+
+
+'''
+
+
+def module_text(settings: Mapping[str, Any], comments: Iterable[str], command: str) -> str:
+    """The module's text."""
+    parts = [
+        f"        {part}={_call(constructor, _of_part(settings, part))},\n"
+        for part, constructor in _CONSTRUCTORS.items()
+        if _of_part(settings, part)
+    ]
+    policy = f"{_FULL}()" if settings[ACTIVATION_CHECKPOINT] == "full" else "None"
+    parts.append(f"        {ACTIVATION_CHECKPOINT}={policy},\n")
+    head = _HEAD.format(command=command) + "".join(f"\n{line}" for line in comments)
+    body = f"def {FUNCTION}() -> Trainer.Config:\n    return Trainer.Config(\n{''.join(parts)}    )\n"
+    return f"{head}\n{_BODY}{body}".replace("\n\n\nfrom dataclasses", "\n\nfrom dataclasses")
+
+
+def module_settings(text: str) -> dict[str, Any]:
+    """The settings of a module that :func:`module_text` made, whatever values were changed in it since.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    try:
+        config = _config(ast.parse(text))
+        found: dict[str, Any] = {}
+        for keyword in config.keywords:
+            found |= _read_part(str(keyword.arg), keyword.value)
+    except (SyntaxError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{FILE} cannot be read: {error}", remedy="Export it again.") from None
+    return found
+
+
+def _call(constructor: str, values: Mapping[str, Any]) -> str:
+    lines = "".join(f"            {name}={value!r},\n" for name, value in values.items())
+    return f"{constructor}(\n{lines}        )"
+
+
+def _of_part(settings: Mapping[str, Any], part: str) -> dict[str, Any]:
+    return {name.partition(".")[2]: value for name, value in settings.items() if name.startswith(part + ".")}
+
+
+def _config(module: ast.Module) -> ast.Call:
+    """The expression that the configuration function returns."""
+    function = next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == FUNCTION)
+    returned = function.body[-1]
+    if not isinstance(returned, ast.Return) or not isinstance(returned.value, ast.Call):
+        raise TypeError(f"{FUNCTION}() does not return Trainer.Config(...)")
+    return returned.value
+
+
+def _read_part(part: str, value: ast.expr) -> dict[str, Any]:
+    if part == ACTIVATION_CHECKPOINT:
+        return {part: "full" if ast.unparse(value) == f"{_FULL}()" else "none"}
+    if not isinstance(value, ast.Call):
+        raise TypeError(f"{part} is no call")
+    return {f"{part}.{keyword.arg}": ast.literal_eval(keyword.value) for keyword in value.keywords}
+
+
+# Functions of a user's module.
+
+UNKNOWN = "unknown"
+"""A value that is computed, or set where it cannot be told whether."""
+ELSEWHERE = "*"
+"""Name in settings that start from a function of another file: what they do not set is unknown, not the default."""
+MODEL = "model_spec"
+_POLICIES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory-budget"}
+_MAX_BYTES = 1 << 20
+
+
+def find(module: str, cwd: str, python: str) -> str | None:
+    """Absolute path of the file with the functions of ``--module``: below ``cwd``, or where the program's Python has
+    torchtitan."""
+    short = "." not in module and Path(module).name == module
+    names = [f"{module}.config_registry", module]
+    if short:
+        names = [f"torchtitan.models.{module}.config_registry", *names]
+    for root in (Path(cwd), *_site_packages(cwd, python)):
+        for name in names:
+            path = root / (name.replace(".", "/") + ".py")
+            if path.is_file() and path.stat().st_size < _MAX_BYTES:
+                return str(path)
+    return None
+
+
+def _site_packages(cwd: str, python: str) -> list[Path]:
+    """Folders of packages of that interpreter, and of ours."""
+    found = shutil.which(python, path=None) if "/" not in python else str(Path(cwd, python))
+    folders = sorted(Path(found).parent.parent.glob("lib/python3*/site-packages")) if found else []
+    ours = importlib.util.find_spec("torchtitan")
+    return [*folders, *([Path(ours.origin).parent.parent] if ours and ours.origin else [])]
+
+
+def settings_of(text: str, function: str, base: str = "") -> Mapping[str, Any] | None:
+    """Value by dotted name of what a function of this text sets, which may start from functions of the text ``base``;
+    None where that cannot be told."""
+    try:
+        nodes = [*ast.parse(base).body, *ast.parse(text).body]
+    except SyntaxError:
+        return None
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    return _returned(functions, function, ())
+
+
+def base_of(path: str, cwd: str, python: str) -> str | None:
+    """Absolute path of the registry whose functions a file imports to start from; None where it imports none."""
+    try:
+        nodes = ast.parse(read_regular(Path(path))).body
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    modules = (node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module)
+    names = (module for module in modules if module.endswith(".config_registry"))
+    return next((found for name in names if (found := find(name, cwd, python))), None)
+
+
+def _returned(functions: Mapping[str, ast.FunctionDef], name: str, above: tuple[str, ...]) -> dict[str, Any] | None:
+    if name not in functions or name in above:
+        return None
+    variables: dict[str, Any] = {}
+    for statement in functions[name].body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=variable)], value=value):
+                variables[variable] = _value(value, functions, variables, (*above, name))
+            case ast.Assign(targets=[ast.Attribute() as target], value=value):
+                _assign(variables, ast.unparse(target), _value(value, functions, variables, (*above, name)))
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=parts)) if all(
+                isinstance(target, ast.Attribute) for target in targets
+            ):
+                for goal, part in zip(targets, parts, strict=False):
+                    _assign(variables, ast.unparse(goal), _value(part, functions, variables, (*above, name)))
+            case ast.Return(value=value) if value is not None:
+                found = _value(value, functions, variables, (*above, name))
+                return found if isinstance(found, dict) else None
+            case ast.Expr() | ast.Assert() | ast.Import() | ast.ImportFrom():
+                continue
+            case _:
+                _forget(statement, variables)
+    return None
+
+
+def _value(
+    node: ast.expr, functions: Mapping[str, ast.FunctionDef], variables: Mapping[str, Any], above: tuple[str, ...]
+) -> Any:
+    """A literal, the settings of a part by dotted name, or :data:`UNKNOWN`."""
+    if isinstance(node, ast.Name):
+        return variables.get(node.id, UNKNOWN)
+    if not isinstance(node, ast.Call):
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            return UNKNOWN
+    called = ast.unparse(node.func)
+    if called in functions and not node.args and not node.keywords:
+        return _returned(functions, called, above) or UNKNOWN
+    if isinstance(node.func, ast.Name) and not node.args and not node.keywords:
+        return {ELSEWHERE: UNKNOWN}
+    if called == "model_registry":
+        return ast.literal_eval(node.args[0]) if node.args and isinstance(node.args[0], ast.Constant) else UNKNOWN
+    owner = called.removesuffix(".Config")
+    if owner in _POLICIES:
+        return _POLICIES[owner]
+    if not called.endswith("Config"):
+        return UNKNOWN
+    made: dict[str, Any] = {}
+    for keyword in node.keywords:
+        _assign_part(made, str(keyword.arg), _value(keyword.value, functions, variables, above))
+    return made
+
+
+def _assign(variables: dict[str, Any], target: str, value: Any) -> None:
+    owner, _, path = target.partition(".")
+    if isinstance(variables.get(owner), dict):
+        _assign_part(variables[owner], path, value)
+
+
+def _assign_part(made: dict[str, Any], path: str, value: Any) -> None:
+    for known in [known for known in made if known == path or known.startswith(f"{path}.")]:
+        del made[known]
+    if isinstance(value, dict):
+        made |= {f"{path}.{name}": part for name, part in value.items()}
+    else:
+        made[path] = "none" if path == ACTIVATION_CHECKPOINT and value is None else value
+
+
+def _forget(statement: ast.stmt, variables: dict[str, Any]) -> None:
+    """Make everything unknown that a branch or loop assigns."""
+    for node in ast.walk(statement):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        for target in targets:
+            if isinstance(target, ast.Attribute):
+                _assign(variables, ast.unparse(target), UNKNOWN)
+            elif isinstance(target, ast.Name):
+                variables[target.id] = UNKNOWN

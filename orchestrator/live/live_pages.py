@@ -1,0 +1,571 @@
+"""What the live pages show: all sweeps of a home, a sweep, a trial; as fragments of HTML, rows, points of the charts.
+
+Fragments are rendered by the templates of the page to keep, from the same tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator import statistics, units
+from orchestrator.errors import ConfigError
+from orchestrator.invocation import Invocation
+from orchestrator.objective import unit_legend
+from orchestrator.report import words
+from orchestrator.report.curves import Finalist
+from orchestrator.report.page import page as offline
+from orchestrator.report.report import clock_parts, make_short_report, next_commands
+from orchestrator.report.summary import headline, speedup
+from orchestrator.report.tables import change_table, make_trial_table, progress_cell
+from orchestrator.report.view import Cell, Column, ShownRow, cell_of, table_of
+from orchestrator.report.words import CommandPurpose, findings_lines
+from orchestrator.space.notation import flat_params, short_name
+from orchestrator.status.explanation import AttemptExplanation, Explanation, RankLog, attempt_logs, explain
+from orchestrator.status.overview import Fact, age_words, eta_s, facts, running_table, summary_of
+from orchestrator.sweep.checkpoint import FAULTS, RETRIABLE
+from orchestrator.sweep.ledger import FILE_NAME, LedgerError
+from orchestrator.sweep.snapshot import AT_REST, Home, Phase, Snapshot
+from orchestrator.sweep.state import SweepState, Trial, find_trial, nodes_of
+from orchestrator.text import Follower, plain
+from orchestrator.units import chance, signal_name
+from orchestrator.watermark import watermark, watermark_line
+from trials.outcome import Evidence, Measurement
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_FOLDER = Path(__file__).with_name("static")
+
+Links = Callable[[Snapshot], Mapping[str, str]]
+"""Finds the pages of a sweep in MLflow, by what they show."""
+
+MAX_ROWS = 400
+"""Trials that the page shows: the baseline, the fastest, and the latest."""
+MAX_CHECKS = 100
+"""Checks that it shows, the latest."""
+MAX_POINTS = 300
+"""Steps of a running trial that are kept for its curve, the latest."""
+MAX_STEPS = 2000
+"""Steps of a measured trial in its curve, the latest."""
+NUM_LINES = 300
+"""Lines of a log that are shown at first, its last ones."""
+
+ALLOWED: Mapping[Phase, tuple[str, ...]] = {
+    "waiting": ("cancel",),
+    "running": ("pause", "drain", "cancel", "retry"),
+    "pausing": ("cancel",),
+    "draining": ("pause", "cancel"),
+    "interrupted": ("resume", "cancel", "retry"),
+    "paused": ("resume", "cancel", "retry"),
+    "finished": ("retry",),
+    "failed": ("retry",),
+}
+"""The actions that each phase allows, in the order of the buttons."""
+
+PHASE_CLASSES: Mapping[str, str] = {
+    **dict.fromkeys(("waiting", "pausing", "draining", "cancelling", "paused"), "wait"),
+    "running": "running",
+    "finished": "good",
+    "failed": "bad",
+    "interrupted": "bad",
+    "cancelled": "rest",
+}
+
+CHECK_COLUMNS = (
+    Column(title="check", key="trial"),
+    Column(title="what", rises=True),
+    Column(title="state", rises=True),
+    Column(title="speed", is_number=True),
+    Column(title="step", is_number=True, rises=True),
+)
+
+INDEX_COLUMNS = (
+    Column(title="sweep", rises=True),
+    Column(title="state", min_width=20, rises=True),
+    Column(title="result", min_width=20, rises=True),
+    Column(title="trials done", is_number=True, rises=True),
+    Column(title="running", is_number=True),
+    Column(title="device time", is_number=True, rises=True),
+    Column(title="on", min_width=20, rises=True),
+    Column(title="begun before", is_number=True),
+)
+
+ATTEMPT_COLUMNS = (
+    Column(title="attempt", is_number=True),
+    Column(title="ended"),
+    Column(title="on", min_width=10),
+    *(Column(title=title, is_number=True) for title in ("ranks", "devices", "took", "device time")),
+    Column(title="what followed", min_width=20),
+)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    """That of the page to keep, with the templates of the live pages."""
+    from jinja2 import ChoiceLoader, FileSystemLoader
+
+    base = offline.environment()
+    assert base.loader is not None
+    loader = ChoiceLoader([FileSystemLoader(_FOLDER), base.loader])
+    return base.overlay(loader=loader)
+
+
+def render(template: str, **values: Any) -> str:
+    """A page; whatever ``values`` hold is escaped."""
+    return _environment().get_template(template).render(**values)
+
+
+def fragment(name: str, *values: Any) -> str:
+    """A part of a page, by the macro of this name."""
+    return str(getattr(_environment().get_template("parts.html.j2").module, name)(*values)).strip()
+
+
+@lru_cache(maxsize=32)
+def static(name: str) -> tuple[str, bytes] | None:
+    """Type and content of the script or style sheet of this name; None where there is none."""
+    if name == "live.css":
+        return "text/css; charset=utf-8", render("live.css.j2").encode()
+    files = {path.name: path for folder in (_FOLDER, Path(offline.__file__).parent) for path in folder.glob("*.js")}
+    return ("text/javascript; charset=utf-8", files[name].read_bytes()) if name in files else None
+
+
+class SweepLook:
+    """Reads one sweep. Its rows are made again only when an event or a running trial's progress requires it."""
+
+    def __init__(self, home: Home, name: str, invocation: Invocation, links: Links) -> None:
+        self._home, self._name = home, name
+        self._invocation, self._links = invocation, links
+        self._to = f"/sweeps/{name}/trials/"
+        self._seen: Snapshot | None = None
+        self._file: int | None = None
+        self._columns: Mapping[str, tuple[Column, ...]] = {}
+        self._rows: dict[str, ShownRow] = {}
+        self._parts: dict[str, Any] = {}
+        self._steps: dict[int, list[list[float]]] = {}
+
+    def parts(self) -> Mapping[str, Any]:
+        """All that changes by itself; result and rows where something has happened since the last look."""
+        file = (self._home.sweep_folder(self._name) / FILE_NAME).stat().st_ino
+        before = self._seen if file == self._file else None  # a sweep of this name may have taken the place of another
+        sweep = self._home.read(self._name, before)
+        self._seen, self._file = sweep, file
+        parts: dict[str, Any] = {
+            "head": heading(sweep),
+            "html/spending": fragment("spending", _facts(sweep)) if sweep.state.created else None,
+            "html/running": fragment("running", replace(running_table(sweep), title="Running now"), self._to),
+            "html/links": fragment("links", self._links(sweep)),
+            **self._curves(sweep),
+        }
+        if before is None or sweep.news or sweep.phase != before.phase:
+            parts |= self._result(sweep) | self._tables(sweep)
+        elif sweep.live != before.live:
+            parts |= self._progress(sweep)
+        return parts
+
+    def _result(self, sweep: Snapshot) -> dict[str, Any]:
+        """The result so far, the proof, and the commands to go on with."""
+        summary = summary_of(sweep, self._home)
+        if summary is None:
+            return dict.fromkeys(("html/verdict", "html/confirmation", "html/commands", "intervals"))
+        report = make_short_report(sweep.state, summary)
+        is_early = not report.shown and not sweep.state.is_over
+        said = "Nothing has been measured yet." if is_early else report.headline
+        proof = report.proof
+        return {
+            "html/verdict": fragment("result", report, said, self._to),
+            "html/confirmation": fragment("confirmation", proof, self._to) if proof.finalists else None,
+            "intervals": [_interval(one) for one in proof.finalists],
+            "html/commands": fragment("commands", _commands(sweep, self._invocation)),
+        }
+
+    def _tables(self, sweep: Snapshot) -> dict[str, Any]:
+        state = sweep.state
+        if state.created is None:
+            return {}
+        table = make_trial_table(state, shown_trials(state), sweep.live)
+        checks = make_trial_table(state, state.checks()[-MAX_CHECKS:], sweep.live)
+        columns = tuple(table.on("live"))
+        if columns != self._columns.get("trial"):
+            self._parts.clear()  # rows of other columns
+        self._columns = {"trial": columns, "check": CHECK_COLUMNS}
+        hidden, hidden_checks = state.num_searched - len(table.rows), state.num_checks - len(checks.rows)
+        rows = {f"trial/{trial.number}": row for row, trial in zip(table.rows, table.trials, strict=True)}
+        for row, trial in zip(checks.rows, checks.trials, strict=True):
+            what = {"what": Cell(words.check_words(trial.check))}
+            rows[f"check/{trial.number}"] = replace(row, cells={**row.cells, **what}, mood="")
+        gone = dict.fromkeys(self._rows.keys() - rows.keys())
+        for name in gone:
+            self._rows.pop(name)
+            self._parts.pop(name, None)
+        return {
+            "unit": state.unit,
+            "html/about": fragment("about", table, unit_legend(table.unit), hidden) if table.rows else None,
+            "html/table": fragment("frame", "Trials", columns, "speed") if table.rows else None,
+            "html/notes": fragment("notes", table) if table.rows else None,
+            "html/checks-title": f"Checks ({len(checks.rows)}): confirmation, loss gate, profiles"
+            if checks.rows
+            else None,
+            "html/checks": fragment("frame", "Checks", CHECK_COLUMNS, "trial") if checks.rows else None,
+            "html/more-checks": f"{hidden_checks} earlier ones are left out" if hidden_checks else None,
+            **gone,
+            **{name: self._row(name, row, state) for name, row in rows.items()},
+        }
+
+    def _progress(self, sweep: Snapshot) -> dict[str, Any]:
+        """Rows of the running trials with what they are doing now: the rest of the table is as it was."""
+        parts = {}
+        for trial in sweep.running:
+            name = f"{'check' if trial.check else 'trial'}/{trial.number}"
+            if (row := self._rows.get(name)) is not None:
+                cells = {**row.cells, "state": progress_cell(sweep.live.get(trial.number))}
+                parts[name] = self._row(name, replace(row, cells=cells), sweep.state)
+        return parts
+
+    def _row(self, name: str, row: ShownRow, state: SweepState) -> dict[str, Any]:
+        """The part of a row; rendered only where it differs from the last one of this name."""
+        if row.cells["state"].mood == "running":
+            row = replace(row, mood="running")
+        if row != self._rows.get(name) or name not in self._parts:
+            kind, _, number = name.partition("/")
+            columns = self._columns[kind]
+            html = fragment("row", columns, _cells(row, columns), row, self._to)
+            self._rows[name] = row
+            trial = state.trials[int(number)]
+            self._parts[name] = {"row": html, "status": trial.status, "point": _point(trial, row, state)}
+        found: dict[str, Any] = self._parts[name]
+        return found
+
+    def _curves(self, sweep: Snapshot) -> dict[str, Any]:
+        """Step times of the running trials as far as they were seen, each with its step; none of those that ended."""
+        ended = [number for number in self._steps if number not in sweep.state.running]
+        parts: dict[str, Any] = {f"steps/{number}": None for number in ended}
+        for number in ended:
+            del self._steps[number]
+        for number, progress in sweep.live.items():
+            points = self._steps.setdefault(number, [])
+            if progress.step_time_s and (not points or points[-1][0] != progress.step):
+                if points and points[-1][0] > progress.step:
+                    points.clear()  # another attempt, or measuring after warm-up
+                points.append([progress.step, progress.step_time_s])
+                del points[:-MAX_POINTS]
+            parts[f"steps/{number}"] = {"phase": progress.phase, "points": list(points)}
+        return parts
+
+
+def shown_trials(state: SweepState) -> list[Trial]:
+    """The search's trials that have a row, in the order of their numbers."""
+    if state.num_searched <= MAX_ROWS:
+        return state.searched()
+    latest = islice((trial for trial in reversed(state.trials) if trial.check is None), MAX_ROWS)
+    numbers = {0, *(ranked.number for ranked in state.fastest), *(trial.number for trial in latest)}
+    return [state.trials[number] for number in sorted(numbers)]
+
+
+def heading(sweep: Snapshot) -> dict[str, Any]:
+    """The sweep's phase, and the actions that it allows."""
+    state = sweep.state
+    retriable = {kind: count for kind, count in state.counts().items() if kind in RETRIABLE}
+    allowed = [action for action in ALLOWED.get(sweep.phase, ()) if action != "retry" or retriable]
+    return {
+        "sweep": sweep.name,
+        "hardware": state.created.hardware if state.created else "",
+        "mark": watermark(state.virtual),
+        "watermark": watermark_line(state.virtual),
+        "phase": sweep.phase,
+        "class": PHASE_CLASSES.get(sweep.phase, ""),
+        "status": status_line(sweep),
+        "is_virtual": sweep.is_virtual,
+        "actions": allowed,
+        "retriable": [[kind, units.status_words(kind), number, kind in FAULTS] for kind, number in retriable.items()],
+    }
+
+
+def status_line(sweep: Snapshot) -> str:
+    """One sentence that changes only when something has happened: it is read out."""
+    state = sweep.state
+    parts = [f"{sweep.phase}, {plain(sweep.reason)}" if sweep.reason else sweep.phase]
+    if state.created is not None:
+        limit = state.created.budget.max_trials
+        number = f"{sweep.num_done} of {units.count(limit, 'trial')}" if limit else units.count(sweep.num_done, "trial")
+        parts.append(f"{number} done")
+    if state.verdict is not None and state.verdict.winner is not None:
+        parts.append(f"winner {units.trial_id(state.verdict.winner)}")
+    elif state.best is not None and not state.is_over:
+        parts.append(f"best so far {units.trial_id(state.best.number)}")
+    return "; ".join(parts)
+
+
+def _facts(sweep: Snapshot) -> list[Fact]:
+    found = facts(sweep)
+    if sweep.phase == "running" and (left := eta_s(sweep.state, sweep.at_present.now_s)) is not None:
+        found.append(Fact(label="left", text=f"about {units.duration(left)}"))
+    return found
+
+
+def _commands(sweep: Snapshot, invocation: Invocation) -> list[tuple[str, str]]:
+    """What the page has no button for; while the sweep is not over only what reads it."""
+    purposes: list[CommandPurpose] = ["page", "explain"]
+    if sweep.state.is_over:
+        purposes += ["promote", "rollback", "confirm"]
+    found = {one.purpose: one.command for one in next_commands(sweep.state, invocation)}
+    return [(words.PURPOSE_WORDS[purpose], found[purpose]) for purpose in purposes if purpose in found]
+
+
+def _interval(one: Finalist) -> dict[str, Any]:
+    """A finalist in the chart of the confirmation."""
+    overall = one.overall
+    return {
+        "id": units.trial_id(one.trial),
+        "outcome": one.outcome,
+        "title": f"{units.ratio(overall.value, overall) if overall else units.DASH}, {words.finalist_words(one)}",
+        "value": overall.value if overall else None,
+        "low": overall.low if overall else None,
+        "high": overall.high if overall else None,
+        "rounds": [[found.round + 1, found.value] for found in one.rounds],
+    }
+
+
+def _point(trial: Trial, row: ShownRow, state: SweepState) -> dict[str, Any] | None:
+    """A trial in the charts; None for checks and those that were not measured."""
+    measurement = trial.measurement
+    if measurement is None or trial.check is not None:
+        return None
+    cells, speed = row.cells, statistics.speed(measurement, state.objective)
+    name = f"{cells['trial'].text} {cells['configuration'].text}"
+    low, high = (speed.ci95.low, speed.ci95.high) if speed.ci95 else (speed.value, speed.value)
+    versus = f", {cells['speed-up'].text}" if "speed-up" in cells else ""
+    found: dict[str, Any] = {
+        "x": trial.number,
+        "y": speed.value,
+        "low": low,
+        "high": high,
+        "title": f"{name}: {cells['speed'].text} ({units.interval(speed.ci95)}), step {cells['step'].text}{versus}",
+        "color": "grey" if trial.number == 0 else "green" if row.mood == "best" else "blue",
+    }
+    if trial.expected is not None:
+        predicted, off = cells["predicted step"].text, cells["off by"].text
+        found |= {"step_s": measurement.step_time_s, "predicted_s": trial.expected.step_time_s}
+        found["off"] = f"{name}: predicted {predicted}, measured {cells['step'].text} ({off})"
+    return found
+
+
+class IndexLook:
+    """Reads all sweeps of a home."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._seen: dict[str, tuple[int, Snapshot]] = {}
+        self._told: set[str] = set()
+
+    def parts(self) -> Mapping[str, Any]:
+        """A row for each sweep that can be read."""
+        rows = [row for name in self._home.all_names() if (row := self._row(name))]
+        found = {f"sweep/{row.cells['sweep'].text}": _index_part(row) for row in rows}
+        gone = dict.fromkeys(self._told - found.keys())
+        self._told = set(found)
+        return {"html/table": fragment("frame", "All sweeps", INDEX_COLUMNS, "state"), **found, **gone}
+
+    def _row(self, name: str) -> ShownRow | None:
+        """A sweep in short; None for one of which nothing is known yet."""
+        try:
+            file = (self._home.sweep_folder(name) / FILE_NAME).stat().st_ino
+            known = self._seen.get(name)
+            sweep = self._home.read(name, known[1] if known and known[0] == file else None)
+        except (ConfigError, LedgerError, OSError) as error:
+            state = Cell("unreadable", 2e12, "bad", below=plain(str(error)))
+            return ShownRow(cells={"sweep": Cell(name), "state": state})
+        self._seen[name] = (file, sweep)
+        return _index_row(sweep, self._home) if sweep.state.created or sweep.controller else None
+
+
+def _cells(row: ShownRow, columns: Sequence[Column]) -> list[Cell]:
+    return [cell_of(row, column) for column in columns]
+
+
+def _index_part(row: ShownRow) -> dict[str, str]:
+    return {"row": fragment("sweep_row", INDEX_COLUMNS, row, _cells(row, INDEX_COLUMNS))}
+
+
+def _index_row(sweep: Snapshot, home: Home) -> ShownRow:
+    state, summary, began_at_s = sweep.state, summary_of(sweep, home), sweep.began_at_s or 0.0
+    compared = speedup(state.best, state.baseline, state.objective)
+    limit = state.created.budget.max_trials if state.created else None
+    age = age_words(sweep.at_s - began_at_s) if began_at_s else ""
+    cells = {
+        "sweep": Cell(sweep.name, below=watermark(state.virtual)),
+        "state": Cell(sweep.phase, 1e12 * int(sweep.phase in AT_REST) - began_at_s, below=plain(sweep.reason)),
+        "result": Cell(headline(state, summary) if summary and (compared or state.is_over) else ""),
+        "trials done": Cell(f"{sweep.num_done} of {limit}" if limit else str(sweep.num_done), sweep.num_done),
+        "running": Cell(str(len(state.running) or ""), len(state.running)),
+        "device time": Cell(units.device_time(sweep.device_seconds), sweep.device_seconds),
+        "on": Cell(state.created.hardware if state.created else ""),
+        "begun before": Cell(age, began_at_s),
+    }
+    return ShownRow(cells=cells, mood="running" if sweep.phase == "running" else "")
+
+
+STATUS_CLASSES: Mapping[str, str] = {
+    "measured": "good",
+    "running": "running",
+    "proposed": "wait",
+    "stopped_early": "rest",
+}
+
+
+def trial_document(home: Home, sweep: str, number: int, invocation: Invocation) -> dict[str, Any]:
+    """All that is known of a trial: why it was tried, what it measured, how each attempt ended.
+
+    Raises:
+        ConfigError: there is no such sweep or trial.
+    """
+    found = explain(sweep, str(number), home)
+    trial, measurement = found.trial, found.measurement
+    evidence = found.attempts[-1].evidence if found.attempts and measurement is None else None
+    knobs = {name: units.value_words(value) for name, value in flat_params(trial.candidate).items()}
+    lines = [*found.proof, *(findings_lines(measurement.findings) if measurement else ())]
+    is_measured = measurement is not None or lines
+    attempts = table_of(ATTEMPT_COLUMNS, map(_attempt, found.attempts), "Attempts")
+    blamed = _blamed(found.attempts[-1], evidence) if evidence else ""
+    html = {
+        "why": fragment("why", trial, change_table(found.changed), _predicted(found)),
+        "failed": fragment("failed", found, evidence, blamed),
+        "measured": fragment("measured", *_measured(found), lines) if is_measured else "",
+        "attempts": fragment("attempts", attempts),
+        "configuration": fragment("configuration", knobs),
+        "commands": fragment("commands", list(_trial_commands(found, invocation))),
+    }
+    state = units.status_words(trial.status)
+    return {
+        "title": f"{units.trial_id(number)} of {sweep}: {state}",
+        "name": short_name(trial.candidate),
+        "state": state,
+        "class": STATUS_CLASSES.get(trial.status, "bad"),
+        "status": "; ".join(filter(None, (words.check_words(trial.check), *map(plain, found.pending)))),
+        "html": html,
+        "curves": _curves(measurement) if measurement else {},
+        "attempts": [[one.number, _ended(one), len(one.attempt.ranks)] for one in found.attempts],
+    }
+
+
+def _measured(found: Explanation) -> tuple[dict[str, str], list[str]]:
+    """What was measured by what it is called, and the parts of a step."""
+    measurement = found.measurement
+    if measurement is None:
+        return {}, []
+    graph, peak = measurement.findings.graph, words.peak_memory(measurement)
+    rows = {
+        "speed": found.figures,
+        "spread of the step time": words.spread(measurement),
+        "peak memory": f"{peak} on the fullest rank" if measurement.peak_bytes else "",
+        "steps": f"{len(measurement.step_times_s)} measured after {measurement.num_warmup_steps} of warm-up",
+        "of which": words.peak_memory_parts(measurement),
+        "model FLOPs utilisation": "" if measurement.mfu is None else f"{100 * measurement.mfu:.1f} %",
+        "busy machine": words.disturbed(measurement),
+        "trend": words.trend(measurement),
+        "compilation": words.compilation(graph) if graph is not None and graph.compile_s else "",
+    }
+    step = clock_parts(found.trial.number, measurement)
+    parts = [
+        f"{one.name.replace('_', '+')} {units.milliseconds(one.seconds)} ({one.seconds / step.step_time_s:.0%})"
+        for one in step.parts
+        if one.seconds
+    ]
+    return {name: text for name, text in rows.items() if text}, parts
+
+
+def _predicted(found: Explanation) -> str:
+    expected = found.trial.expected
+    if expected is None:
+        return ""
+    fits = f"; fits with a probability of {chance(expected.probability_fits)}" if expected.probability_fits < 1 else ""
+    text = f"step time {units.milliseconds(expected.step_time_s)}, give or take {expected.log_spread:.0%}{fits}"
+    return text if found.surprise is None else f"{text}; measured over predicted {found.surprise:.2f}x"
+
+
+def _curves(measurement: Measurement) -> dict[str, list[float]]:
+    return {
+        "step_times": list(measurement.step_times_s[-MAX_STEPS:]),
+        "losses": list(measurement.losses[-MAX_STEPS:]),
+    }
+
+
+def _ended(one: AttemptExplanation) -> str:
+    outcome = one.attempt.outcome
+    return units.status_words(outcome.kind if outcome else "running")
+
+
+def _attempt(one: AttemptExplanation) -> Sequence[str]:
+    attempt = one.attempt
+    return (
+        str(one.number),
+        _ended(one),
+        " ".join(nodes_of(attempt)[:8]),
+        str(len(attempt.ranks)),
+        str(attempt.num_devices),
+        units.duration(one.duration_s),
+        units.device_time(attempt.device_seconds),
+        "; ".join(map(plain, one.consequences)),
+    )
+
+
+def _blamed(one: AttemptExplanation, evidence: Evidence) -> str:
+    """Where and how it failed; empty if it was ended on purpose."""
+    rank = f"rank {evidence.rank}" if evidence.rank is not None else ""
+    where = " on ".join(part for part in (rank, evidence.node or "") if part)
+    ended = signal_name(evidence.exit_code) or (f"exit code {evidence.exit_code}" if evidence.exit_code else "")
+    return "" if one.is_blameless else plain(", ".join(filter(None, (where, evidence.error_type or "", ended))))
+
+
+def _trial_commands(found: Explanation, invocation: Invocation) -> Iterator[tuple[str, str]]:
+    """Purpose and command, whole, ready to be copied."""
+    sweep, trial = found.sweep, units.trial_id(found.trial.number)
+    yield "explain it", invocation.command("explain", sweep, trial)
+    if found.attempts:
+        yield "its logs", invocation.command("logs", sweep, trial)
+    if found.measurement is None or found.trial.check is not None:
+        return
+    if found.trial.number:
+        yield "what differs from the baseline", invocation.command("diff", f"{sweep}:baseline", f"{sweep}:{trial}")
+        yield "measure it again beside the baseline", invocation.command("confirm", sweep, trial)
+    yield "run it with the profiler", invocation.command("profile", sweep, trial)
+    yield "its command lines", invocation.command("export", f"{sweep}:{trial}", "--format", "torchrun")
+
+
+def log_document(home: Home, name: str, number: int, *, attempt: int | None, rank: int, after: int) -> dict[str, Any]:
+    """The log of a rank: its last lines, or with ``after``, where an earlier answer ended, the lines since.
+
+    Raises:
+        ConfigError: there is no such sweep, trial, attempt or rank, or the cluster is a simulated one.
+    """
+    sweep = home.read(name)
+    trial = find_trial(sweep.state, str(number), name)
+    found = attempt_logs(sweep, trial, attempt=attempt, rank=rank, num_lines=NUM_LINES if after < 0 else 0)
+    log = found.ranks[0]
+    if log.path.is_symlink():
+        raise ConfigError(f"{log.path} is a link, which no rank writes", remedy="Look at it yourself.")
+    lines, end = _news(log, after)
+    evidence = found.evidence
+    return {
+        "rank": log.rank,
+        "node": log.node,
+        "path": str(log.path),
+        "is_here": log.is_here,
+        "is_root_cause": log.is_root_cause,
+        "is_whole": log.is_whole,
+        "is_over": found.outcome != "running" or not sweep.is_held,
+        "lines": lines,
+        "end": end,
+        "kept": [plain(line) for line in evidence.log_tail] if evidence and log.is_root_cause else [],
+    }
+
+
+def _news(log: RankLog, after: int) -> tuple[list[str], int]:
+    if after < 0 or not log.is_here:
+        return list(log.lines), log.end
+    follower = Follower(log.path, after)
+    return follower.new_lines(), follower.at

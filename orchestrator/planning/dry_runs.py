@@ -1,0 +1,385 @@
+"""Dry runs of candidates: simulated without hardware, cached, and the rule that they give before any trial.
+
+Decides which ranks to simulate, from how few layers, and what the cache holds already. Torch runs in a process of its
+own, never here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from cluster.hardware.topology import Topology
+from cluster.processes import python_module
+from orchestrator.config.sweep import SweepSpec
+from orchestrator.errors import ConfigError
+from orchestrator.planning.hardware import device_kind, memory_limit_bytes
+from orchestrator.space.rules import Case, Rule
+from orchestrator.units import num_bytes
+from trials.accelerator.kinds import without_devices
+from trials.codec import CodecError, digest, from_json, to_json
+from trials.dryrun.estimate import (
+    COMMUNICATOR_BYTES,
+    CUDA_CONTEXT_BYTES,
+    FRAGMENTATION,
+    HOST_FRAGMENTATION,
+    VERSION,
+    DryRunEstimate,
+    DryRunRequest,
+    Mode,
+    RankRun,
+    Reply,
+    RunFailure,
+    StageEstimate,
+    num_communicators,
+)
+from trials.dryrun.small import StagePlan, UnknownOrderError, plan_small_runs
+from trials.files import make_private_folder, write_atomically
+from trials.spec import Candidate, TrialSpec, Workload
+
+# Dry runs kept on disk, by what they depend on
+
+logger = logging.getLogger(__name__)
+
+
+def cache_key(workload: Workload, candidate: Candidate, *, mode: Mode, exact: bool) -> str:
+    """Key of an estimate, made of all it follows from: what a sweep's trials have in common, then the candidate."""
+    return f"{_shared_key(workload, mode=mode, exact=exact)}.{candidate.config_key}"
+
+
+def _shared_key(workload: Workload, *, mode: Mode, exact: bool) -> str:
+    """Digest of what a sweep's trials have in common, the versions of torch and of the simulation included."""
+    shared = {"workload": workload, "mode": mode, "exact": exact, "torch": _torch_version(), "dryrun": VERSION}
+    return digest(shared)[:32]
+
+
+def _torch_version() -> str:
+    """Installed version of torch; empty where it is not installed."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunCache:
+    """One JSON file per estimate in ``folder``, with its candidate; several processes may share it."""
+
+    folder: Path
+
+    def get(self, key: str) -> DryRunEstimate | None:
+        """The estimate, or None; a file that cannot be read counts as missing."""
+        found = self._read(self._path(key))
+        return found[1] if found is not None else None
+
+    def of_workload(self, workload: Workload, *, mode: Mode, exact: bool) -> Iterator[tuple[Candidate, DryRunEstimate]]:
+        """All estimates of a workload: one listing of the folder, and one read per estimate."""
+        for path in sorted(self.folder.glob(f"{_shared_key(workload, mode=mode, exact=exact)}.*.json")):
+            if (found := self._read(path)) is not None:
+                yield found
+
+    def put(self, key: str, candidate: Candidate, estimate: DryRunEstimate) -> None:
+        """Keep it; readers see the whole file or none."""
+        make_private_folder(self.folder)
+        body = {"candidate": to_json(candidate), "estimate": to_json(estimate)}
+        write_atomically(self._path(key), [json.dumps(body).encode()])
+
+    @staticmethod
+    def _read(path: Path) -> tuple[Candidate, DryRunEstimate] | None:
+        try:
+            body = json.loads(path.read_text())
+            return from_json(Candidate, body["candidate"]), from_json(DryRunEstimate, body["estimate"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, CodecError, OSError) as error:
+            logger.warning("%s is not used: %s", path, error)
+            return None
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+
+# Estimates that dry runs left in the cache, and the rule that rejects candidates whose memory does not fit by them
+
+RULE_ID = "dryrun-memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunEstimates:
+    """Estimates of a sweep's candidates, with the device memory they are judged by."""
+
+    by_candidate: Mapping[Candidate, DryRunEstimate] = field(default_factory=dict)
+    limit_bytes: int | None = None
+    """Device memory; None where nobody knows."""
+    context_bytes: int = 0
+    """Device memory that an idle process holds."""
+    communicator_bytes: int = 0
+    """Device memory that each of its communicators holds besides."""
+
+    host_limit_bytes: int | None = None
+    """Host memory of the smallest node; None where nobody knows, or where devices are the host itself."""
+    ranks_per_node: int = 1
+    """Ranks that share it, where there are as many."""
+    devices_are_host: bool = False
+    """Whether ranks compute on processors, whose memory offloading does not spare."""
+
+    def needed_bytes(self, candidate: Candidate) -> int:
+        """Estimated peak of a candidate that was counted, with the margin for fragmentation and what is no tensor's."""
+        others = self.context_bytes + self.communicator_bytes * num_communicators(candidate.layout)
+        estimate = self.by_candidate[candidate]
+        return estimate.needed_bytes(FRAGMENTATION, others) + estimate.host_bytes * self.devices_are_host
+
+    def to_json(self, candidate: Candidate) -> dict[str, int]:
+        """Peak and need of the candidate; empty where no dry run counted them."""
+        estimate = self.by_candidate.get(candidate)
+        if estimate is None:
+            return {}
+        told = {"predicted_peak_bytes": estimate.peak_bytes, "predicted_needed_bytes": self.needed_bytes(candidate)}
+        return told | ({"predicted_host_bytes": estimate.host_bytes} if estimate.host_bytes else {})
+
+    def rule(self, baseline: Candidate) -> Rule:
+        """A rule that rejects candidates that would not fit, but never the baseline: that one is known to run."""
+
+        def check(case: Case) -> str | None:
+            return None if case.candidate == baseline else self._problem(case.candidate)
+
+        return Rule(id=RULE_ID, check=check, concerns=self.by_candidate.keys())
+
+    def _problem(self, candidate: Candidate) -> str | None:
+        estimate = self.by_candidate.get(candidate)
+        if estimate is None:
+            return None
+        return self._device_problem(candidate, estimate) or self._host_problem(candidate, estimate)
+
+    def _host_problem(self, candidate: Candidate, estimate: DryRunEstimate) -> str | None:
+        num_ranks = min(self.ranks_per_node, candidate.layout.world_size)
+        needed = round(estimate.host_bytes * (1.0 + HOST_FRAGMENTATION))
+        if self.host_limit_bytes is None or needed * num_ranks <= self.host_limit_bytes:
+            return None
+        each, limit = num_bytes(needed), num_bytes(self.host_limit_bytes)
+        return (
+            f"predicted {each} of host memory, with margin, on each of {num_ranks} ranks of a node exceed its {limit}"
+        )
+
+    def _device_problem(self, candidate: Candidate, estimate: DryRunEstimate) -> str | None:
+        if self.limit_bytes is None:
+            return None
+        needed = self.needed_bytes(candidate)
+        if needed <= self.limit_bytes:
+            return None
+        peak, margin = num_bytes(estimate.peak_bytes), num_bytes(needed - estimate.peak_bytes)
+        return f"predicted peak {peak} with margin {margin} exceeds device memory {num_bytes(self.limit_bytes)}"
+
+
+def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCache) -> DryRunEstimates:
+    """What ``cache`` holds for the workload on the kind of device its trials run on; exact simulations count first."""
+    if spec.script is not None:  # nobody simulates a program
+        return DryRunEstimates()
+    kind = device_kind(spec, topology)
+    nodes = () if topology is None or kind == "cpu" else topology.nodes
+    mode: Mode = "cpu" if kind == "cpu" else "accelerator"
+    workload = spec.to_workload()
+    found = {
+        candidate: estimate
+        for exact in (False, True)
+        for candidate, estimate in cache.of_workload(workload, mode=mode, exact=exact)
+    }
+    return DryRunEstimates(
+        by_candidate=found,
+        limit_bytes=memory_limit_bytes(spec, topology),
+        host_limit_bytes=min((node.host_memory_bytes for node in nodes if node.host_memory_bytes), default=None),
+        ranks_per_node=max((node.num_devices for node in nodes), default=1),
+        devices_are_host=mode == "cpu",
+        context_bytes=0 if mode == "cpu" else CUDA_CONTEXT_BYTES,
+        communicator_bytes=0 if mode == "cpu" else COMMUNICATOR_BYTES,
+    )
+
+
+# Dry runs: estimates the memory of candidates without hardware, from one simulated rank per pipeline stage
+
+TIMEOUT_S = 600.0
+"""Limit for one simulation; the largest take a minute."""
+
+Progress = Callable[[int, int], None]
+"""Called with the number of simulations done and their total."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """The simulations one pipeline stage needs, by their number in the batch."""
+
+    stage: int
+    rank: int
+    plan: StagePlan | None
+    numbers: tuple[int, ...]
+
+
+class _Batch:
+    """Requests, each of them once: stages and candidates have small trials in common."""
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode: Mode = mode
+        self._numbers: dict[tuple[TrialSpec, int], int] = {}
+
+    @property
+    def requests(self) -> list[DryRunRequest]:
+        return [DryRunRequest(spec=spec, rank=rank, mode=self._mode) for spec, rank in self._numbers]
+
+    def plan(self, spec: TrialSpec, *, exact: bool) -> list[_Stage]:
+        """Add the simulations that the trial needs."""
+        plans = None if exact else plan_small_runs(spec)
+        stages = []
+        for stage in range(spec.candidate.layout.pp):
+            plan = None if plans is None else plans[stage]
+            small, at = ((spec,), stage) if plan is None else (plan.specs, plan.small.stage)
+            numbers = tuple(self._number(one, representative_rank(one.candidate, at)) for one in small)
+            rank = representative_rank(spec.candidate, stage)
+            stages.append(_Stage(stage=stage, rank=rank, plan=plan, numbers=numbers))
+        return stages
+
+    def _number(self, spec: TrialSpec, rank: int) -> int:
+        return self._numbers.setdefault((spec, rank), len(self._numbers))
+
+
+def estimate_all(
+    workload: Workload,
+    candidates: Sequence[Candidate],
+    *,
+    mode: Mode = "accelerator",
+    exact: bool = False,
+    cache: DryRunCache | None = None,
+    progress: Progress | None = None,
+) -> list[DryRunEstimate | RunFailure]:
+    """Simulate every candidate, one rank per pipeline stage; a failure stands for itself and spoils no other. What
+    is found goes to ``cache`` at once, so that an interruption loses little.
+
+    ``exact`` simulates all layers, micro-batches and stages instead of extrapolating from few.
+
+    Raises:
+        ConfigError: when nothing can be simulated on this machine.
+    """
+    keys = [cache_key(workload, candidate, mode=mode, exact=exact) for candidate in candidates]
+    known = {key: found for key in keys if cache is not None and (found := cache.get(key)) is not None}
+    by_key = dict(zip(keys, candidates, strict=True))
+    results: dict[str, DryRunEstimate | RunFailure] = dict(known)
+    missing = {key: candidate for key, candidate in by_key.items() if key not in known}
+    strange: dict[str, Candidate] = {}
+    for key, made in _estimates(workload, missing, mode=mode, exact=exact, progress=progress):
+        if made is None:
+            strange[key] = by_key[key]
+            continue
+        results[key] = made
+        if cache is not None and isinstance(made, DryRunEstimate):
+            cache.put(key, by_key[key], made)
+    if strange:  # this torch runs the schedule in an order of its own
+        results |= zip(strange, estimate_all(workload, [*strange.values()], mode=mode, exact=True), strict=True)
+    return [results[key] for key in keys]
+
+
+def _estimates(
+    workload: Workload, candidates: Mapping[str, Candidate], *, mode: Mode, exact: bool, progress: Progress | None
+) -> Iterator[tuple[str, DryRunEstimate | RunFailure | None]]:
+    """Each candidate's estimate as soon as it is there; None where extrapolating it turns out to be impossible."""
+    batch = _Batch(mode)
+    missing = {
+        key: batch.plan(TrialSpec(workload=workload, candidate=candidate), exact=exact)
+        for key, candidate in candidates.items()
+    }
+    for replies in _simulate(batch.requests, progress):
+        for key in [key for key, stages in missing.items() if _is_complete(stages, replies)]:
+            yield key, _combine(missing.pop(key), replies)
+
+
+def representative_rank(candidate: Candidate, stage: int) -> int:
+    """The rank simulated for a stage: first on every other mesh axis, whose ranks are all alike."""
+    return stage * (candidate.layout.world_size // candidate.layout.pp)
+
+
+def _is_complete(stages: list[_Stage], replies: dict[int, Reply]) -> bool:
+    return all(number in replies for stage in stages for number in stage.numbers)
+
+
+def _combine(stages: list[_Stage], replies: dict[int, Reply]) -> DryRunEstimate | RunFailure | None:
+    runs: dict[int, RankRun] = {}
+    for number in sorted({number for stage in stages for number in stage.numbers}):
+        reply = replies[number]
+        if reply.run is None:
+            return reply.failure
+        runs[number] = reply.run
+    try:
+        made = [_of_stage(stage, [runs[number] for number in stage.numbers]) for stage in stages]
+    except UnknownOrderError:
+        return None
+    extrapolated = any(stage.plan is not None for stage in stages)
+    return DryRunEstimate(stages=tuple(made), extrapolated=extrapolated, cpu_s=sum(run.cpu_s for run in runs.values()))
+
+
+def _of_stage(stage: _Stage, runs: Sequence[RankRun]) -> StageEstimate:
+    run = runs[0] if stage.plan is None else stage.plan.extrapolate(runs)
+    return StageEstimate.of_run(stage.stage, replace(run, rank=stage.rank))
+
+
+def _simulate(requests: list[DryRunRequest], progress: Progress | None) -> Iterator[dict[int, Reply]]:
+    """Replies by the request's number, each time there is one more."""
+    replies: dict[int, Reply] = {}
+    if not requests:
+        return
+    tell = progress or _say_nothing
+    tell(0, len(requests))
+    for index, reply in _batch(requests):
+        replies[index] = reply
+        tell(len(replies), len(requests))
+        yield replies
+
+
+def _batch(requests: list[DryRunRequest]) -> Iterator[tuple[int, Reply]]:
+    """Run the batch in an interpreter of its own.
+
+    Raises:
+        ConfigError: when it ends before all replies are there, with its last words.
+    """
+    body = {
+        "requests": [to_json(request) for request in requests],
+        "timeout_s": TIMEOUT_S,
+        "max_children": os.cpu_count() or 1,
+    }
+    num_replies = 0
+    with tempfile.TemporaryFile("w+") as words, tempfile.TemporaryFile("w+") as asked:
+        json.dump(body, asked)
+        asked.seek(0)
+        command = python_module("trials.dryrun")
+        environment = without_devices(os.environ)
+        with subprocess.Popen(
+            command, stdin=asked, stdout=subprocess.PIPE, stderr=words, text=True, env=environment
+        ) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    answer = json.loads(line)
+                    num_replies += 1
+                    yield answer["index"], from_json(Reply, answer["reply"])
+            finally:
+                if num_replies < len(requests):
+                    process.terminate()  # it ends its children first
+        if num_replies < len(requests):
+            words.seek(0)
+            raise ConfigError(
+                f"the dry run ended with status {process.returncode} before it was done: {_last(words.read())}",
+                remedy="Is torch installed here, and is there enough memory?",
+            )
+
+
+def _say_nothing(_done: int, _total: int) -> None:
+    pass
+
+
+def _last(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

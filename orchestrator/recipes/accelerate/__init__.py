@@ -1,1 +1,0 @@
-"""The recipe of Accelerate and the Trainer of transformers; knows the base of recipes, and no other framework."""

@@ -1,1 +1,0 @@
-"""What programs on the Trainer of transformers have in common, and the model files of Hugging Face."""

@@ -1,1 +1,0 @@
-"""What is known of programs written for Lightning; knows the base of recipes, and no other framework."""

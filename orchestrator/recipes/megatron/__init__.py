@@ -1,1 +1,0 @@
-"""The recipe of Megatron-LM; knows the base of recipes, and no other framework."""

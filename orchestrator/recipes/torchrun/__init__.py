@@ -1,1 +1,0 @@
-"""The recipe of our own runner under plain torchrun; knows the base of recipes, and no other framework."""

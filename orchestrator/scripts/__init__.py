@@ -1,4 +1,0 @@
-"""Training programs of the user's own: what their command says, what a candidate makes of it, what a trial runs.
-
-Knows recipes and the search space; sweep files, plans and controllers stand on it.
-"""

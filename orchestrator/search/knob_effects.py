@@ -1,0 +1,426 @@
+"""Usual effects of knobs: beliefs about them before any trial, and predictions relative to the baseline made of these.
+
+The effects that the built-in knobs usually have (:mod:`cluster.cost.usual`) are drawn for many programs; mean and
+covariance over these are kept as a mean and as features with weights of standard deviation 1. Every knob also has an
+effect of its own about which nothing is known but its size: alike for neighbours where its values are numbers, and none
+like another where they are names.
+
+The guided sampler uses these as it uses :class:`~orchestrator.search.predictor.Predictor`. The first trial tells how
+fast the program is at all; what its knobs do beyond what they usually do, the Gaussian process learns. Trials of
+earlier sweeps of the same program are rows of that process next to the candidates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.candidate_table import CandidateTable
+from cluster.cost.coefficients import Coefficients
+from cluster.cost.generic import GenericInputs, generic_step_seconds
+from cluster.cost.usual import (
+    Kind,
+    KnobColumns,
+    column_of,
+    drawn_memory,
+    drawn_programs,
+    relative_peak,
+    relative_step,
+    usual_program,
+)
+from orchestrator.objective import Objective
+from orchestrator.search.acquisition import ErrorModel, Posterior
+from orchestrator.search.memory_belief import Array, MemoryBelief, Structured
+from orchestrator.search.transfer import EarlierTrial, nearest, same_program
+from orchestrator.space.notation import Features, Scalar, feature_columns
+from orchestrator.space.own_knobs import INHERITED
+from trials.spec import Candidate, Workload
+
+# What is believed of the effects of knobs before any trial, in the form that the Gaussian process takes
+
+KEPT_VARIANCE = 0.999
+"""Share of the drawn programs' variance that the features have to keep."""
+MAX_FEATURES = 40
+ROWS_AT_ONCE = 2048
+OWN_STD = 0.3
+"""Standard deviation of the effect of a value of one of the user's own knobs: most do little, some a factor of two."""
+NAMED_STD = 0.3
+"""The same, beyond what its name says that it usually does: names are guessed at."""
+KNOWN_STD = 0.05
+"""The same of the built-in knobs, beyond what they usually do."""
+SMOOTHNESS = 0.5
+"""Share of the range of a knob's numbers over which its effect stays alike."""
+MAX_LEVELS = 6
+"""Components by which the effect of a knob with many numbers is described."""
+PLACE_SPAN = 1.4
+"""Distance between the ends of a knob's numbers, or two of its names, for effects that only combinations have: errors
+at distance 1 correlate with ``exp(-1/2)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Believed:
+    """Mean of a logarithm over drawn programs, shape (n,), and features of unit weight around it, shape (n, d)."""
+
+    mean: Array
+    features: Array
+
+
+def believed(matrix: Array, draw: Callable[[NDArray[np.intp]], Array]) -> Believed:
+    """Mean and features of what ``draw`` gives.
+
+    Args:
+        matrix: description of n candidates, shape (n, k); equal rows are drawn once.
+        draw: from indices of rows to logarithms, shape (draws, len(rows)).
+    """
+    _, first, place = np.unique(matrix, axis=0, return_index=True, return_inverse=True)
+    parts = [draw(first[i : i + ROWS_AT_ONCE]) for i in range(0, len(first), ROWS_AT_ONCE)]
+    drawn = np.concatenate(parts, axis=1)
+    mean = drawn.mean(axis=0)
+    centred = (drawn - mean) / np.sqrt(len(drawn))
+    values, vectors = np.linalg.eigh(centred @ centred.T)
+    share = np.cumsum(values[::-1]) / max(values.sum(), 1e-300)
+    num = min(MAX_FEATURES, int(np.searchsorted(share, KEPT_VARIANCE)) + 1)
+    features = centred.T @ vectors[:, ::-1][:, :num]
+    where = place.reshape(-1)
+    return Believed(mean[where], features[where])
+
+
+def usual_errors(x: GenericInputs, coefficients: Coefficients) -> Believed:
+    """How far step times may lie from the generic cost model's because data loading and kernels do not do the usual."""
+
+    def log_step(rows: NDArray[np.intp], many: bool) -> Array:
+        usual = drawn_programs(x.kind) if many else usual_program(x.kind)
+        terms = generic_step_seconds(x.take(rows), coefficients, usual).values()
+        return np.asarray(np.log(sum(terms, np.zeros((1, len(rows))))))
+
+    return believed(x.matrix, lambda rows: log_step(rows, True) - log_step(rows, False))
+
+
+class OwnEffects:
+    """The effects of knobs of which only the size is known: a row per candidate of the table, and of ``others``.
+
+    Args:
+        known: names of knobs that are described otherwise.
+        stds: standard deviations of the effects of some built-in knobs.
+
+    ``features`` have weights of standard deviation 1; ``places`` tell how alike combinations are.
+    """
+
+    def __init__(
+        self,
+        table: CandidateTable,
+        others: Sequence[Candidate],
+        features: Features,
+        *,
+        known: Collection[str] = (),
+        stds: Mapping[str, float] | None = None,
+    ) -> None:
+        asked, rest = feature_columns(table, features), [features(candidate) for candidate in others]
+        names = [name for name in dict.fromkeys([*asked, *(name for row in rest for name in row)]) if name not in known]
+        own = {choice.name for chosen in (*table.values["own"], *(c.own for c in others)) for choice in chosen}
+        columns, places = [np.zeros((len(table) + len(rest), 0))], [np.zeros((len(table) + len(rest), 0))]
+        for name in names:
+            told, codes = asked.get(name, ([INHERITED], np.zeros(len(table), dtype=np.int32)))
+            last = [row.get(name, INHERITED) for row in rest]
+            distinct = sorted({*told, *last}, key=_sort_key)
+            if len(distinct) < 2:
+                continue
+            place_of = np.array([distinct.index(value) for value in [*told, *last]], dtype=np.intp)
+            where = np.concatenate([place_of[: len(told)][codes], place_of[len(told) :]])
+            spots = _spots(distinct)
+            std = (stds or {}).get(name) or _std(name, distinct, is_own=name in own)
+            columns.append((_effect_of(spots) * std)[where])
+            places.append(spots[where] * PLACE_SPAN)
+        self.features: Array = np.hstack(columns)
+        self.places: Array = np.hstack(places)
+
+    def take(self, rows: slice) -> OwnEffects:
+        """The rows that ``rows`` selects."""
+        found = object.__new__(OwnEffects)
+        found.features, found.places = self.features[rows], self.places[rows]
+        return found
+
+
+def _spots(values: Sequence[Scalar]) -> Array:
+    """Where values lie, shape (values, k): numbers on a line from 0 to 1, names at equal distances of 1."""
+    if not all(_is_number(value) for value in values):
+        return np.asarray(np.eye(len(values)) / np.sqrt(2))
+    numbers = np.array([float(value) for value in values])
+    if numbers.min() > 0:
+        line = np.log(numbers)
+    elif numbers.min() == 0:
+        line = np.log1p(numbers / numbers[numbers > 0].min())
+    else:
+        line = np.arange(len(numbers), dtype=np.float64)
+    shares = np.asarray((line - line[0]) / (line[-1] - line[0]), dtype=np.float64)
+    return shares.reshape(len(shares), 1)
+
+
+def _effect_of(spots: Array) -> Array:
+    """Features whose weights, of standard deviation 1, give an effect of that size at each of the spots."""
+    squares = ((spots[:, None, :] - spots[None, :, :]) ** 2).sum(-1)
+    scale = SMOOTHNESS if spots.shape[1] == 1 and len(spots) > 2 else 0.3
+    values, vectors = np.linalg.eigh(np.exp(-0.5 * squares / scale**2))
+    num = min(MAX_LEVELS if spots.shape[1] == 1 else len(spots), len(spots))
+    return np.asarray((vectors * np.sqrt(np.maximum(values, 0.0)))[:, ::-1][:, :num])
+
+
+def _std(name: str, values: Sequence[Scalar], *, is_own: bool) -> float:
+    if not is_own:
+        return KNOWN_STD
+    told = [column_of(name, value) for value in values if value != INHERITED]
+    return NAMED_STD if all(told) else OWN_STD
+
+
+def _is_number(value: Scalar) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _sort_key(value: Scalar) -> tuple[bool, float, str]:
+    return (not _is_number(value), float(value) if _is_number(value) else 0.0, str(value))
+
+
+MODELLED = frozenset(
+    (
+        "world_size",
+        "pp",
+        "dp_replicate",
+        "dp_shard",
+        "cp",
+        "tp",
+        "zero_stage",
+        "sequence_parallel",
+        "micro_batch_size",
+        "num_virtual_stages",
+        "stage_layers",
+        "recompute",
+    )
+)
+"""Features that the cost model's own terms, or :func:`physical_places`, cover."""
+
+
+class UnmodelledKnobs:
+    """What candidates are in the knobs that the cost model knows nothing of, one row per candidate.
+
+    ``one_hot`` has a column per value of each knob; in ``places`` knobs that are numbers have one column.
+    """
+
+    def __init__(self, candidates: CandidateTable, others: Sequence[Candidate], features: Features) -> None:
+        known = feature_columns(candidates, functools.partial(_unmodelled, features=features))
+        rest = [_unmodelled(candidate, features) for candidate in others]
+        names = dict.fromkeys([*known, *(name for row in rest for name in row)])
+        num = len(candidates) + len(rest)
+        hot, places = [np.zeros((num, 0))], [np.zeros((num, 0))]
+        for name in names:
+            told, codes = known.get(name, ([INHERITED], np.zeros(len(candidates), dtype=np.int32)))
+            last = [row.get(name, INHERITED) for row in rest]
+            distinct = sorted({*told, *last}, key=str)
+            if len(distinct) < 2:
+                continue
+            where = np.array([distinct.index(value) for value in [*told, *last]])
+            code = np.concatenate([where[codes], where[len(told) :]])
+            columns = np.eye(len(distinct))[code]
+            hot.append(columns)
+            if all(isinstance(value, int | float) for value in distinct):
+                numbers = np.array(distinct, dtype=float)
+                columns = (np.sign(numbers) * np.log2(1.0 + np.abs(numbers)) / 1.5)[code][:, None]
+            places.append(columns)
+        self.one_hot: Array = np.hstack(hot)
+        self.places: Array = np.hstack(places)
+
+
+def _unmodelled(candidate: Candidate, features: Features) -> dict[str, Scalar]:
+    own = {name: value for name, value in features(candidate).items() if name not in MODELLED}
+    own["selective"] = " ".join(sorted(part.pattern for part in candidate.recompute.selective))
+    return own
+
+
+# What is expected of candidates without a cost model: how much faster than the baseline knobs usually make programs
+
+LEVEL_STD = 3.0
+"""Standard deviation of the log of the baseline's step time: nobody knows it."""
+LOCAL_STD = 0.08
+"""Standard deviation of what only combinations of knobs do: interactions are small beside the effects themselves."""
+SWEEP_STD = 0.05
+"""Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
+NOISE_STD = 0.01
+"""Standard deviation of the log of a repeated measurement."""
+OVERHEAD_STEPS = 20.0
+"""Steps that a trial takes, and as many again for its start."""
+USED_SHARE = 0.35
+"""Share of the memory that the baseline is taken to use: it runs, or its user would not run it."""
+USED_STD = 0.7
+"""Standard deviation of the log of that share."""
+OWN_MEMORY_SHARE = 0.5
+"""How far knobs of which nothing is known move the peak, relative to the time."""
+OWN_MEMORY_STDS = {0.02: 0.5, 0.08: 0.5}
+"""Standard deviations that the own errors of peaks may have, which trials decide on, and how likely each is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeEstimates:
+    """Expectations of all rows before any trial of the sweep."""
+
+    step_s: Array
+    """Step time in units of the baseline's: geometric mean."""
+    peak_bytes: Array
+    """Peak memory of the fullest rank, from a guess of the baseline's."""
+
+
+class RelativePredictor:
+    """What usual effects of knobs say of a fixed list of candidates.
+
+    Rows of what it returns are the candidates, in their order, and after them the earlier trials of the same program.
+
+    Args:
+        baseline: what times are relative to.
+        features: flat description of a candidate.
+        kind: what of usual effects holds for the device.
+        limit_bytes: memory of a device.
+        earlier: trials of other sweeps on the same hardware; those of the same program count.
+        objective: what candidates are compared by; times that are compared are weighted by it.
+    """
+
+    is_absolute = False
+    """Whether times are known before the first trial."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        candidates: Sequence[Candidate],
+        *,
+        baseline: Candidate,
+        features: Features,
+        kind: Kind = "accelerator",
+        limit_bytes: float = np.inf,
+        earlier: Sequence[EarlierTrial] = (),
+        objective: Objective | None = None,
+    ) -> None:
+        self.candidates = CandidateTable.of(candidates)
+        self.earlier = tuple(trial for trial in earlier if same_program(trial.workload, workload))
+        self.objective = objective or Objective()
+        self.limit_bytes = float(limit_bytes)
+        known = KnobColumns.of_pairs([(trial.workload, trial.candidate) for trial in self.earlier])
+        self._columns = KnobColumns.of_table(workload, self.candidates).followed_by(known)
+        self._baseline = KnobColumns.of_pairs([(workload, baseline)])
+        self._kind = kind
+        self._baseline_weight = self.objective.weight(baseline.layout.world_size)
+        others = [*(trial.candidate for trial in self.earlier), baseline]
+        described = OwnEffects(self.candidates, others, features)
+        self._own, self._own_baseline = described.take(slice(0, -1)), described.features[-1]
+        sizes, places = self.candidates.each(("layout",), lambda candidate: candidate.layout.world_size)
+        last = [trial.candidate.layout.world_size for trial in self.earlier]
+        self._world_size = np.concatenate([np.array(sizes, dtype=np.float64)[places], last])
+
+    @functools.cached_property
+    def time(self) -> Believed:
+        """Log of the step time relative to the baseline's."""
+        drawn = drawn_programs(self._kind)
+        return believed(
+            self._columns.matrix, lambda rows: relative_step(self._columns.take(rows), self._baseline, drawn)
+        )
+
+    @functools.cached_property
+    def relative_memory(self) -> Believed:
+        """Log of the peak relative to the baseline's."""
+        drawn = drawn_memory()
+        return believed(
+            self._columns.matrix, lambda rows: relative_peak(self._columns.take(rows), self._baseline, drawn)
+        )
+
+    @functools.cached_property
+    def memory(self) -> MemoryBelief | None:
+        """What is believed of memory before any measurement of this sweep; None: there is no limit."""
+        if not np.isfinite(self.limit_bytes):
+            return None
+        mean, features = self.relative_memory.mean, self.relative_memory.features
+        level = np.full((len(mean), 1), USED_STD)
+        structures = tuple(
+            Structured(
+                name="usual",
+                log_weight=float(np.log(share)),
+                mean=np.log(USED_SHARE) + mean,
+                features=np.hstack([features, level, OWN_MEMORY_SHARE * self._own.features]),
+                own_std=own_std,
+            )
+            for own_std, share in OWN_MEMORY_STDS.items()
+        )
+        known = list(enumerate(self.earlier, len(self.candidates)))
+        peaks = {row: trial.peak_bytes / self.limit_bytes for row, trial in known if trial.peak_bytes}
+        ran = [row for row, trial in known if trial.step_time_s is not None and not trial.peak_bytes]
+        oom = [row for row, trial in known if trial.step_time_s is None]
+        return MemoryBelief(structures=structures, places=self._own.places).after(peaks, ran, oom)
+
+    @functools.cached_property
+    def weights(self) -> Array:
+        """By what the objective multiplies each row's step time."""
+        return self.objective.weights(self._world_size)
+
+    @functools.cached_property
+    def estimates(self) -> RelativeEstimates:
+        """Expectations before any trial of this sweep."""
+        peak = USED_SHARE * self.limit_bytes * np.exp(self.relative_memory.mean)
+        return RelativeEstimates(step_s=np.exp(self.time.mean), peak_bytes=peak)
+
+    @functools.cached_property
+    def probability_fits(self) -> Array:
+        """Probability that each candidate fits in memory, before any measurement of this sweep."""
+        return np.ones(len(self._columns)) if self.memory is None else self.memory.probability_fits()
+
+    @functools.cached_property
+    def earlier_rows(self) -> frozenset[int]:
+        """Rows of trials of earlier sweeps, which are no candidates."""
+        return frozenset(range(len(self.candidates), len(self._columns)))
+
+    @functools.cached_property
+    def earlier_times_s(self) -> Mapping[int, float]:
+        """Weighted seconds per step of the earlier trials most like any candidate, by row."""
+        first = len(self.candidates)
+        known = [(first + i, t.step_time_s) for i, t in enumerate(self.earlier) if t.step_time_s is not None]
+        if not known:
+            return {}
+        times = [(row, step_time_s * float(self.weights[row])) for row, step_time_s in known]
+        near = nearest(self._own.places[[row for row, _ in times]], self._own.places[:first])
+        return dict(times[i] for i in near.tolist())
+
+    def gain_of(self, row: int) -> float:
+        """Score relative to the baseline's that is expected before any trial: the median over programs."""
+        return self._baseline_weight / float(self.estimates.step_s[row] * self.weights[row])
+
+    def log_spread_of(self, row: int) -> float:
+        """Standard deviation of log(measured / expected time), both relative to the baseline's."""
+        own = self._own.features[row] - self._own_baseline
+        effects = np.r_[self.time.features[row], own]
+        return float(np.sqrt(effects @ effects + LOCAL_STD**2))
+
+    def posterior(self, times_s: Mapping[int, float]) -> Posterior:
+        """The distribution over candidates. Weighted seconds per step ``times_s``, by row, tell what trials cost."""
+        log_time = self.time.mean + np.log(self.weights / self._baseline_weight)
+        level = np.median([np.log(time_s) - log_time[row] for row, time_s in times_s.items()]) if times_s else 0.0
+        device_s = np.exp(log_time + level) * self._world_size / self.weights
+        features = np.hstack([self.time.features, self._own.features, self._sweeps()])
+        return Posterior(
+            log_time=log_time,
+            error=ErrorModel(
+                features=features,
+                feature_std=np.ones(features.shape[1]),
+                places=self._own.places,
+                local_std=LOCAL_STD,
+                common_std=LEVEL_STD,
+                noise_std=NOISE_STD,
+            ),
+            cost_s=OVERHEAD_STEPS * (device_s + np.median(device_s / self._world_size) * self._world_size),
+            memory=self.memory,
+        )
+
+    def _sweeps(self) -> Array:
+        """A column per earlier sweep, in the rows of its trials the error they have in common."""
+        names = list(dict.fromkeys(trial.sweep for trial in self.earlier))
+        columns = np.zeros((len(self._columns), len(names)))
+        for i, trial in enumerate(self.earlier):
+            columns[len(self.candidates) + i, names.index(trial.sweep)] = SWEEP_STD
+        return columns

@@ -1,0 +1,569 @@
+"""Types of knob values in a sweep file: sections, faults and short forms, layers per stage, recompute, and the rest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from trials.legality import FP32_MAX, FP32_TINY, has_sane_chunks, pattern_problem
+from trials.spec import Counts, Layout, LoaderTuning, LossScale, Precision, Recompute, Schedule, SelectiveRecompute
+from trials.stages import virtual_stage
+
+# Building blocks of the sections of a sweep file: base class, faults, and annotations for short forms and lists
+
+
+class Section(BaseModel):
+    """Base of all parts of a sweep file: closed, strict, immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
+
+
+def fault(key: str | None, message: str, remedy: str) -> PydanticCustomError:
+    """An error about ``key`` of the section being validated (None: the section itself)."""
+    context = {"text": message, "key": key or "", "remedy": remedy}
+    return PydanticCustomError("sweep_fault", "{text}", context)
+
+
+def show(value: Any) -> str:
+    """A value of the file in an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class ShortForms:
+    """Annotation: also take one of a few plain words, standing for the mappings in ``expand``.
+
+    ``others`` are words that something around it takes, for the message.
+    """
+
+    def __init__(
+        self, expand: Mapping[str, Mapping[str, Any]], *, others: tuple[str, ...] = (), remedy: str | None = None
+    ) -> None:
+        self.expand = expand
+        self.words = ", ".join((*others, *expand))
+        self.remedy = remedy or f"Write one of {self.words}, or a mapping."
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._widen, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        inner = handler(schema)
+        return {"anyOf": [{"enum": list(self.expand)}, inner]} if self.expand else inner
+
+    def _widen(self, value: Any) -> Any:
+        if isinstance(value, str) and value in self.expand:
+            return self.expand[value]
+        if isinstance(value, Mapping | BaseModel):
+            return value
+        choices = f"one of {self.words}" if "," in self.words else self.words
+        raise fault(None, f"expected {choices} or a mapping, got {show(value)}", self.remedy)
+
+
+class Word:
+    """Annotation: also take one word, which means ``value`` whatever the rest of the type makes of mappings.
+
+    YAML 1.1 reads a bare ``off`` as false; where the word is ``off`` it can only mean that.
+    """
+
+    def __init__(self, word: str, value: Any) -> None:
+        self.spellings = (word, False) if word == "off" else (word,)
+        self.value = value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._take, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        inner = handler(schema)
+        return {"anyOf": [{"enum": list(self.spellings)}, *inner.get("anyOf", [inner])]}
+
+    def _take(self, value: Any, handler: Callable[[Any], Any]) -> Any:
+        return self.value if any(value is word or value == word for word in self.spellings) else handler(value)
+
+
+Degree = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class OneOrMany:
+    """Annotation for a tuple: a single value stands for a tuple of one; empty and repeated choices are refused."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        several = core_schema.no_info_after_validator_function(self._check, handler(source))
+        return core_schema.no_info_before_validator_function(self._wrap, several)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        array = handler(schema)
+        return {"anyOf": [array["items"], {**array, "minItems": 1, "uniqueItems": True}]}
+
+    @staticmethod
+    def _wrap(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+    @staticmethod
+    def _check(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not values:
+            raise fault(None, "an empty list leaves nothing to choose from", "List at least one value.")
+        for i, value in enumerate(values):
+            if value in values[:i]:
+                raise fault(None, "the same choice is listed twice", f"Remove number {i + 1} of the list.")
+        return values
+
+
+# Knob values that mean something only together with a layout: layers per stage, and how many of them recompute
+
+ALL_LAYERS = 2**31 - 1
+"""Number of layers that stands for ``all``; clipped to what a stage holds."""
+
+LayerCount = int | Counts
+"""Layers as written: the first n of every chunk and stage, or numbers per chunk and stage; ``()`` and 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSplit:
+    """How layers are spread over stages. ``rows`` holds one list per chunk: offsets to the whole share, or counts."""
+
+    kind: Literal["even", "offset", "counts"] = "even"
+    rows: Counts = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeChoice:
+    """A recompute policy as written, before it is resolved against a layout; see :class:`trials.spec.Recompute`."""
+
+    full: LayerCount = 0
+    select: tuple[tuple[str, LayerCount], ...] = ()
+    """Pattern and number of layers, sorted by pattern."""
+    communication: LayerCount = 0
+
+
+@functools.lru_cache(maxsize=4096)
+def even_split(num_layers: int, pp: int, num_virtual_stages: int, schedule: Schedule) -> Counts:
+    """Layers of every chunk and stage, as equal as possible; the remainder goes to the first stages in model order."""
+    layout = Layout(pp=pp, num_virtual_stages=num_virtual_stages, schedule=schedule)
+    size, left = divmod(num_layers, pp * num_virtual_stages)
+    return tuple(
+        tuple(size + (virtual_stage(layout, chunk, stage) < left) for stage in range(pp))
+        for chunk in range(num_virtual_stages)
+    )
+
+
+def resolve_stage_layers(
+    split: StageSplit | Counts, *, num_layers: int, pp: int, num_virtual_stages: int, schedule: Schedule
+) -> Counts:
+    """Layers of every chunk and stage; ``()`` without a pipeline.
+
+    Rows of another shape than the layout's are left as they are, and far more stages than layers get none: the legality
+    rules reject such layouts.
+    """
+    if pp == 1:
+        return ()
+    if not isinstance(split, StageSplit):
+        return split
+    if split.kind == "counts":
+        return split.rows
+    if not has_sane_chunks(num_layers, pp=pp, num_virtual_stages=num_virtual_stages):
+        return ()
+    if split.kind == "even":
+        return even_split(num_layers, pp, num_virtual_stages, schedule)
+    share = num_layers // (pp * num_virtual_stages)
+    rows = split.rows * num_virtual_stages if len(split.rows) == 1 else split.rows
+    return tuple(tuple(share + offset for offset in row) for row in rows)
+
+
+def layers_of(layout: Layout, num_layers: int) -> Counts:
+    """Layers of every chunk and stage; without a pipeline all in one."""
+    return layout.stage_layers if layout.pp > 1 else ((num_layers,),)
+
+
+@functools.lru_cache(maxsize=2**14)
+def resolve_recompute(choice: RecomputeChoice | Recompute, present: Counts) -> Recompute:
+    """The canonical policy for a model whose chunks and stages hold ``present`` layers.
+
+    Numbers are clipped to the layers there are, and layers recomputed in full have nothing left for the other parts.
+    Rows of another shape are left as they are: a legality rule rejects them.
+    """
+    if isinstance(choice, Recompute):
+        select = tuple((part.pattern, part.num_layers) for part in choice.selective)
+        choice = RecomputeChoice(full=choice.full, select=select, communication=choice.communication)
+    full = _resolve(choice.full, present)
+    select = tuple((pattern, _left(_resolve(count, present), full)) for pattern, count in sorted(choice.select))
+    return Recompute(
+        full=full,
+        selective=tuple(SelectiveRecompute(pattern=p, num_layers=counts) for p, counts in select if counts),
+        communication=_left(_resolve(choice.communication, present), full),
+    )
+
+
+def _resolve(count: LayerCount, present: Counts) -> Counts:
+    """``count`` per chunk and stage, clipped to the layers present; ``()`` where no layer is left."""
+    if isinstance(count, int):
+        count = tuple(tuple(count for _ in row) for row in present)
+    if _same_shape(count, present):
+        count = tuple(
+            tuple(max(0, min(n, most)) for n, most in zip(row, limits, strict=True))
+            for row, limits in zip(count, present, strict=True)
+        )
+    return count if any(map(any, count)) else ()
+
+
+def _left(counts: Counts, full: Counts) -> Counts:
+    """``counts`` without those that reach no further than the layers recomputed in full."""
+    if not full or not _same_shape(counts, full):
+        return counts
+    left = tuple(
+        tuple(n if n > done else 0 for n, done in zip(row, rows, strict=True))
+        for row, rows in zip(counts, full, strict=True)
+    )
+    return left if any(map(any, left)) else ()
+
+
+def _same_shape(one: Counts, other: Counts) -> bool:
+    return [len(row) for row in one] == [len(row) for row in other]
+
+
+# Types of the knobs ``stage_layers`` and ``recompute`` as they stand in a sweep file
+
+MAX_PATTERNS = 64
+_MAX_LAYERS = 10**6
+_ROWS = "Write one number per stage, like [2, 1, 1, 0]; one such list per chunk."
+
+
+def _rows(value: Any, *, low: int, words: str) -> Counts:
+    """Numbers per stage, or a list of such lists, one per chunk."""
+    nested = any(isinstance(row, list | tuple) for row in value)
+    for i, row in enumerate(value if nested else [value]):
+        if not isinstance(row, list | tuple) or not row:
+            raise fault(str(i) if nested else None, f"expected {words}, got {show(row)}", _ROWS)
+        for j, number in enumerate(row):
+            if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= _MAX_LAYERS:
+                message = f"expected a whole number from {low} to {_MAX_LAYERS}, got {show(number)}"
+                raise fault(f"{i}.{j}" if nested else str(j), message, _ROWS)
+    return tuple(tuple(row) for row in (value if nested else [value]))
+
+
+def _write_rows(rows: Counts) -> Any:
+    return list(rows[0]) if len(rows) == 1 else [list(row) for row in rows]
+
+
+def _count(value: Any) -> LayerCount:
+    if value == "all":
+        return ALL_LAYERS
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_LAYERS:
+        return value
+    words = "all, a number of layers, or numbers per stage"
+    if isinstance(value, list | tuple):
+        rows = _rows(value, low=0, words=words)
+        return rows if any(map(any, rows)) else 0
+    raise fault(None, f"expected {words}, got {show(value)}", "Write it like all, 4, [4, 0] or [[4, 0], [2, 0]].")
+
+
+def _write_count(count: LayerCount) -> Any:
+    return "all" if count == ALL_LAYERS else count if isinstance(count, int) else _write_rows(count)
+
+
+def _lists(minimum: int) -> list[dict[str, Any]]:
+    numbers = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": minimum}}
+    return [numbers, {"type": "array", "minItems": 1, "items": numbers}]
+
+
+_COUNT_SCHEMA = {"anyOf": [{"enum": ["all"]}, {"type": "integer", "minimum": 0}, *_lists(0)]}
+CountValue = Annotated[Any, BeforeValidator(_count), PlainSerializer(_write_count), WithJsonSchema(_COUNT_SCHEMA)]
+
+
+def _pattern(value: str) -> str:
+    problem = pattern_problem(value)
+    if problem is not None:
+        raise fault(None, problem, "Write a regular expression for an operator's path inside its layer.")
+    return value
+
+
+class RecomputeSection(Section):
+    """What to recompute instead of keeping it. Each number: `all`, n (the first n layers of every chunk and stage),
+    a list (one per stage) or a list of such lists (one per chunk)."""
+
+    full: CountValue = Field(default=0, description="Layers that keep only their input.")
+    select: dict[Annotated[str, AfterValidator(_pattern)], CountValue] = Field(
+        default={},
+        max_length=MAX_PATTERNS,
+        description="Pattern of operators whose outputs are not kept, to the layers it applies to. A pattern is a "
+        "regular expression for the whole path of an operator, or of a module, inside its layer.",
+    )
+    communication: CountValue = Field(
+        default=0, description="Layers that gather their sequence shards again in the backward pass."
+    )
+
+    def to_choice(self) -> RecomputeChoice:
+        select = tuple(sorted((pattern, count) for pattern, count in self.select.items() if count != 0))
+        return RecomputeChoice(full=self.full, select=select, communication=self.communication)
+
+
+def _write_recompute(value: RecomputeChoice) -> Any:
+    parts: dict[str, Any] = {}
+    if value.full:
+        parts["full"] = _write_count(value.full)
+    if value.select:
+        parts["select"] = {pattern: _write_count(count) for pattern, count in value.select}
+    if value.communication:
+        parts["communication"] = _write_count(value.communication)
+    if not parts:
+        return "none"
+    return "full" if parts == {"full": "all"} else parts
+
+
+class _OrList:
+    """Annotation: also take a bare list for the layers recomputed in full, where it cannot mean choices."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._widen, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [*handler(schema)["anyOf"], *_lists(0)]}
+
+    @staticmethod
+    def _widen(value: Any) -> Any:
+        return {"full": value} if isinstance(value, list) else value
+
+
+_RECOMPUTE = (
+    ShortForms(
+        {"none": {"full": 0}, "full": {"full": "all"}},
+        remedy="Write none, full, or a mapping; layers per stage as {full: [4, 0]}.",
+    ),
+    AfterValidator(RecomputeSection.to_choice),
+    PlainSerializer(_write_recompute),
+)
+RecomputeValue = Annotated[RecomputeSection, *_RECOMPUTE]
+BaselineRecompute = Annotated[RecomputeSection, *_RECOMPUTE, _OrList()]
+
+
+def _offsets(value: Any) -> Counts:
+    if not isinstance(value, list | tuple):
+        raise fault(None, f"expected a list, got {show(value)}", "Write one offset per stage, like [-2, 1, 1, 0].")
+    rows = _rows(value, low=-_MAX_LAYERS, words="numbers per stage")
+    total, most = sum(map(sum, rows)), sum(map(len, rows)) - 1
+    if not 0 <= total <= most:
+        remedy = "They are added to layers // stages and make up its remainder: 0 where the stages divide the layers."
+        raise fault(None, f"the offsets sum to {total:+d}, which is outside 0..{most}", remedy)
+    return rows
+
+
+def _stage_counts(value: Any) -> Counts:
+    if not isinstance(value, list | tuple):
+        raise fault(None, f"expected a list, got {show(value)}", "Write one number per stage, like [10, 11, 11, 8].")
+    return _rows(value, low=0, words="numbers per stage")
+
+
+class StageLayersSection(Section):
+    """Uneven layers per stage, either way; a list has one number per stage, a list of lists one such list per chunk."""
+
+    offset: Annotated[Any, BeforeValidator(_offsets), WithJsonSchema({"anyOf": _lists(-_MAX_LAYERS)})] = Field(
+        default=None,
+        description="Added to layers // stages, as in MindFormers; sums to the remainder, 0 where it divides. "
+        "One list for several chunks applies to each.",
+    )
+    counts: Annotated[Any, BeforeValidator(_stage_counts), WithJsonSchema({"anyOf": _lists(0)})] = Field(
+        default=None, description="Number of layers itself; sums to the layers of the model."
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> StageLayersSection:
+        if (self.offset is None) == (self.counts is None):
+            raise fault(None, "expected either offset or counts", "Give one of the two, or write even.")
+        return self
+
+    def to_split(self) -> StageSplit:
+        if self.counts is not None:
+            return StageSplit(kind="counts", rows=self.counts)
+        return StageSplit(kind="offset", rows=self.offset) if any(map(any, self.offset)) else StageSplit()
+
+
+def _write_split(split: StageSplit) -> Any:
+    return "even" if split.kind == "even" else {split.kind: _write_rows(split.rows)}
+
+
+StageLayersValue = Annotated[
+    StageLayersSection,
+    ShortForms({"even": {"offset": [0]}}, remedy="Write even, {offset: [-1, 1]} or {counts: [3, 5]}."),
+    AfterValidator(StageLayersSection.to_split),
+    PlainSerializer(_write_split),
+]
+
+
+# Types of the knobs on precision, data reading and kernels as they stand in a sweep file
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    remedy = "List operators by their names in torch.nn.functional, like [linear, rms_norm]."
+    if not isinstance(value, list | tuple):
+        raise fault(None, f"expected a list of operator names, got {show(value)}", remedy)
+    for i, name in enumerate(value):
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > 100:
+            raise fault(str(i), f"{show(name)} is not the name of an operator", remedy)
+    return tuple(sorted(set(value)))
+
+
+OperatorNames = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_names),
+    WithJsonSchema({"type": "array", "items": {"type": "string", "pattern": r"^[A-Za-z_]\w*$"}}),
+]
+
+
+class LossScaleSection(Section):
+    """Loss scaling for float16."""
+
+    initial: float = Field(default=LossScale().initial, ge=FP32_TINY, le=FP32_MAX, description="Scale at the start.")
+    growth_factor: float = Field(
+        default=LossScale().growth_factor, gt=1, le=FP32_MAX, description="Growth after enough finite steps."
+    )
+    growth_interval: int = Field(
+        default=LossScale().growth_interval, ge=1, le=2**31 - 1, description="Finite steps in a row before growth."
+    )
+    backoff_factor: float = Field(
+        default=LossScale().backoff_factor, gt=0, lt=1, description="Shrinking after overflow."
+    )
+    backoff_interval: int = Field(
+        default=LossScale().backoff_interval, ge=1, le=2**31 - 1, description="Overflowing steps in a row before it."
+    )
+    dynamic: bool = Field(default=LossScale().dynamic, description="false keeps `initial` for the whole run.")
+
+
+class PrecisionSection(Section):
+    """Mixed precision, long form."""
+
+    level: Literal["O0", "O1", "O1-fp8", "O2"] = Field(
+        description="O0: fp32. O1: autocast. O2: 16-bit parameters with fp32 master weights. O1-fp8: autocast, with "
+        "the layers' matmuls in 8-bit floats."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="16-bit type of O1 and O2; left out: bfloat16."
+    )
+    loss_scale: LossScaleSection | None = Field(
+        default=None, description="Loss scaling, float16 only; left out: dynamic from 2^15."
+    )
+    white: OperatorNames = Field(
+        default=(), description="Operators O1 runs in 16 bits, whatever autocast says, like `rms_norm`."
+    )
+    black: OperatorNames = Field(default=(), description="Operators O1 runs in fp32, whatever autocast says.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PrecisionSection:
+        if self.level == "O0" and self.dtype not in (None, "float32"):
+            raise fault("dtype", f"O0 is float32, not {self.dtype}", "Use O1 or O2, or leave dtype out.")
+        if self.level != "O0" and self.dtype == "float32":
+            raise fault("dtype", f"{self.level} needs a 16-bit type", "Use bfloat16 or float16, or level O0.")
+        if self.level == "O1-fp8" and self.dtype == "float16":
+            raise fault("dtype", "O1-fp8 goes with bfloat16", "Leave dtype out, or use level O1.")
+        if self.loss_scale is not None and self.dtype != "float16":
+            raise fault("loss_scale", "loss scaling is for float16 only", "Leave it out or set dtype: float16.")
+        if (self.white or self.black) and self.level != "O1":
+            raise fault("white" if self.white else "black", f"{self.level} has no lists", "Use O1, or leave them out.")
+        if twice := set(self.white) & set(self.black):
+            raise fault("black", f"{min(twice)!r} is on the white list too", "Keep it on one of them.")
+        return self
+
+    def to_precision(self) -> Precision:
+        dtype = self.dtype or ("float32" if self.level == "O0" else "bfloat16")
+        scale = self.loss_scale or LossScaleSection()
+        loss_scale = LossScale(**scale.model_dump()) if dtype == "float16" else None
+        return Precision(level=self.level, dtype=dtype, loss_scale=loss_scale, white=self.white, black=self.black)
+
+
+class DataloaderSection(Section):
+    """Search for the loader's settings before training, by hill climbing."""
+
+    tuning_steps: int = Field(
+        default=LoaderTuning().tuning_steps,
+        ge=1,
+        le=10**6,
+        description="Batches read per point tried; a point also ends after 0.4 s.",
+    )
+    max_workers: int = Field(
+        default=LoaderTuning().max_workers, ge=1, le=1024, description="Data-loading processes tried at most."
+    )
+
+    def to_tuning(self) -> LoaderTuning:
+        return LoaderTuning(**self.model_dump())
+
+
+class CudnnSection(Section):
+    """The steps in which cuDNN measures its algorithms; later ones use what was found."""
+
+    first: int = Field(ge=1, le=10**6, description="First step.")
+    last: int = Field(ge=1, le=10**6, description="Last step.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CudnnSection:
+        if self.last < self.first:
+            raise fault("last", f"{self.last} is before first {self.first}", "Raise last.")
+        return self
+
+    def to_range(self) -> tuple[int, ...]:
+        return self.first, self.last
+
+
+def _write_precision(value: Precision) -> Any:
+    written: dict[str, Any] = {"level": value.level, "dtype": value.dtype}
+    if value.dtype == "float16":
+        scale = value.loss_scale or LossScale()
+        written["loss_scale"] = {name: getattr(scale, name) for name in LossScaleSection.model_fields}
+    lists = {"white": list(value.white), "black": list(value.black)}
+    return written | {name: names for name, names in lists.items() if names}
+
+
+def _write_tuning(value: LoaderTuning | None) -> Any:
+    if value is None:
+        return "manual"
+    written = {"tuning_steps": value.tuning_steps, "max_workers": value.max_workers}
+    return "auto" if value == LoaderTuning() else written
+
+
+def _write_range(value: tuple[int, ...]) -> Any:
+    return {"first": value[0], "last": value[1]} if value else "off"
+
+
+def off_is_false(value: Any) -> Any:
+    """YAML 1.1 reads a bare ``off`` as false; here it can only mean the word."""
+    return "off" if value is False else value
+
+
+LEVELS = ("O0", "O1", "O1-fp8", "O2")
+PrecisionValue = Annotated[
+    PrecisionSection,
+    ShortForms({level: {"level": level} for level in LEVELS}, remedy=f"Write one of {', '.join(LEVELS)}."),
+    AfterValidator(PrecisionSection.to_precision),
+    PlainSerializer(_write_precision),
+]
+DataloaderValue = Annotated[
+    DataloaderSection,
+    ShortForms({"auto": {}}, others=("manual",)),
+    AfterValidator(DataloaderSection.to_tuning),
+    Word("manual", None),
+    PlainSerializer(_write_tuning),
+]
+CudnnValue = Annotated[
+    CudnnSection,
+    ShortForms({}, others=("off",)),
+    AfterValidator(CudnnSection.to_range),
+    Word("off", ()),
+    PlainSerializer(_write_range),
+]
+CompileValue = Annotated[
+    Literal["off", "block", "model"],
+    BeforeValidator(off_is_false),
+    WithJsonSchema({"enum": ["off", "block", "model", False]}),
+]

@@ -1,0 +1,426 @@
+"""Explanations on the terminal: where the step time of a sweep goes, and what happened to one trial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from orchestrator import units
+from orchestrator.diagnosis.remedies import change_words, memory_words
+from orchestrator.diagnosis.values import (
+    PART_NAMES,
+    Bottleneck,
+    Diagnosis,
+    Importance,
+    KnobEffect,
+    Part,
+    PartName,
+    Predictions,
+    SweepExplanation,
+)
+from orchestrator.report.view import Column
+from orchestrator.report.words import disturbed, peak_memory, peak_memory_parts, trend
+from orchestrator.space.notation import short_name, spelled
+from orchestrator.status.explanation import AttemptExplanation, Explanation
+from orchestrator.sweep.state import Trial, nodes_of
+from orchestrator.terminal.fitted import FittedTable, indented, label_grid, mark, section, status_text
+from orchestrator.text import one_line, plain
+from orchestrator.units import chance, count, signal_name
+from trials.outcome import Evidence
+
+# The explanation of a sweep on the terminal: where the time goes, what holds it back, which knob matters, how good
+# the predictions were.
+
+
+MAX_KNOBS = 8
+MAX_EFFECTS = 8
+MAX_OTHERS = 4
+BAR_WIDTH = 10
+"""Characters of a bar of the whole step."""
+ROUGH = 0.3
+"""Error of the cost model, as a share, from which on people are warned."""
+WIDE = 10.0
+"""High over low of an interval from which on only its lower end is shown."""
+MIN_SHARE = 0.001
+"""Share of the step below which a part has no line."""
+
+PART_WORDS: Mapping[PartName, str] = {
+    "communication": "exposed comm.",
+    "host_copies": "host copies",
+    "bubble": "bubble",
+    "forward_backward": "forward+backward",
+    "data": "data wait",
+}
+KIND_WORDS = {"io": "IO", "imbalance": "imbalance"}
+SOURCE_MARKS = {"measured": "", "profiled": "p", "modelled": "~"}
+
+
+def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
+    """All sections, for a terminal of 80 columns or more."""
+    head = Text.assemble((explained.sweep, "bold"), f" on {one_line(explained.hardware)}: {explained.phase}")
+    sections: list[RenderableType] = [
+        *mark(explained.virtual),
+        head,
+        section("Where the step time goes", _parts(explained)),
+    ]
+    sections.append(section("What holds it back", _diagnoses(explained)))
+    sections.append(
+        section(
+            "Which knob matters",
+            Group(_knobs(explained.importance, explained.effects, explained.unit), *_left_out(explained)),
+        )
+    )
+    sections.append(section(f"Expected and {explained.virtual or 'measured'}", _predictions(explained.predictions)))
+    return Group(*sections)
+
+
+def _left_out(explained: SweepExplanation) -> list[RenderableType]:
+    """That the sweep is too long to look at every trial, where it is."""
+    if explained.num_looked_at >= explained.num_trials:
+        return []
+    numbers = f"{explained.num_looked_at:,} of {explained.num_trials:,} trials"
+    return [Text(f"from {numbers}: those most like the ones above, and some of all others", style="dim")]
+
+
+def _parts(explained: SweepExplanation) -> RenderableType:
+    sides = [side for side in (explained.baseline, explained.chosen) if side is not None]
+    columns = [Column(title="")]
+    for side in sides:
+        columns.append(Column(title=f"{side.role} {units.trial_id(side.trial)}", is_number=True))
+        columns.append(Column(title="", name="shares", priority=2, is_number=True))
+        columns.append(Column(title="", name="bars", priority=1))
+    table = FittedTable(columns=columns)
+    for name in PART_NAMES:
+        if any(side.parts.share(name) >= MIN_SHARE for side in sides):
+            cells = [cell for side in sides for cell in _part_cells(side, name)]
+            table.add_row(PART_WORDS.get(name, name), *cells)
+    total = [cell for side in sides for cell in (units.milliseconds(side.parts.step_time_s), "", "")]
+    table.add_section()
+    table.add_row("step", *total, style="bold")
+    return Group(table, *_part_notes(explained, sides))
+
+
+def _part_cells(side: Diagnosis, name: PartName) -> tuple[str, str, Text]:
+    found = [part for part in side.parts.parts if part.name == name]
+    share = side.parts.share(name)
+    if share < MIN_SHARE:
+        return "", "", Text("")
+    style = "cyan" if name in ("compute", "forward_backward") else "yellow"
+    bar = Text("█" * round(BAR_WIDTH * share), style=style)
+    words = f"{share:.0%}" if share >= 0.005 else "<1%"
+    return f"{_mark(found)}{units.milliseconds(side.parts.seconds(name))}", words, bar
+
+
+def _mark(parts: Iterable[Part]) -> str:
+    marks = {SOURCE_MARKS[part.source] for part in parts} - {""}
+    return f"{'/'.join(sorted(marks))} " if marks else ""
+
+
+def _part_notes(explained: SweepExplanation, sides: Iterable[Diagnosis]) -> list[RenderableType]:
+    sources = {part.source for side in sides for part in side.parts.parts}
+    whole = f"the {explained.virtual} step" if explained.virtual else "what the clock measured"
+    legend = {
+        "measured": "unmarked: measured by the trial's own clock",
+        "profiled": f"p: a profile's share of {whole}",
+        "modelled": f"~: the cost model's share of {whole}",
+    }
+    lines = [words for source, words in legend.items() if source in sources]
+    if "modelled" in sources:
+        lines[-1] += f"; {_trust(explained.model_error)}"
+    notes: dict[str, list[str]] = {}
+    for side in sides:
+        for note in side.parts.notes:
+            notes.setdefault(note, []).append(units.trial_id(side.trial))
+    lines += [f"{' '.join(trials)}: {note}" for note, trials in notes.items()]
+    return [Text(line, style="dim") for line in lines]
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
+
+
+def _trust(error: float | None) -> str:
+    if error is None:
+        return "too few trials tell how far off it is"
+    rough = ", so take its split as a guess" if error > ROUGH else ""
+    return f"it is typically {_percent(error)} off in this sweep{rough}"
+
+
+def _diagnoses(explained: SweepExplanation) -> RenderableType:
+    parts: list[RenderableType] = []
+    for side in (explained.chosen, explained.baseline):
+        if side is not None:
+            parts += [Text("") for _ in parts[:1]] + _diagnosis(side, explained)
+    return Group(*parts)
+
+
+def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableType]:
+    name = f"{side.role} {units.trial_id(side.trial)}"
+    if side.bottleneck is None:
+        advice = "" if explained.is_script else f"; measure it: {_profile_command(explained, side)}"
+        return [Text.assemble((name, "bold"), f": what holds it back is not known: {explained.unmodelled}{advice}")]
+    first, *others = side.bottlenecks
+    words = Text.assemble((f"{name}: ", "bold"))
+    if _is_guess(first, explained):
+        words.append("not known without a profile", "bold yellow")
+    else:
+        words.append(KIND_WORDS.get(first.kind, first.kind), "bold yellow").append(f", {_cost(first)}")
+    lines: list[RenderableType] = [words, _bottleneck_grid(first, explained, side)]
+    shown = [one for one in others if one.kind != "compute" or one.remedy is not None][:MAX_OTHERS]
+    if shown:
+        lines += [Text("also:", style="dim"), _others(shown)]
+    return lines
+
+
+def _is_guess(one: Bottleneck, explained: SweepExplanation) -> bool:
+    """Whether nothing but the cost model puts the step in computation: it does not see all of what a profile does."""
+    return one.kind == "compute" and one.source == "modelled" and explained.virtual is None
+
+
+def _profile_command(explained: SweepExplanation, side: Diagnosis) -> str:
+    return f"tune-cluster profile {explained.sweep} {units.trial_id(side.trial)}"
+
+
+def _cost(one: Bottleneck) -> str:
+    source = "" if one.source == "measured" else f" ({one.source})"
+    return f"{one.share:.0%} of the step, {units.milliseconds(one.seconds)}{source}"
+
+
+def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnosis) -> RenderableType:
+    grid, is_guess = label_grid("dim"), _is_guess(one, explained)
+    if is_guess:
+        estimate = f"{one.share:.0%} of the step, {units.milliseconds(one.seconds)}, by the cost model"
+        grid.add_row(
+            "compute",
+            Text(f"{estimate}, which counts no waiting for the host or for other ranks that it does not know"),
+        )
+    for i, line in enumerate(one.evidence):
+        grid.add_row(("seen" if is_guess else "because") if i == 0 else "", Text(line))
+    if one.source == "modelled" and explained.virtual is None and not explained.is_script:
+        grid.add_row("profile", Text(f"{_profile_command(explained, side)} measures it"))
+    if one.remedy is not None:
+        grid.add_row("change", Text(change_words(one.remedy), style="green"))
+        grid.add_row("gain", Text(_gain(one)))
+        if memory := memory_words(one.remedy, explained.limit_bytes):
+            grid.add_row("memory", Text(memory))
+    else:
+        grid.add_row("change", Text(one.note or "none is known to be faster"))
+    if one.at_most is not None:
+        grid.add_row("at most", Text(f"{units.ceil(one.at_most)}x from this alone, if all of it went"))
+    if one.fixed:
+        grid.add_row("fixed", Text(f"not varied by this sweep: {', '.join(one.fixed[:5])}"))
+    return indented(grid)
+
+
+def _others(bottlenecks: Iterable[Bottleneck]) -> RenderableType:
+    grid = label_grid("dim")
+    for one in bottlenecks:
+        found = one.remedy
+        words = f"{change_words(found)}: {_gain(one)}" if found else "no change is known to be faster"
+        grid.add_row(KIND_WORDS.get(one.kind, one.kind), Text(f"{one.share:.0%}  {words}"))
+    return indented(grid)
+
+
+def _gain(one: Bottleneck) -> str:
+    """What may be claimed of the remedy: the lower end of what was measured, and no more than the bottleneck costs."""
+    remedy, gain = one.remedy, one.gain
+    assert remedy is not None and gain is not None
+    if remedy.source == "modelled" or remedy.trial is None:
+        spread = f" (give or take {100 * remedy.log_spread:.0f} %)" if remedy.log_spread else ""
+        return f"{units.floor(gain)}x expected{spread}, not tried"
+    trial = units.trial_id(remedy.trial)
+    how = f"in {units.count(remedy.num_rounds, 'round')}" if remedy.num_rounds else "once"
+    more = "; it is faster than this alone explains" if one.is_exceeded else ""
+    return f"at least {units.floor(gain)}x, {trial} was measured {how}{more}"
+
+
+def _knobs(importance: Importance, effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
+    parts: list[RenderableType] = [_importance(importance)]
+    if effects:
+        parts += [Text(""), _effects(effects, unit)]
+    return Group(*parts)
+
+
+def _importance(importance: Importance) -> RenderableType:
+    if importance.reason:
+        return Text(importance.reason)
+    columns = (
+        Column(title="", name="knob", min_width=20),
+        Column(title="", name="share", is_number=True),
+        Column(title="", name="interval", priority=6, mood="rest"),
+        Column(title="", name="bars", priority=5),
+    )
+    grid = FittedTable(columns=columns)
+    for knob in importance.knobs[:MAX_KNOBS]:
+        bar = Text("█" * round(2 * BAR_WIDTH * knob.share), style="cyan")
+        interval = f"{knob.low:.0%} {units.DASH} {knob.high:.0%}"
+        grid.add_row(" + ".join(knob.knobs), f"{knob.share:.0%}", interval, bar)
+    rest = len(importance.knobs) - MAX_KNOBS
+    bounds = f", {importance.num_bounds} of them stopped early" if importance.num_bounds else ""
+    note = f"share of the variance of log step time, {importance.num_trials} trials{bounds}; 95 % by bootstrap"
+    more = [Text(f"and {rest} more knobs", style="dim")] if rest > 0 else []
+    return Group(grid, *more, Text(note, style="dim"))
+
+
+def _effects(effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
+    columns = (
+        Column(title="", name="change", min_width=24),
+        Column(title="", name="speed", is_number=True),
+        Column(title="", name="interval", priority=9, mood="rest"),
+        Column(title="", name="pairs", priority=5, mood="rest"),
+    )
+    grid = FittedTable(columns=columns)
+    for effect in effects[:MAX_EFFECTS]:
+        pairs = units.count(effect.num_pairs, "pair") if effect.num_pairs else "regression"
+        grid.add_row(_contrast(effect), units.short_ratio(effect.ratio, effect), _interval(effect), pairs)
+    more = [Text(f"and {len(effects) - MAX_EFFECTS} smaller", style="dim")] if len(effects) > MAX_EFFECTS else []
+    return Group(Text(f"speed in {unit}, all else equal; 95 % interval:", style="dim"), grid, *more)
+
+
+def _interval(effect: KnobEffect) -> str:
+    if not effect.low or not effect.high:
+        return "no interval"
+    low, high = f"{units.floor(effect.low)}", f"{units.ceil(effect.high)}"
+    return f"{low} {units.DASH} {high}" if effect.high < WIDE * effect.low else f"{low} or more"
+
+
+def _contrast(effect: KnobEffect) -> Text:
+    words = Text()
+    for i, (knob, before, after) in enumerate(zip(effect.knobs, effect.before, effect.after, strict=True)):
+        words.append(", " if i else "").append(f"{knob} ", style="dim").append(
+            f"{units.value_words(after)} over {units.value_words(before)}"
+        )
+    return words
+
+
+def _predictions(predictions: Predictions) -> RenderableType:
+    if not predictions.trials or predictions.mape is None:
+        return Text("nothing was predicted of the measured trials")
+    lines = [f"step times: {_percent(predictions.mape)} off on average over {len(predictions.trials)} trials"]
+    if predictions.rank_correlation is not None:
+        lines[0] += f", order of trials: rank correlation {predictions.rank_correlation:.2f}"
+    if predictions.within_spread is not None:
+        lines.append(
+            f"{predictions.within_spread:.0%} lay within two of their predicted standard deviations (ideal: 95 %)"
+        )
+    if predictions.memory_mape is not None:
+        lines.append(f"peak memory: {_percent(predictions.memory_mape)} off on average")
+    if predictions.num_memory_surprises:
+        lines.append(f"{predictions.num_memory_surprises} ran out of memory although expected to fit")
+    by_trial = {predicted.trial: predicted for predicted in predictions.trials}
+    for number in predictions.outliers:
+        found = by_trial[number]
+        took, expected = units.milliseconds(found.step_time_s), units.milliseconds(found.expected_step_time_s)
+        lines.append(f"{units.trial_id(number)} took {took} where {expected} were expected ({found.ratio:.2f}x)")
+    if predictions.in_common:
+        lines.append(f"these have in common: {', '.join(predictions.in_common)}")
+    return Group(*[Text(line) for line in lines])
+
+
+# The explanation of one trial on the terminal: why it was proposed, waits, or failed.
+
+
+MAX_LOG_LINES = 12
+MAX_COLLATERAL = 4
+MAX_NODES = 8
+
+
+def render_explanation(explained: Explanation) -> RenderableType:
+    """What happened to the trial, from its proposal to what it ruled out."""
+    trial = explained.trial
+    head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), status_text(trial.status))
+    parts: list[RenderableType] = [*mark(explained.virtual), head, Text(short_name(trial.candidate)), _spelled(trial)]
+    parts += [_heading("Proposed"), _proposed(explained)]
+    if explained.pending:
+        parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]
+    for explanation in explained.attempts:
+        parts += [_attempt_heading(explanation), *_attempt(explanation)]
+    if explained.proof:
+        parts += [_heading("Proof"), *_lines(explained.proof)]
+    if explained.ruled_out:
+        total = sum(explained.ruled_out.values())
+        rules = ", ".join(f"{rule} {number}" for rule, number in explained.ruled_out.items())
+        parts += [_heading("Ruled out"), *_lines([f"{total} candidates that need no less memory: {rules}"])]
+    return Group(*parts)
+
+
+def _spelled(trial: Trial) -> RenderableType:
+    """What each sign of the configuration's name says."""
+    grid = label_grid()
+    for sign, meaning in spelled(trial.candidate):
+        grid.add_row(Text(sign), Text(meaning, style="dim"))
+    return indented(grid)
+
+
+def _proposed(explained: Explanation) -> RenderableType:
+    trial, measured = explained.trial, explained.measurement
+    grid = label_grid("dim")
+    grid.add_row("why", Text(plain(trial.reason)))
+    if explained.changed:
+        grid.add_row("changed", Text(units.changes_words(explained.changed)))
+    if expected := trial.expected:
+        words = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
+        peak = "" if expected.peak_bytes is None else f"peak {units.num_bytes(expected.peak_bytes)}, "
+        memory = f"{peak}fits with a probability of {chance(expected.probability_fits)}"
+        grid.add_row("expected", Text(f"{words}, {memory}"))
+    if measured:
+        ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
+        peak = f", peak {peak_memory(measured)}" if measured.peak_bytes else ""
+        grid.add_row("measured", Text(f"{explained.figures}{peak}{ratio}"))
+        if parts := peak_memory_parts(measured):
+            grid.add_row("memory", Text(parts))
+        if why := disturbed(measured):
+            grid.add_row("disturbed", Text(why, style="yellow"))
+        if why := trend(measured):
+            grid.add_row("trend", Text(why, style="yellow"))
+    return indented(grid)
+
+
+def _attempt_heading(explanation: AttemptExplanation) -> Text:
+    outcome = explanation.attempt.outcome
+    kind = outcome.kind if outcome else "running"
+    return Text.assemble((f"\nAttempt {explanation.number} ", "bold"), status_text(kind))
+
+
+def _attempt(explanation: AttemptExplanation) -> Iterable[RenderableType]:
+    attempt, names = explanation.attempt, nodes_of(explanation.attempt)
+    more = f" +{len(names) - MAX_NODES}" if len(names) > MAX_NODES else ""
+    grid = label_grid("dim")
+    devices = f"{count(len(attempt.ranks), 'rank')}, {count(attempt.num_devices, 'device')}"
+    grid.add_row("on", Text(f"{' '.join(names[:MAX_NODES])}{more}: {devices}"))
+    charged = f", {units.device_time(attempt.device_seconds)} charged" if attempt.outcome else " so far"
+    grid.add_row("took", Text(f"{units.duration(explanation.duration_s)}{charged}"))
+    if explanation.evidence:
+        for label, words in _evidence(explanation.evidence, is_blameless=explanation.is_blameless):
+            grid.add_row(label, words)
+    for i, line in enumerate(explanation.consequences):
+        grid.add_row("so" if i == 0 else "", Text(line))
+    if attempt.outcome is None or explanation.evidence:
+        grid.add_row("logs", Text(str(explanation.folder), style="dim", overflow="fold"))
+    yield indented(grid)
+
+
+def _evidence(evidence: Evidence, *, is_blameless: bool) -> Iterable[tuple[str, Text]]:
+    rank = f"rank {evidence.rank}" if evidence.rank is not None else ""
+    where = " on ".join(part for part in (rank, evidence.node or "") if part)
+    ended = signal_name(evidence.exit_code) or (f"exit code {evidence.exit_code}" if evidence.exit_code else "")
+    blamed = ", ".join(part for part in (where, plain(evidence.error_type or ""), ended) if part)
+    if blamed and not is_blameless:
+        yield "blamed", Text(blamed)
+    yield "because", Text(plain(evidence.message.strip()), style="red")
+    for i, line in enumerate(evidence.log_tail[-MAX_LOG_LINES:]):
+        yield "log" if i == 0 else "", Text(plain(line), style="dim")
+    for i, line in enumerate(evidence.collateral[:MAX_COLLATERAL]):
+        yield "then" if i == 0 else "", Text(plain(line), style="dim")
+    if len(evidence.collateral) > MAX_COLLATERAL:
+        yield "", Text(f"... and {len(evidence.collateral) - MAX_COLLATERAL} more", style="dim")
+
+
+def _heading(title: str) -> Text:
+    return Text(f"\n{title}", style="bold")
+
+
+def _lines(lines: Iterable[str], style: str = "") -> list[RenderableType]:
+    return [indented(Text(plain(line), style=style)) for line in lines]

@@ -1,0 +1,679 @@
+"""Which event of the ledger puts what into MLflow, which it reaches by the protocol :class:`Runs`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from filelock import FileLock
+
+from orchestrator.errors import ServiceError
+from orchestrator.mlflow_urls import PAGE, artifact_folder, artifact_path, public_uri, run_path, sqlite_path
+from orchestrator.report import curves, sources
+from orchestrator.report.page.page import page_html
+from orchestrator.report.plots.gallery import gallery
+from orchestrator.report.report import Attached, make_short_report, read_report, report_markdown
+from orchestrator.report.sources import PlanFacts, Sources, failed_logs, profile_paths, rejected_csv
+from orchestrator.report.summary import summarize
+from orchestrator.sweep import events
+from orchestrator.sweep.checkpoint import Outbox
+from orchestrator.sweep.events import (
+    AttemptEnded,
+    AttemptLaunched,
+    BudgetChanged,
+    ChecksAsked,
+    ControllerStarted,
+    EvaluationEnded,
+    FinalistsChosen,
+    Promoted,
+    SweepCreated,
+    SweepEnd,
+    SweepFinished,
+    SweepPaused,
+    TrialsRetried,
+    VerdictReached,
+)
+from orchestrator.sweep.ledger import Ledger, LedgerEntry, Recorded
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.text import first_line
+from orchestrator.tracking import run_records
+from trials.files import make_private_folder, write_atomically
+from trials.outcome import Consequence, GangLost
+from trials.secrets import redact
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param, RunTag
+
+
+ProofEvent = FinalistsChosen | EvaluationEnded | VerdictReached
+
+
+_NOTE = "mlflow.note.content"
+
+
+_TOLD = ("confirmation", "history", "breakdown")
+"""Plots that the note shows."""
+
+
+def project(runs: Runs, ledger: Ledger, entry: LedgerEntry, state: SweepState) -> None:
+    """Write one entry of the ledger; ``state`` is the fold up to and including it. Repeating it changes nothing."""
+    match entry.event:
+        case SweepCreated():
+            _project_created(runs, state, ledger)
+        case AttemptLaunched():
+            _project_launched(runs, entry.event, state)
+        case AttemptEnded():
+            _project_ended(runs, entry.event, state, ledger.folder)
+        case ControllerStarted() | TrialsRetried() | ChecksAsked() | BudgetChanged():
+            _project_going_on(runs, entry.event, state)
+        case FinalistsChosen() | EvaluationEnded() | VerdictReached():
+            _project_proof(runs, entry.event, state)
+        case SweepPaused():
+            _project_paused(runs, entry.event, state)
+        case SweepFinished():
+            _project_finished(runs, entry.event, state, ledger)
+        case Promoted():
+            _project_promoted(runs, entry.event, state, ledger)
+        case _:
+            pass
+
+
+def _ensure_sweep(runs: Runs, state: SweepState) -> str:
+    created = state.sweep
+    known = runs.sweep_runs(state)
+    if "sweep" not in known:
+        known["sweep"] = runs.create_run(state, created.sweep, run_records.sweep_tags(created), created.at_s)
+        runs.log(known["sweep"], created.at_s, params=sources.sweep_params(created))
+    return known["sweep"]
+
+
+def _project_created(runs: Runs, state: SweepState, ledger: Ledger) -> None:
+    sources = Sources.of(ledger)
+    run_id = _ensure_sweep(runs, state)
+    runs.log(run_id, state.sweep.at_s, tags=run_records.origin_tags(ledger))
+    if sources.sweep_yaml:
+        runs.put_text(run_id, sources.sweep_yaml, "sweep.yaml")
+    if sources.plan is not None:
+        runs.put_text(run_id, run_records.json_text(sources.plan), "plan.json")
+        runs.put_text(run_id, rejected_csv(PlanFacts.from_document(sources.plan)), "rejected.csv")
+    runs.tag_experiment(state, {_NOTE: run_records.experiment_note()})
+    runs.put_text(run_id, page_html(read_report(ledger, state, summarize(state, runs.uri)), {}), PAGE)
+    _save_views(runs, state, run_id)
+
+
+def _save_views(runs: Runs, state: SweepState, run_id: str, *, is_ranked: bool = False) -> None:
+    knobs = list(map(run_records.param_name, curves.coordinates(state).knobs))
+    runs.tag_experiment(state, run_records.view_tags(state.sweep, run_id, knobs, is_ranked=is_ranked))
+
+
+def _project_going_on(
+    runs: Runs, event: ControllerStarted | TrialsRetried | ChecksAsked | BudgetChanged, state: SweepState
+) -> None:
+    if isinstance(event, BudgetChanged) and state.is_over:
+        return
+    if state.epoch > 1 or not isinstance(event, ControllerStarted):
+        run_id = _ensure_sweep(runs, state)
+        runs.go_on(run_id)
+        runs.log(run_id, event.at_s, tags={"tc.state": state.status})
+
+
+def _project_paused(runs: Runs, event: SweepPaused, state: SweepState) -> None:
+    run_id = _ensure_sweep(runs, state)
+    runs.log(run_id, event.at_s, tags={"tc.state": state.status, "tc.reason": event.reason})
+    runs.end(run_id, "KILLED", event.at_s)
+
+
+def _project_proof(runs: Runs, event: ProofEvent, state: SweepState) -> None:
+    """Roles and speed-ups of the trials' runs; the verdict as tags and metrics of the sweep's."""
+    known, run_id = runs.sweep_runs(state), _ensure_sweep(runs, state)
+    winner = state.verdict.winner if state.verdict else None
+    for former in runs.with_role(state, "winner"):
+        if former != known.get(str(winner)):
+            runs.log(former, event.at_s, tags={"tc.role": "finalist"})
+            _retract(runs, former, event.at_s)
+    if winner is None:
+        _retract(runs, run_id, event.at_s)
+    speedups = run_records.finalist_metrics(state)
+    for number, tags in run_records.proof_tags(state).items():
+        if str(number) in known:
+            runs.log(known[str(number)], event.at_s, tags=tags, metrics=speedups.get(number))
+    tags = {**run_records.verdict_tags(state), _NOTE: _note(runs, state, run_id)}
+    runs.log(run_id, event.at_s, metrics=run_records.verdict_metrics(state), tags=tags)
+
+
+def _retract(runs: Runs, run_id: str, at_s: float) -> None:
+    """Take a confirmed speed-up back that was logged before this moment."""
+    if runs.has_logged(run_id, run_records.CONFIRMED_SPEEDUP, before_s=at_s):
+        runs.log(run_id, at_s, metrics=run_records.RETRACTED)
+
+
+def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ()) -> str:
+    """The note of the sweep's run: its report in short, with links and some plots once they are there."""
+    attached = None
+    if plots:
+        tabs = {"The whole report": f"artifacts/{PAGE}", "All plots": "artifacts/plots"}
+        shown = [name for name in _TOLD if name in plots]
+        attached = Attached(
+            links={what: runs.page(state, run_id, tab) for what, tab in tabs.items()},
+            plots={name: artifact_path(run_id, f"plots/{name}.png") for name in shown},
+        )
+    return report_markdown(make_short_report(state, summarize(state, runs.uri)), attached)
+
+
+def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledger: Ledger) -> None:
+    run_id = _ensure_sweep(runs, state)
+    known, ranks = runs.sweep_runs(state), run_records.ranks(state)
+    for number, rank in ranks.items():
+        if str(number) in known:
+            runs.log(known[str(number)], event.at_s, metrics={run_records.RANK: rank})
+    _save_views(runs, state, run_id, is_ranked=bool(ranks))
+    plots = _put_report(runs, state, run_id, ledger)
+    tags = {_NOTE: _note(runs, state, run_id, plots), "tc.state": event.status, "tc.reason": event.reason}
+    runs.log(run_id, event.at_s, tags=tags, metrics=run_records.cost_metrics(state))
+    ends: dict[SweepEnd, str] = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+    runs.end(run_id, ends[event.status], event.at_s)
+
+
+def _put_report(
+    runs: Runs, state: SweepState, run_id: str, ledger: Ledger, *, with_pictures: bool = True
+) -> Sequence[str]:
+    """Write the report as text, and as a page with its plots where that is wanted; return the names of the plots."""
+    summary = summarize(state, runs.uri)
+    runs.put_text(run_id, report_markdown(make_short_report(state, summary)), "report.md")
+    runs.put_text(run_id, run_records.json_text(summary.to_json()), "summary.json")
+    if not _wants_page(ledger):
+        return ()
+    report = read_report(ledger, state, summary)
+    plots = gallery(report)
+    runs.put_text(run_id, page_html(report, plots), PAGE)
+    for name, plot in plots.items() if with_pictures else ():
+        runs.put_bytes(run_id, plot.png(), f"plots/{name}.png")
+    return list(plots)
+
+
+def _wants_page(ledger: Ledger) -> bool:
+    tracking = (ledger.document("spec") or {}).get("tracking") or {}
+    return bool(tracking.get("report", True))
+
+
+def _project_promoted(runs: Runs, event: Promoted, state: SweepState, ledger: Ledger) -> None:
+    known, run_id = runs.sweep_runs(state), _ensure_sweep(runs, state)
+    tags = run_records.promotion_tags(event.record)
+    plots = _put_report(runs, state, run_id, ledger, with_pictures=False)  # which a promotion does not change
+    runs.log(run_id, event.at_s, tags={**tags, _NOTE: _note(runs, state, run_id, plots)})
+    if (of_trial := known.get(event.record.get("trial", ""))) is not None:
+        runs.log(of_trial, event.at_s, tags=tags)
+
+
+def _ensure_trial(runs: Runs, state: SweepState, trial: Trial) -> str:
+    known = runs.sweep_runs(state)
+    if str(trial.number) not in known:
+        tags = run_records.trial_tags(state.sweep, trial, _ensure_sweep(runs, state))
+        at_s = trial.attempts[0].launched_at_s
+        tags[_NOTE] = run_records.trial_note(state, trial)
+        run_id = known[str(trial.number)] = runs.create_run(state, run_records.trial_name(trial), tags, at_s)
+        if expected := run_records.expected_metrics(state.sweep, trial):
+            runs.log(run_id, trial.proposed_at_s, metrics=expected)
+    return known[str(trial.number)]
+
+
+def _project_launched(runs: Runs, event: AttemptLaunched, state: SweepState) -> None:
+    trial = state.trials[event.trial]
+    run_id = _ensure_trial(runs, state, trial)
+    if event.attempt:
+        runs.log(
+            run_id, event.at_s, tags=run_records.attempt_tags(trial) | {_NOTE: run_records.trial_note(state, trial)}
+        )
+        runs.go_on(run_id)
+
+
+def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState, folder: Path) -> None:
+    trial = state.trials[event.trial]
+    if trial.is_running or not trial.attempts or trial.attempts[-1].token != event.token:
+        return
+    run_id = _ensure_trial(runs, state, trial)
+    runs.log(
+        run_id,
+        event.at_s,
+        metrics=run_records.trial_metrics(state, trial),
+        params=run_records.trial_params(trial),
+        tags={**run_records.attempt_tags(trial), _NOTE: run_records.trial_note(state, trial)},
+        curves=run_records.trial_curves(trial),
+    )
+    _put_files(runs, run_id, state, trial, folder)
+    runs.end(run_id, _RUN_STATUS[trial.outcome.consequence] if trial.outcome else "KILLED", event.at_s)
+    if trial.number == 0 and trial.measurement:
+        _compare_with(runs, state, event.at_s)
+    if not isinstance(event.outcome, GangLost):
+        _update_sweep(runs, event, state, trial)
+
+
+def _put_files(runs: Runs, run_id: str, state: SweepState, trial: Trial, folder: Path) -> None:
+    for name, text in run_records.trial_files(state, trial).items():
+        runs.put_text(run_id, text, name)
+    for name, text in failed_logs(folder, trial).items():
+        runs.put_text(run_id, text, f"logs/{name}")
+    for path in profile_paths(folder, trial):
+        runs.put_file(run_id, path, "profile")
+
+
+def _compare_with(runs: Runs, state: SweepState, at_s: float) -> None:
+    """Log the speed-up of trials that were measured before the baseline."""
+    for trial in state.searched()[1:]:
+        if trial.measurement and not trial.is_running:
+            runs.log(_ensure_trial(runs, state, trial), at_s, metrics=run_records.trial_metrics(state, trial))
+
+
+_RUN_STATUS: Mapping[Consequence, str] = {
+    "objective": "FINISHED",
+    "constraint": "FINISHED",
+    "fault": "FAILED",
+    "retry": "KILLED",
+}
+"""MLflow's status of a run by what its outcome means: a result, also where it says that the candidate does not fit or
+is too slow; a fault; or nothing about the candidate, since its gang was lost or cancelled."""
+
+
+def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Trial) -> None:
+    """Go on with the curve of the best speed over trial numbers; write the note anew when the result changes."""
+    if state.best is None or state.best.measurement is None:
+        return
+    run_id = _ensure_sweep(runs, state)
+    changed = trial.check is not None or trial.number in (0, state.best.number)
+    tags = {_NOTE: _note(runs, state, run_id)} if changed else {}
+    best = {} if trial.check else run_records.best_metrics(state)
+    runs.log(run_id, event.at_s, metrics=best, step=trial.number, tags=tags)
+
+
+class Runs(Protocol):
+    """The runs of a sweep in MLflow. Writing the same twice changes nothing."""
+
+    @property
+    def uri(self) -> str:
+        """Tracking URI of the store."""
+        ...
+
+    def sweep_runs(self, state: SweepState) -> dict[str, str]:
+        """Run ids by ``sweep`` for the parent, by the trial's number for a trial. Runs that are created are added."""
+        ...
+
+    def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
+        """Create a run; return its id."""
+        ...
+
+    def log(
+        self,
+        run_id: str,
+        at_s: float,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        step: int = 0,
+        curves: Mapping[str, Mapping[int, float]] | None = None,
+    ) -> None:
+        """Log a batch at one moment; ``step`` is that of the metrics. Curves have a value per step."""
+        ...
+
+    def has_logged(self, run_id: str, metric: str, *, before_s: float) -> bool:
+        """Whether the last value of the metric is from before this moment; False where there is none."""
+        ...
+
+    def put_text(self, run_id: str, text: str, artifact: str) -> None: ...
+
+    def put_bytes(self, run_id: str, content: bytes, artifact: str) -> None: ...
+
+    def put_file(self, run_id: str, path: Path, folder: str) -> None: ...
+
+    def tag_experiment(self, state: SweepState, tags: Mapping[str, str]) -> None:
+        """Tag the experiment that the sweep is in."""
+        ...
+
+    def with_role(self, state: SweepState, role: str) -> list[str]:
+        """Ids of the sweep's runs whose tag ``tc.role`` is this role."""
+        ...
+
+    def page(self, state: SweepState, run_id: str, tab: str) -> str:
+        """The address of a tab of the run's page, from that of another page."""
+        ...
+
+    def go_on(self, run_id: str) -> None:
+        """Mark a run that had ended as running again."""
+        ...
+
+    def end(self, run_id: str, status: str, at_s: float) -> None:
+        """End a run with one of MLflow's statuses."""
+        ...
+
+
+# Writes the ledger of a sweep into MLflow. It and the registry import mlflow, and only when used.
+#
+# One experiment per model and hardware; a parent run per sweep; a child run per trial, with further attempts of a
+# trial as tags. Runs are found again by their tags, metrics carry the events' own times, so writing an entry twice
+# changes nothing. MLflow being away only delays: entries wait in the ledger behind the cursor.
+
+
+logger = logging.getLogger(__name__)
+
+_MAX_BATCH = 1000
+"""Metrics, params and tags together that MLflow takes in one call."""
+_MAKING_S = 120.0
+"""How long another process may take to make the database; seconds where nothing else runs."""
+
+
+CURSOR = "mlflow"
+"""Name of the ledger's cursor that says how far MLflow has been told."""
+
+
+class Tracker:
+    """Carries one sweep's ledger into the MLflow store at ``uri``.
+
+    Args:
+        uri: a tracking URI: ``sqlite:///...`` or the address of a server.
+        experiment: name of the experiment; None derives it from the sweep's model and hardware. Once a sweep is
+            recorded it stays where it is, whatever is said here.
+    """
+
+    def __init__(self, uri: str, experiment: str | None = None) -> None:
+        self.uri = uri
+        self._experiment = experiment
+        self._client: MlflowClient | None = None
+        self._experiment_ids: dict[str, str] = {}
+        self._runs: dict[str, dict[str, str]] = {}
+        self._outbox = Outbox(CURSOR, on_outage=self._warn)
+
+    def prepare(self) -> None:
+        """Connect and create the store's tables where they are missing; takes seconds the first time.
+
+        Raises:
+            ServiceError: the store cannot be reached.
+        """
+        with self.reached():
+            self._mlflow()
+
+    def client(self) -> MlflowClient:
+        """The MLflow client, connected, for readers."""
+        return self._mlflow()
+
+    @contextmanager
+    def reached(self) -> Iterator[None]:
+        """Turn what MLflow raises inside into a ServiceError with its remedy. Not needed around :meth:`sync`."""
+        apply_settings()
+        import requests
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        silence_mlflow()
+
+        try:
+            yield
+        except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
+            raise ServiceError(
+                f"the MLflow store {public_uri(self.uri)} cannot be used: {first_line(error)}",
+                remedy=_owner_remedy(error) or "Check that it is reachable and may be written, then try again.",
+            ) from error
+
+    def sync(self, ledger: Ledger, state: SweepState) -> int:
+        """Write every entry behind the cursor; return how many were written.
+
+        An error of MLflow is logged, once per outage, and leaves the cursor where it is; the next calls do nothing
+        until a growing pause is over. When ``state`` is over there is no pause.
+        """
+        if ledger.cursor(CURSOR) > 0 and (recorded := Recorded.read(ledger)):
+            self._experiment_ids[self._experiment_name(state)] = recorded.experiment_id
+        return self._outbox.deliver(ledger, lambda *entry: self._write(ledger, *entry), urgent=state.is_over)
+
+    def find_run(self, state: SweepState, trial: int | None) -> str | None:
+        """The run of a trial, or of the sweep itself for None; None where MLflow has none."""
+        return self.sweep_runs(state).get("sweep" if trial is None else str(trial))
+
+    def recorded(self, state: SweepState) -> Recorded | None:
+        """Where MLflow holds the sweep; None where it does not."""
+        run_id = self.find_run(state, None)
+        return Recorded(experiment_id=self._experiment_id(state), run_id=run_id) if run_id else None
+
+    # ---- the runs of a sweep, see tracking_runs.Runs ----
+
+    def sweep_runs(self, state: SweepState) -> dict[str, str]:
+        identity = events.sweep_id(state.sweep)
+        if identity not in self._runs:
+            self._runs[identity] = self._search_runs(self._experiment_id(state), identity)
+        return self._runs[identity]
+
+    def delete_runs(self, state: SweepState, recorded: Recorded | None) -> int:
+        """Delete the sweep's runs; returns how many there were. MLflow hides them until its own ``mlflow gc``.
+
+        Their experiment stays: when a deleted one is brought back, so are all the runs it ever had.
+
+        Raises:
+            ServiceError: the store cannot be reached or refuses.
+        """
+        if recorded is None or state.created is None:
+            return 0
+        with self.reached():
+            runs = self._search_runs(recorded.experiment_id, events.sweep_id(state.sweep)).values()
+            for run_id in runs:
+                self._mlflow().delete_run(run_id)
+        return len(runs)
+
+    def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
+        run = self._mlflow().create_run(self._experiment_id(state), _ms(at_s), _tags(tags), run_name=name)
+        return str(run.info.run_id)
+
+    def log(
+        self,
+        run_id: str,
+        at_s: float,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        step: int = 0,
+        curves: Mapping[str, Mapping[int, float]] | None = None,
+    ) -> None:
+        """One synchronous batch, and more for long curves. Metrics carry the event's time: MLflow stores equal ones
+        once."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        points: list[Metric] = [Metric(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
+        points += [Metric(k, v, _ms(at_s), i) for k, curve in (curves or {}).items() for i, v in curve.items()]
+        batch_params: list[Param] = [Param(k, redact(v)) for k, v in (params or {}).items()]
+        batch_tags: list[RunTag] = [RunTag(k, v) for k, v in _tags(tags or {}).items()]
+        room = _MAX_BATCH - len(batch_params) - len(batch_tags)
+        self._mlflow().log_batch(run_id, points[:room], batch_params, batch_tags, synchronous=True)
+        for start in range(room, len(points), _MAX_BATCH):
+            self._mlflow().log_batch(run_id, points[start : start + _MAX_BATCH], synchronous=True)
+
+    def has_logged(self, run_id: str, metric: str, *, before_s: float) -> bool:
+        history = self._mlflow().get_metric_history(run_id, metric)
+        return bool(history) and max(point.timestamp for point in history) < _ms(before_s)
+
+    def put_text(self, run_id: str, text: str, artifact: str) -> None:
+        self._mlflow().log_text(run_id, redact(text), artifact)
+
+    def put_bytes(self, run_id: str, content: bytes, artifact: str) -> None:
+        folder, _, name = artifact.rpartition("/")
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / name
+            write_atomically(path, [content])
+            self.put_file(run_id, path, folder)
+
+    def put_file(self, run_id: str, path: Path, folder: str) -> None:
+        self._mlflow().log_artifact(run_id, str(path), folder or None)
+
+    def tag_experiment(self, state: SweepState, tags: Mapping[str, str]) -> None:
+        for key, value in tags.items():
+            self._mlflow().set_experiment_tag(self._experiment_id(state), key, value)
+
+    def with_role(self, state: SweepState, role: str) -> list[str]:
+        which = f"tags.`tc.sweep_id` = '{events.sweep_id(state.sweep)}' AND tags.`tc.role` = '{role}'"
+        return [run.info.run_id for run in self._mlflow().search_runs([self._experiment_id(state)], which)]
+
+    def page(self, state: SweepState, run_id: str, tab: str) -> str:
+        return run_path(self._experiment_id(state), run_id, tab)
+
+    def go_on(self, run_id: str) -> None:
+        self._mlflow().update_run(run_id, status="RUNNING")
+
+    def end(self, run_id: str, status: str, at_s: float) -> None:
+        self._mlflow().set_terminated(run_id, status, _ms(at_s))
+
+    # ---- the store ----
+
+    def _mlflow(self) -> MlflowClient:
+        """The client; the first call imports MLflow and brings the store's tables into being."""
+        if self._client is None:
+            apply_settings()
+            from mlflow import MlflowClient
+
+            silence_mlflow()
+            if path := sqlite_path(self.uri):
+                make_private_folder(path.parent)
+                _check_openable(path)
+                _bring_into_being(path)
+            client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+            client.search_experiments(max_results=1)
+            self._client = client
+        return self._client
+
+    def _experiment_name(self, state: SweepState) -> str:
+        return self._experiment or run_records.experiment_name(state.sweep)
+
+    def _experiment_id(self, state: SweepState) -> str:
+        name = self._experiment_name(state)
+        if name not in self._experiment_ids:
+            found = self._mlflow().get_experiment_by_name(name)
+            self._experiment_ids[name] = str(found.experiment_id) if found else self._create_experiment(name)
+        return self._experiment_ids[name]
+
+    def _create_experiment(self, name: str) -> str:
+        folder = artifact_folder(self.uri)
+        location = (folder / run_records.slug(name)).as_uri() if folder else None
+        return str(self._mlflow().create_experiment(name, artifact_location=location))
+
+    def _search_runs(self, experiment_id: str, identity: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        token = None
+        while True:
+            page = self._mlflow().search_runs(
+                [experiment_id], f"tags.`tc.sweep_id` = '{identity}'", max_results=1000, page_token=token
+            )
+            for run in page:
+                found[run.data.tags.get("tc.trial", "sweep")] = run.info.run_id
+            token = page.token
+            if not token:
+                return found
+
+    # ---- the outbox ----
+
+    def _write(self, ledger: Ledger, entry: LedgerEntry, state: SweepState) -> None:
+        try:
+            project(self, ledger, entry, state)
+            if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):
+                recorded.put(ledger)
+        except BaseException:
+            self._runs.clear()  # what was being written may or may not be there: search again
+            self._experiment_ids.clear()
+            raise
+
+    def _warn(self, error: Exception) -> None:
+        logger.warning(
+            "MLflow at %s does not take results (%s: %s); the sweep goes on, they follow later",
+            public_uri(self.uri),
+            type(error).__name__,
+            first_line(error),
+        )
+
+
+def _tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """Tags fit for MLflow: without secrets, not too long."""
+    return {key: redact(value)[: run_records.MAX_TAG_CHARS] for key, value in tags.items()}
+
+
+def _ms(at_s: float) -> int:
+    return round(at_s * 1000)
+
+
+def _check_openable(path: Path) -> None:
+    """Refuse a database that cannot be opened; MLflow itself would try for two minutes, while the sweep waits.
+
+    Raises:
+        OSError: there is no database there, and none can be made.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=5.0)) as db:
+            db.execute("PRAGMA schema_version")
+    except sqlite3.Error as error:
+        raise OSError(f"{path}: {error}") from error
+
+
+def _bring_into_being(path: Path) -> None:
+    """Make the database where there is none, whole or not at all.
+
+    MLflow makes its tables by some dozens of migrations. Two processes that do so at once, or one that is killed
+    meanwhile, would leave a database behind that nobody can use.
+
+    Raises:
+        OSError: another process has been at it for longer than ``_MAKING_S``.
+    """
+    from mlflow import MlflowClient
+
+    if path.exists() and path.stat().st_size:
+        return
+    with FileLock(path.with_name(f"{path.name}.lock"), timeout=_MAKING_S):
+        if path.exists() and path.stat().st_size:
+            return
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as place:
+            made = Path(place) / path.name
+            MlflowClient(tracking_uri=f"sqlite:///{made}").search_experiments(max_results=1)
+            made.replace(path)
+
+
+_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    # The outbox repeats what failed; the client's own minutes of retries would hold up the sweep.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+
+
+def _owner_remedy(error: Exception) -> str:
+    """What to do about a file or folder of another user; empty where that is not what is wrong."""
+    if not isinstance(error, PermissionError) or not error.filename:
+        return ""
+    path = Path(os.fsdecode(error.filename))
+    path = next(one for one in (path, *path.parents) if one.exists())
+    if path.stat().st_uid == os.geteuid():
+        return ""
+    return f"{path} belongs to {path.owner()}: sudo chown -R $(id -un) {path}, or run this as {path.owner()}."
+
+
+_NOISY = ("mlflow", "alembic", "sqlalchemy")
+
+
+def silence_mlflow() -> None:
+    """Keep what MLflow and its libraries log off the terminal, once they are imported.
+
+    MLflow logs every failure of its database with a traceback before it raises it; callers report what is raised.
+    Whoever sets ``MLFLOW_LOGGING_LEVEL`` wants to see all of it.
+    """
+    if os.environ.get("MLFLOW_LOGGING_LEVEL"):
+        return
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def apply_settings() -> None:
+    """Set MLflow's environment variables, which it reads when first imported; those that the user set stay."""
+    for variable, value in _SETTINGS.items():
+        os.environ.setdefault(variable, value)

@@ -1,0 +1,179 @@
+"""Programs as strangers write them: `init` reads how each is configured, and leaves out what it cannot change."""
+
+import json
+import shlex
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from orchestrator.cli.main import main
+
+ARGPARSE = "import argparse\np = argparse.ArgumentParser()\n"
+TRAINER = "from transformers import Trainer, TrainingArguments\n"
+HYDRA = """
+import hydra
+@hydra.main(version_base=None, config_path="conf", config_name="config")
+def main(cfg):
+    print(f"step {cfg.step} loss {cfg.loss}")
+"""
+HYDRA_YAML = "data: {batch_size: 4, num_workers: 0}\nval: {batch_size: 64}\ntrainer: {accumulate_grad_batches: 2}\n"
+NANO = """
+gradient_accumulation_steps = 5 * 8
+batch_size = 12
+dtype = 'float32'
+exec(open('configurator.py').read())
+gradient_accumulation_steps //= ddp_world_size
+"""
+LIGHTNING = "from lightning.pytorch.cli import LightningCLI\nLightningCLI()\n"
+LIGHTNING_YAML = "trainer: {devices: 2, accumulate_grad_batches: 2}\ndata: {batch_size: 8}\n"
+CLICK = """
+import click
+@click.command()
+@click.option("--batch-size", default=16)
+@click.option("--accumulate", default=None)
+@click.option("--amp/--no-amp", default=True)
+def main(**_): ...
+"""
+
+
+def drafted(folder, command, *options):
+    result = CliRunner().invoke(main, ["init", "--json", *options, "--", *shlex.split(command)])
+    assert result.exit_code == 0, result.output
+    written = yaml.safe_load((folder / "sweep.yaml").read_text())
+    planned = CliRunner().invoke(main, ["plan", "sweep.yaml", "--json"])
+    assert planned.exit_code == 0, planned.output
+    return written, json.loads(result.stdout)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("orchestrator.draft.command_draft.os.cpu_count", lambda: 2)
+    return folder
+
+
+def test_hydra_keys_are_knobs(folder):
+    (folder / "train.py").write_text(HYDRA)
+    (folder / "conf").mkdir()
+    (folder / "conf/config.yaml").write_text(HYDRA_YAML)
+    written, _ = drafted(folder, "python train.py data.batch_size=16")
+    assert written["name"] == "mnist-train"
+    assert written["workload"]["run"] == [
+        "python",
+        "train.py",
+        "data.batch_size={micro_batch_size}",
+        "trainer.accumulate_grad_batches={accumulation}",
+        "data.num_workers={num_workers}",
+    ]
+    assert written["workload"]["global_batch_size"] == 32
+    assert written["baseline"] == {"micro_batch_size": 16, "num_workers": 0}
+    assert written["space"] == {"micro_batch_size": [4, 8, 16, 32], "num_workers": [0, 2]} or (
+        written["space"]["micro_batch_size"] == [2, 4, 8, 16, 32]
+    )
+
+
+def test_keys_typed_for_omegaconf_count_without_a_file(folder):
+    (folder / "train.py").write_text("from omegaconf import OmegaConf\ncfg = OmegaConf.from_cli()\n")
+    written, _ = drafted(folder, "python train.py train.batch_size=2 train.grad_accum=4")
+    assert written["workload"]["global_batch_size"] == 8
+    assert written["workload"]["run"][2:] == ["train.batch_size={micro_batch_size}", "train.grad_accum={accumulation}"]
+
+
+def test_accumulation_divided_by_the_ranks_is_written_as_a_total(folder):
+    (folder / "train.py").write_text(NANO)
+    written, _ = drafted(folder, "torchrun --nproc-per-node 2 train.py --batch_size=4")
+    assert written["workload"]["global_batch_size"] == 4 * 40
+    assert "--gradient_accumulation_steps={total_accumulation}" in written["workload"]["run"]
+    assert "--batch_size={micro_batch_size}" in written["workload"]["run"]
+    assert written["space"]["own"]["dtype"]["values"] == ["float32", "bfloat16"]
+    assert "--dtype={dtype}" in written["workload"]["run"]
+
+
+def test_devices_in_the_yaml_of_lightning_count(folder):
+    (folder / "main.py").write_text(LIGHTNING)
+    (folder / "config.yaml").write_text(LIGHTNING_YAML)
+    written, _ = drafted(folder, "python main.py fit --config config.yaml")
+    assert written["cluster"]["devices_per_node"] == 2
+    assert written["cluster"]["kind"] == "local"
+    text = (folder / "sweep.yaml").read_text()
+    (folder / "sweep.yaml").write_text(text.replace("devices_per_node: 2", "devices_per_node: 1"))
+    refused = CliRunner().invoke(main, ["plan", "sweep.yaml"])
+    assert refused.exit_code == 2
+    assert "trains on 2 ranks" in refused.stderr
+
+
+def test_switches_of_click_and_argparse_are_read(folder):
+    (folder / "train.py").write_text(CLICK)
+    written, _ = drafted(folder, "python train.py", "--devices-per-node", "1")
+    assert written["workload"]["global_batch_size"] == 16
+    assert written["space"]["micro_batch_size"] == [1, 2, 4, 8, 16]
+    (folder / "bool.py").write_text(
+        f"{ARGPARSE}p.add_argument('--batchSize', default=8)\n"
+        "p.add_argument('--bf16', action=argparse.BooleanOptionalAction, default=True)\n"
+        "p.add_argument('--amp', action='store_true')\n"
+        "p.add_argument('--accum', type=int, default=1)\n"
+    )
+    written, document = drafted(folder, "python bool.py --bf16", "--force")
+    assert written["name"] == "bool"
+    assert written["workload"]["global_batch_size"] == 8
+    assert written["space"]["own"] == {"--no-bf16": [False, True]}
+    assert written["baseline"]["own"] == {"--no-bf16": False}
+    assert document["not_read"] == []
+    (folder / "amp.py").write_text(
+        f"{ARGPARSE}p.add_argument('--bs', default=8)\np.add_argument('--amp', action='store_true')\n"
+    )
+    _, document = drafted(folder, "python amp.py", "--force")
+    assert any(note.startswith("--amp: not tried on CPUs") for note in document["not_read"])
+
+
+@pytest.mark.parametrize("way", ["code", "json"])
+def test_arguments_that_a_trainer_script_sets_itself_are_read_and_left_alone(folder, way):
+    if way == "code":
+        text = f"{TRAINER}args = TrainingArguments('o', per_device_train_batch_size=3, gradient_accumulation_steps=4)\n"
+    else:
+        text = (
+            f"{TRAINER}from transformers import HfArgumentParser as P\nP(TrainingArguments).parse_json_file('a.json')\n"
+        )
+        (folder / "a.json").write_text('{"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}')
+    (folder / "train.py").write_text(text)
+    written, document = drafted(folder, "torchrun --nproc-per-node 2 train.py")
+    assert written["workload"]["global_batch_size"] == 24
+    assert written["workload"]["run"][1:] == ["train.py"]
+    assert "micro_batch_size" not in written["space"]
+    assert any("in code, so trials cannot change them" in note for note in document["not_read"])
+
+
+def test_a_shell_script_of_one_command_is_that_command(folder):
+    (folder / "train.py").write_text(f"{ARGPARSE}p.add_argument('--bs')\np.add_argument('--accum')\n")
+    (folder / "run.sh").write_text(
+        "#!/bin/bash\nset -e\nexport OMP_NUM_THREADS=1\nBS=4\n\n"
+        'torchrun --nproc-per-node 2 \\\n  train.py --bs $BS "$@"\n'
+    )
+    written, _ = drafted(folder, "bash run.sh --accum 2")
+    assert written["workload"]["run"][1:] == ["train.py", "--bs", "{micro_batch_size}", "--accum", "{accumulation}"]
+    assert written["workload"]["env"] == {"OMP_NUM_THREADS": "1"}
+    assert written["workload"]["global_batch_size"] == 16
+    for text, reason in {"a\nb\n": "2 commands", "a | b\n": "needs a shell", "x $UNSET\n": "needs a shell"}.items():
+        (folder / "run.sh").write_text(text)
+        result = CliRunner().invoke(main, ["init", "--force", "--", "bash", "run.sh"])
+        assert result.exit_code == 2
+        assert reason in result.stderr
+
+
+def test_batch_normalisation_is_named(folder):
+    (folder / "train.py").write_text(
+        f"{ARGPARSE}import torch\ntorch.nn.BatchNorm2d(8)\n"
+        "p.add_argument('--bs', default=8)\np.add_argument('--accum')\n"
+    )
+    _, document = drafted(folder, "python train.py")
+    assert any("batch normalisation" in note for note in document["not_read"])
+
+
+def test_nothing_to_tune_names_the_program_that_is_there(folder):
+    (folder / "pretrain.py").write_text("")
+    result = CliRunner().invoke(main, ["init"])
+    assert result.exit_code == 2
+    assert "init -- python pretrain.py" in result.stderr

@@ -1,0 +1,209 @@
+"""Commands as people write them for five frameworks, after the examples that these ship, and candidates for them.
+
+All train the decoder of :data:`tests.orchestrator.frameworks.configurations.MODEL` on a global batch of 96.
+"""
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from orchestrator.frameworks.catalog import training
+from orchestrator.frameworks.edit import OverlayRequest, Run, values_of
+from orchestrator.frameworks.spelling import candidate_of
+from orchestrator.program.user_program import canonical_reading
+from orchestrator.space.file_types import (
+    ALL_LAYERS,
+    RecomputeChoice,
+    StageSplit,
+    layers_of,
+    resolve_recompute,
+    resolve_stage_layers,
+)
+from orchestrator.space.knobs import canonical_layout, canonical_loader, canonical_precision
+from tests.orchestrator.frameworks.configurations import MODEL
+from trials.spec import Layout, Precision
+
+BATCH = 96
+FOLDER = Path(__file__).parents[2] / "data" / "programs"
+
+MEGATRON = """python pretrain_gpt.py --use-mcore-models --num-layers 8 --hidden-size 64 --ffn-hidden-size 192
+    --num-attention-heads 8 --group-query-attention --num-query-groups 4 --kv-channels 8 --seq-length 128
+    --max-position-embeddings 128 --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0
+    --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --normalization RMSNorm --init-method-std 0.0134
+    --norm-epsilon 1e-6 --attention-backend fused --untie-embeddings-and-output-weights --disable-bias-linear
+    --micro-batch-size 1 --global-batch-size 96 --train-samples 1953125 --lr-decay-samples 1949218 --lr 0.00015
+    --min-lr 0.00001 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
+    --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc
+    --empty-unused-memory-level 1 --exit-duration-in-mins 235 --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --sequence-parallel
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --recompute-granularity full
+    --recompute-method uniform --recompute-num-layers 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 320
+    --make-vocab-size-divisible-by 32 --split 99,1,0 --num-workers 1 --log-interval 10 --eval-iters 32
+    --eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6
+    --ckpt-format torch_dist --distributed-timeout-minutes 60 --save ckpt --load ckpt --tensorboard-dir tb"""
+
+TITAN_CONFIG = """
+from . import model_registry
+
+def small():
+    model_spec = model_registry("mine")
+    return Trainer.Config(
+        model_spec=model_spec,
+        hf_assets_path="./assets",
+        optimizer=default_adamw(lr=8e-4),
+        training=TrainingConfig(local_batch_size=8, seq_len=128, steps=1000),
+        parallelism=ParallelismConfig(pipeline_parallel_schedule="Interleaved1F1B"),
+        activation_checkpoint=SelectiveAC.Config(),
+    )
+
+def mine():
+    config = small()
+    config.training.local_batch_size = 2
+    config.activation_checkpoint = FullAC.Config()
+    config.compile.enable = True
+    return config
+"""
+TITAN = """python -m torchtitan.train --module my.configs --config mine --training.local_batch_size=1
+    --training.global_batch_size 96 --parallelism.tensor-parallel-degree 2 --checkpoint.enable
+    --metrics.enable_wandb activation-checkpoint:full --activation-checkpoint.preserve-rng-state"""
+
+LIGHTNING_CONFIG = (FOLDER / "config.yaml").read_text(encoding="utf-8")
+LIGHTNING = "python main.py fit --config config.yaml --trainer.strategy ddp --model.lr 1e-3 --trainer.max_epochs=3"
+
+MINDFORMERS_CONFIG = (FOLDER / "pretrain.yaml").read_text(encoding="utf-8")
+MINDFORMERS = """msrun --worker_num=8 --local_worker_num=8 --master_port=8118 --log_dir=msrun_log --join=False
+    run_mindformer.py --config configs/pretrain.yaml --use_parallel True --load_checkpoint /ckpt/other"""
+
+PADDLE_CONFIG = (FOLDER / "pretrain.json").read_text(encoding="utf-8")
+PADDLE_MODEL = (FOLDER / "model/config.json").read_text(encoding="utf-8")
+PADDLE = """python -u -m paddle.distributed.launch --gpus 0,1,2,3,4,5,6,7 run_pretrain.py ./pretrain.json
+    --learning_rate 1e-4"""
+
+_FILES = {
+    "torchtitan": {"titan_config": ("my/configs.py", TITAN_CONFIG)},
+    "lightning": {"config": ("config.yaml", LIGHTNING_CONFIG)},
+    "mindformers": {"config": ("configs/pretrain.yaml", MINDFORMERS_CONFIG)},
+    "paddlenlp": {"arguments": ("pretrain.json", PADDLE_CONFIG), "model_config": ("model/config.json", PADDLE_MODEL)},
+}
+_COMMANDS = {
+    "megatron": MEGATRON,
+    "torchtitan": TITAN,
+    "lightning": LIGHTNING,
+    "mindformers": MINDFORMERS,
+    "paddlenlp": PADDLE,
+}
+FRAMEWORKS = tuple(_COMMANDS)
+
+
+def program(name, *more, without=(), files=None, env=None):
+    """The command of a framework, with words added or left out, and with other texts of files."""
+    words = [word for word in shlex.split(_COMMANDS[name]) if word not in without]
+    given = _FILES.get(name, {})
+    return Run(
+        argv=(*words, *more),
+        cwd="/project",
+        env=env or {},
+        files={**{key: text for key, (_, text) in given.items()}, **(files or {})},
+        paths={key: f"/project/{path}" for key, (path, _) in given.items()},
+    )
+
+
+def request_for(run, name, candidate, **more):
+    """What lays a candidate over a command; of torchtitan's model nobody but the sweep file knows the layers."""
+    reading = training(name).read(run)
+    reading = canonical_reading(reading, as_it_stands(run, name))
+    reading = dataclasses.replace(reading, num_layers=reading.num_layers or MODEL.num_layers)
+    return OverlayRequest(
+        candidate=candidate,
+        reading=reading,
+        world_size=candidate.layout.world_size,
+        global_batch_size=BATCH,
+        num_microbatches=max(1, candidate.num_microbatches(BATCH)),
+        **more,
+    )
+
+
+def as_it_stands(run, name, num_ranks=8):
+    """The candidate that the command amounts to on so many ranks."""
+    values = dict(training(name).read(run).values)
+    degrees = [values.get(f"layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp_replicate", "dp_shard")]
+    left = num_ranks
+    for degree in degrees:
+        left //= degree
+    rest = "layout.dp_shard" if values.get("layout.zero_stage") else "layout.dp_replicate"
+    if rest not in values:
+        values[rest] = left
+    if values.get("recompute.full") == ((1,),):
+        values["recompute.full"] = ((MODEL.num_layers,),)
+    return canonical(candidate_of(values))
+
+
+def canonical(candidate):
+    return dataclasses.replace(
+        candidate,
+        layout=canonical_layout(candidate.layout),
+        loader=canonical_loader(candidate.loader),
+        precision=canonical_precision(candidate.precision),
+    )
+
+
+@st.composite
+def candidates(draw, name):
+    """Candidates within what several frameworks have, each of which refuses some; all else is as in the command."""
+    base = as_it_stands(program(name), name)
+    pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
+    pp, chunks = pick(1, 1, 2, 4), pick(1, 1, 2)
+    schedule = "interleaved" if chunks > 1 else pick("1f1b", "1f1b", "gpipe")
+    stage = pick(0, 0, 1, 2, 3)
+    layout = Layout(
+        pp=pp,
+        tp=pick(1, 1, 2, 4, 8),
+        cp=pick(1, 1, 1, 2),
+        dp_replicate=pick(1, 1, 2),
+        dp_shard=pick(1, 2, 4) if stage else 1,
+        zero_stage=stage,
+        sequence_parallel=pick(False, True),
+        schedule=schedule,
+        num_virtual_stages=chunks,
+    )
+    split = pick(StageSplit(), StageSplit(), StageSplit(kind="offset", rows=((1, *(0,) * (pp - 2), -1),) * chunks))
+    layers = resolve_stage_layers(
+        split if pp > 1 else StageSplit(), num_layers=8, pp=pp, num_virtual_stages=chunks, schedule=schedule
+    )
+    layout = canonical_layout(dataclasses.replace(layout, stage_layers=layers))
+    recompute = pick(RecomputeChoice(), RecomputeChoice(full=ALL_LAYERS), RecomputeChoice(full=2))
+    precision = pick(base.precision, base.precision, Precision(), Precision(level="O2", dtype="bfloat16"))
+    return canonical(
+        dataclasses.replace(
+            base,
+            layout=layout,
+            micro_batch_size=pick(1, 2, 3),
+            recompute=resolve_recompute(recompute, layers_of(layout, MODEL.num_layers)),
+            precision=precision,
+            loader=dataclasses.replace(
+                base.loader, num_workers=pick(1, 2), prefetch_factor=base.loader.prefetch_factor or 2
+            ),
+        )
+    )
+
+
+def errors(laid):
+    return {note.knob for note in laid.notes if note.severity == "error"}
+
+
+def run_of(laid, run):
+    """The command of an overlay, to be read again."""
+    return dataclasses.replace(run, argv=laid.argv, env={**run.env, **laid.env}, files={**run.files, **laid.files})
+
+
+def differing(run, name, candidate):
+    """Fields of which a command says something else than a candidate."""
+    said = training(name).read(run).values
+    asked = values_of(candidate)
+    known = canonical(candidate_of({**asked, **{path: v for path, v in said.items() if path in asked}}))
+    found = values_of(known)
+    if found.get("recompute.full") == ((1,),):
+        found["recompute.full"] = ((MODEL.num_layers,),)
+    return {path for path in asked if found.get(path) != asked[path]}

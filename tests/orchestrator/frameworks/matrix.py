@@ -1,0 +1,37 @@
+"""The table of ``docs/recipes.md``: ``python -m tests.orchestrator.frameworks.matrix`` prints it."""
+
+from orchestrator.frameworks import FORMATS, recipe
+from orchestrator.frameworks.spelling import is_at_or_below
+from tests.orchestrator.frameworks.all_fields import all_paths, handled, parts
+
+
+def rows():
+    """Fields of a candidate one by one; of a workload by the part that recipes treat as one. No format has any of the
+    user's own programs: what exports those is their overlay."""
+    whole = {"loader.tuning", "precision.loss_scale", "workload.data", "workload.model.llama"}
+    other = {"workload.model.resnet", "workload.model.linear", "workload.model.kind", "workload.model.script", "own"}
+    other |= {"workload.model.python", "workload.model.huggingface"}
+    found = [path for path in sorted(all_paths()) if not any(is_at_or_below(path, part) for part in whole | other)]
+    return sorted([*found, *whole, "workload.model.resnet", "workload.model.linear"])
+
+
+def mark(name, row):
+    """``yes`` where the format has a setting for it."""
+    spoken_for = handled(recipe(name))
+    related = [names for path, names in spoken_for.items() if is_at_or_below(path, row) or is_at_or_below(row, path)]
+    assert related, f"{name} does not speak for {row}"
+    is_other_model = row in parts() and row.startswith("workload.model") and row != "workload.model.llama"
+    if is_other_model and name != "torchrun":
+        return "note"
+    return "yes" if any(related) else "note"
+
+
+def table():
+    head = ["field", *FORMATS]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines += [f"| `{row}` | {' | '.join(mark(name, row) for name in FORMATS)} |" for row in rows()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,100 @@
+"""Command lines: what is written is read again, and nothing else changes."""
+
+import string
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from orchestrator.frameworks.arguments import Argument, either_dash, expanded, is_option, read, read_text, remove, write
+
+KINDS = ("value", "flag", "switch", "list", "assignment")
+OTHERS = st.lists(
+    st.one_of(
+        st.sampled_from(
+            ["--other", "--other=1", "-q", "-3", "-1e-3", "", "x y", "config.yaml", "model.lr=1", "--a-b2"]
+        ),
+        st.text(string.printable, max_size=6),
+    ),
+    max_size=6,
+)
+PLAIN = st.text(string.printable, min_size=1, max_size=8).filter(lambda text: not is_option(text))
+TEXTS = st.one_of(PLAIN, st.sampled_from(["-1", "-x", "--", "=", "a=b", "--bs", "{out}"]))
+
+
+def argument_of(kind):
+    name = "a.b" if kind == "assignment" else "--a-b"
+    return either_dash(name, kind, aliases=("-b",) if kind == "value" else (), negative=("--no-a-b",))
+
+
+@st.composite
+def settings(draw):
+    kind = draw(st.sampled_from(KINDS))
+    values = {"value": TEXTS, "assignment": TEXTS, "list": st.lists(PLAIN, max_size=3).map(tuple)}
+    return argument_of(kind), draw(values.get(kind, st.booleans()))
+
+
+def given_places(words, argument):
+    """The words without those that give the argument."""
+    return remove(words, argument)
+
+
+@given(OTHERS, OTHERS, settings())
+def test_what_is_written_is_read_and_all_else_is_as_before(before, after, setting):
+    argument, value = setting
+    words = (*before, *after)
+    assume(argument.takes != "switch" or "--" not in words)
+    written = write(words, argument, value)
+    assert read(written, argument) == value
+    assert given_places(written, argument) == given_places(words, argument)
+    assert write(written, argument, value) == written
+
+
+@given(OTHERS, settings())
+def test_what_is_said_already_is_left_as_it_stands(words, setting):
+    argument, _ = setting
+    said = read(words, argument)
+    if said not in (None, "") and not any(word.startswith("@") for word in words):
+        assert write(words, argument, said) == tuple(words)
+
+
+MICRO = either_dash("--micro-batch-size", aliases=("-b",))
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "written"),
+    [
+        ("--micro_batch_size 4 --lr 1", "8", "--micro_batch_size 8 --lr 1"),
+        ("--lr 1 --micro-batch-size=4", "8", "--lr 1 --micro-batch-size=8"),
+        ("-b4 --lr 1", "8", "-b=8 --lr 1"),
+        ("--lr 1", "8", "--lr 1 --micro-batch-size 8"),
+        ("-b 1 --lr 1 -b 2", "8", "--lr 1 -b 8"),
+        ("--lr 1 -- -b 2", "8", "--lr 1 --micro-batch-size 8 -- -b 2"),
+        ("-b 8 @args.txt", "8", "@args.txt --micro-batch-size 8"),
+        ("--micro-batch-size -1", "-x", "--micro-batch-size=-x"),
+    ],
+)
+def test_a_change_keeps_spelling_and_place(words, value, written):
+    assert write(words.split(), MICRO, value) == tuple(written.split())
+
+
+def test_flags_say_no_by_their_absence_or_by_a_name_of_their_own():
+    plain, both = Argument(name="--fp32", takes="flag"), Argument(name="--fuse", negative=("--no-fuse",), takes="flag")
+    assert write(("--fp32", "x"), plain, False) == ("x",)
+    assert write(("--fuse", "x"), both, False) == ("--no-fuse", "x")
+    assert (read(("--no-fuse", "--fuse"), both), read(("--fuse", "--no-fuse"), both)) == (True, False)
+    bf16 = either_dash("--bf16", "switch")
+    assert [read(words.split(), bf16) for words in ("--bf16", "--bf16 False x", "--bf16 x", "--bf16=1")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_lists_end_at_the_next_option_and_files_of_arguments_are_read_in_their_place():
+    sizes = Argument(name="--split", takes="list")
+    assert read(("--split", "8", "-1", "1", "--x", "2"), sizes) == ("8", "-1", "1")
+    assert write(("--split", "8", "1", "--x", "2"), sizes, ("9",)) == ("--split", "9", "--x", "2")
+    words = expanded(("@a.txt", "@none", "--c"), {"a.txt": "--micro-batch-size\n2\n"}.get)
+    assert (words, read_text(words, MICRO)) == (("--micro-batch-size", "2", "@none", "--c"), "2")

@@ -1,0 +1,102 @@
+"""What is kept of a program with a candidate laid over it: it starts what the candidate says, wherever it is put."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+from orchestrator.config.sweep import load_sweep
+from orchestrator.program.candidate_command import CHANGES, START, file_names
+from orchestrator.program.program_export import artifact
+from tests.orchestrator.config.test_script import changed, write
+
+TELL = """
+import json, os, sys
+if "RANK" not in os.environ or os.environ["RANK"] == "0":
+    world = os.environ.get("WORLD_SIZE")
+    body = {"argv": sys.argv[1:], "world": world, "mode": os.environ.get("MODE"), "config": open(sys.argv[1]).read()}
+    print(json.dumps(body), flush=True)
+"""
+
+
+def promoted(folder, launcher):
+    (folder / "tell.py").write_text(TELL)
+    run = [sys.executable, "tell.py", "config.json", "--bs", "{micro_batch_size}", "--out", "{out}/x",
+           "--steps={steps}", "it's $HOME", "--save", "steps"]  # fmt: skip
+    own = {"config:zero.stage": [1, 2], "$MODE": ["a b", "c"]}
+    data = changed({"workload.run": run, "workload.launcher": launcher, "space.own": own})
+    spec = load_sweep(write(folder, data))
+    candidate = spec.candidate_of({}, {"config:zero.stage": 2, "$MODE": "a b"})
+    return spec, artifact(spec.script, candidate, "t003")
+
+
+def started(folder, made, **env):
+    folder.mkdir()
+    for name, text in made.files.items():
+        (folder / name).write_text(text)
+    environment = {**os.environ, "MASTER_PORT": "29777", **env}
+    return subprocess.run(
+        ["sh", str(folder / START)], capture_output=True, text=True, env=environment, cwd="/", timeout=100
+    )
+
+
+def test_the_script_starts_the_command_with_copies_from_any_folder(tmp_path):
+    spec, made = promoted(tmp_path, "own")
+    done = started(tmp_path / "some where", made, STEPS="100", OUT="runs")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    size = str(spec.baseline_candidate.micro_batch_size)
+    assert told["argv"][1:] == ["--bs", size, "--out", "runs/x", "--steps=100", "it's $HOME", "--save", "steps"]
+    assert json.loads(told["config"]) == {"zero": {"stage": 2}}
+    assert told["mode"] == "a b"
+    alike = {"a": "/x/config.json", "b": "/y/config.json", "c": "/y/train.sh"}
+    script = dataclasses.replace(spec.script, run=dataclasses.replace(spec.script.run, paths=alike))
+    assert file_names(script, alike) == {"a": "config.json", "b": "b-config.json", "c": "c-train.sh"}
+    assert json.loads((tmp_path / "config.json").read_text()) == {"zero": {"stage": 1}}
+
+
+def test_what_only_its_starter_knows_is_asked_for(tmp_path):
+    _, made = promoted(tmp_path, "own")
+    done = started(tmp_path / "there", made)
+    assert done.returncode != 0
+    assert "number of optimiser steps" in done.stderr
+
+
+def test_ranks_are_started_by_torchrun(tmp_path):
+    _, made = promoted(tmp_path, "env")
+    done = started(tmp_path / "there", made, STEPS="1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["world"] == "2"
+
+
+def test_changes_show_what_differs_and_nothing_else(tmp_path):
+    spec, made = promoted(tmp_path, "own")
+    assert made.files[CHANGES] == made.changes
+    assert "+MODE=a b" in made.changes
+    lines = made.changes.splitlines()
+    assert '+    "stage": 2' in lines and '-    "stage": 1' in lines and "-{" not in lines  # the file is one line
+    assert "tell.py" in made.changes or "config.json" in made.changes
+    kept = made.to_json(spec.script)
+    assert kept["run"] == list(spec.script.run.argv)
+    assert set(kept["files"]) == set(made.files)
+    same = artifact(spec.script, spec.baseline_candidate, "t000")
+    assert "stage" not in same.changes
+
+
+def test_what_starts_the_ranks_is_no_change(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    run = ["torchrun", "--nproc-per-node", "2", "train.py", "--per_device_train_batch_size", "2", "--use_cpu",
+           "--gradient_accumulation_steps", "4", "--output_dir", "out"]  # fmt: skip
+    data = changed({"workload.recipe": "transformers", "workload.run": run, "baseline": "from_run",
+                    "space": {"micro_batch_size": [2, 8]}})  # fmt: skip
+    data["workload"].pop("global_batch_size")
+    spec = load_sweep(write(tmp_path, data))
+    made = artifact(spec.script, spec.candidate_of({"micro_batch_size": 8}, {}), "t001")
+    lines = [line for line in made.changes.splitlines()[2:] if line[0] in "+-"]  # without the names of both sides
+    assert sorted(lines) == [
+        "+--gradient_accumulation_steps 1",
+        "+--per_device_train_batch_size 8",
+        "---gradient_accumulation_steps 4",
+        "---per_device_train_batch_size 2",
+    ]

@@ -1,0 +1,311 @@
+"""Causal attention: which kernel computes it on a device, the kernels with their log-sum-exp, pieces put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trials.accelerator.kinds import DeviceKind
+from trials.spec import LlamaModel
+
+# Chooses the attention kernel for a device, a number format and a shape, before anything runs.
+#
+# Facts are those of torch's own choice (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``,
+# ``sdp_utils_cpp.cpp``), as of the releases in which they are strictest: kernels that later learned to share keys get
+# copies of them here.
+
+
+Kernel = Literal["flash", "efficient", "cudnn", "math"]
+"""``flash``, ``efficient`` and ``cudnn`` never hold the scores ``[B, H, S, S]``; ``math`` does."""
+
+TAKES_GROUPED: Mapping[DeviceKind, frozenset[Kernel]] = {
+    "cpu": frozenset({"flash"}),
+    "cuda": frozenset({"flash", "cudnn"}),
+    "rocm": frozenset({"flash"}),
+}
+"""Kernels that let several query heads share a head of keys and values. For the others keys and values are repeated:
+torch would fall back to ``math``, whose memory grows with the square of the sequence."""
+
+_MAX_HEAD_SIZE = 256
+_FIRST_FLASH_CAPABILITY = (8, 0)
+"""CUDA compute capability from which flash attention runs: Ampere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """How a trial computes attention."""
+
+    kernel: Kernel
+    """The kernel for pieces of a sequence; for whole ones what torch is expected to take, or what it is told to."""
+    dtype: torch.dtype
+    """Number format of queries, keys and values."""
+    expands: bool = False
+    """Whether keys and values are repeated for every query head first."""
+
+
+def plan_attention(
+    model: LlamaModel,
+    wanted: Literal["auto"] | Kernel,
+    dtype: torch.dtype,
+    device: DeviceKind,
+    capability: tuple[int, int] | None = None,
+) -> AttentionPlan:
+    """The plan for ``wanted``, a value of :class:`~trials.spec.Kernels` ``attention``.
+
+    ``capability`` is the CUDA compute capability where it is known; a dry run takes the target to be Ampere or later.
+    """
+    kernel = _usual(device, dtype, model.hidden_size // model.num_heads, capability) if wanted == "auto" else wanted
+    is_grouped = model.num_kv_heads < model.num_heads
+    # Torch's math kernel repeats them itself.
+    takes_grouped = kernel in TAKES_GROUPED.get(device, frozenset()) or (kernel == "math" and device in TAKES_GROUPED)
+    return AttentionPlan(kernel=kernel, dtype=dtype, expands=is_grouped and not takes_grouped)
+
+
+def _usual(device: DeviceKind, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None) -> Kernel:
+    """The kernel where the user leaves the choice to us."""
+    if device == "cpu":
+        return "flash"
+    if device not in ("cuda", "rocm"):
+        return "math"  # the only one whose log-sum-exp torch defines there; whole sequences go to torch's own choice
+    is_short = dtype in (torch.bfloat16, torch.float16)
+    is_flash_device = device == "rocm" or (capability or _FIRST_FLASH_CAPABILITY) >= _FIRST_FLASH_CAPABILITY
+    if is_short and is_flash_device and head_size % 8 == 0 and head_size <= _MAX_HEAD_SIZE:
+        return "flash"
+    return "efficient" if head_size % (8 if is_short else 4) == 0 else "math"
+
+
+# The attention kernels of torch, with the log-sum-exp of the scores and with their backward passes.
+#
+# ``torch.nn.functional.scaled_dot_product_attention`` keeps the log-sum-exp to itself, but two parts of the keys can
+# be attended to one after the other only with it. So the operators behind that function are called here, as its own
+# derivative calls them (``tools/autograd/derivatives.yaml``). Shapes: queries ``[B, H, Sq, D]``, keys and values ``[B,
+# H or fewer, Sk, D]``, log-sum-exp ``[B, H, Sq]`` in fp32. Scores are scaled by ``D ** -0.5``. Where ``causal`` is
+# set, queries and keys are the same positions.
+
+
+Seeds = tuple[Tensor, ...]
+"""State of the random numbers that a kernel would drop scores by. None are dropped, but the backward pass asks."""
+
+_LSE_GRANULE = 32
+"""Multiple to which the efficient kernel pads the log-sum-exp, with infinity."""
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, expands: bool = False) -> Tensor:
+    """Attention over whole sequences by the kernel that torch chooses, which may be told to choose a certain one.
+
+    ``expands`` repeats keys and values for every query head first, see :class:`~trials.attention.AttentionPlan`.
+    """
+    num_shared = q.shape[1] // k.shape[1]
+    if expands and num_shared > 1:
+        k, v = k.repeat_interleave(num_shared, dim=1), v.repeat_interleave(num_shared, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+
+
+def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Seeds]:
+    """Attention of ``q`` to these keys alone: the output, its log-sum-exp, the kernel's seeds."""
+    ops: Any = torch.ops.aten
+    if kernel == "math":
+        return _attend_by_math(q, k, v, causal=causal)
+    if q.device.type == "cpu":
+        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse, ()
+    if kernel == "flash":
+        out, lse, _, _, _, _, seed, offset, _ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse, (seed, offset)
+    if kernel == "efficient":
+        out, lse, seed, offset = ops._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+        return out, lse[..., : q.shape[2]], (seed, offset)
+    results = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+    out, lse, _, _, _, _, seed, offset, _ = results
+    return out, lse.squeeze(-1), (seed, offset)
+
+
+def attend_backward(
+    kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seeds: Seeds, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``q``, ``k`` and ``v`` where ``out`` and ``lse`` are those over all keys, these and others.
+
+    The scores' share of the whole softmax is ``exp(score - lse)``, so the other keys need not be known.
+    """
+    ops: Any = torch.ops.aten
+    if kernel == "math":
+        return _math_backward(grad, q, k, v, out, lse, causal=causal)
+    lse = lse.contiguous()
+    if q.device.type == "cpu":
+        backward = ops._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, causal)  # type: ignore[no-any-return]
+    if kernel == "efficient":
+        backward = ops._scaled_dot_product_efficient_attention_backward
+        needed = [True, True, True, False]
+        grads = backward(grad, q, k, v, None, out, _padded(lse), *seeds, 0.0, needed, causal)
+        return grads[0], grads[1], grads[2]
+    lengths = (q.shape[2], k.shape[2])
+    if kernel == "flash":
+        backward = ops._scaled_dot_product_flash_attention_backward
+        return backward(grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, *seeds)  # type: ignore[no-any-return]
+    backward = ops._scaled_dot_product_cudnn_attention_backward
+    lse = lse.unsqueeze(-1)
+    return backward(  # type: ignore[no-any-return]
+        grad, q, k, v, out, lse, *seeds, None, None, None, *lengths, 0.0, causal
+    )
+
+
+def _padded(lse: Tensor) -> Tensor:
+    """The log-sum-exp as the efficient kernel lays it out: CUDA's reads whole blocks of rows, ROCm's does not."""
+    missing = 0 if torch.version.hip else -lse.shape[-1] % _LSE_GRANULE
+    return F.pad(lse, (0, missing), value=torch.inf) if missing else lse
+
+
+def _attend_by_math(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Seeds]:
+    scores = _scores(q, k, causal=causal)
+    lse = scores.logsumexp(-1)
+    return (torch.exp(scores - lse[..., None]) @ v.float()).to(q.dtype), lse, ()
+
+
+def _math_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = grad.float()
+    shares = torch.exp(_scores(q, k, causal=causal) - lse[..., None])
+    rows = (grad * out.float()).sum(-1, keepdim=True)
+    of_scores = shares * (grad @ v.float().mT - rows) * q.shape[-1] ** -0.5
+    grads = (of_scores @ k.float(), of_scores.mT @ q.float(), shares.mT @ grad)
+    return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
+    """Scaled scores in fp32, minus infinity for later keys."""
+    scores: Tensor = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores
+
+
+# Attention to keys that come in parts: each part by a fused kernel, the outputs put together by log-sum-exp.
+#
+# With outputs ``o_i`` and log-sum-exps ``l_i`` of the parts, the output over all keys is ``sum exp(l_i - l) o_i``
+# where ``l = log sum exp(l_i)`` (Milakov and Gimelshein, arXiv 1805.02867). Going back, every part's gradients follow
+# from the output and the log-sum-exp over all keys.
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Attends to parts of the keys by one kernel. ``repeats`` gives every query head keys and values of its own."""
+
+    kernel: Kernel
+    repeats: bool
+
+    @staticmethod
+    def by(plan: AttentionPlan) -> Parts:
+        return Parts(plan.kernel, plan.expands or plan.kernel == "math")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor, Seeds]:
+        """Output, log-sum-exp and seeds of attention to these keys alone."""
+        k, v = self._repeated(q, k), self._repeated(q, v)
+        return attend(self.kernel, q, k, v, causal=causal)
+
+    def backward(
+        self, back: Back, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients that these keys give to ``q``, and get."""
+        grads = attend_backward(
+            self.kernel,
+            back.grad,
+            q,
+            self._repeated(q, k),
+            self._repeated(q, v),
+            back.out,
+            back.lse,
+            back.seeds,
+            causal,
+        )
+        return grads[0], _summed(grads[1], k), _summed(grads[2], v)
+
+    def _repeated(self, q: Tensor, shared: Tensor) -> Tensor:
+        num_shared = q.shape[1] // shared.shape[1]
+        return shared.repeat_interleave(num_shared, dim=1) if self.repeats and num_shared > 1 else shared
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """What the backward pass knows of some queries: their output's gradient, output and log-sum-exp over all keys."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+    seeds: Seeds
+
+    def late(self) -> Back:
+        """The same for the later half of the queries."""
+        return Back(later_half(self.grad), later_half(self.out), later_half(self.lse), self.seeds)
+
+
+def later_half(x: Tensor) -> Tensor:
+    """The second half of the positions of ``x [B, H, S]`` or ``[B, H, S, D]``."""
+    return x[:, :, x.shape[2] // 2 :]
+
+
+class Merged:
+    """Output in fp32 and log-sum-exp of some queries over the keys so far."""
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        """Begin with attention to the first part of the keys."""
+        self.out = out.float()
+        self.lse = lse
+
+    def add(self, part: Tensor, part_lse: Tensor, *, is_late: bool) -> None:
+        """Take in attention to a further part of the keys, where ``is_late`` of the later half of the queries only."""
+        out, lse = (later_half(self.out), later_half(self.lse)) if is_late else (self.out, self.lse)
+        share = torch.sigmoid(part_lse - lse)
+        out.lerp_(part.float(), share[..., None])
+        lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def add_part(parts: Parts, back: Back, q: Tensor, grad_q: Tensor, both: Tensor, sums: Tensor, *, is_late: bool) -> None:
+    """Go back through attention to ``both``, packed keys and values or a part: add to ``grad_q``, write ``sums``."""
+    if is_late:
+        back, q, grad_q = back.late(), later_half(q), later_half(grad_q)
+    of_q, *of_both = parts.backward(back, q, *unpacked(both))
+    grad_q.add_(of_q)
+    for i, grad in enumerate(of_both):
+        total = sums.select(-4, i)
+        total.copy_(grad.permute(2, 0, 1, 3).reshape(total.shape))
+
+
+def packed(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as one tensor ``[S / 2, 2, 2, B, H, D]``: positions, the two pieces of a rank, keys and values.
+
+    What several ranks hold lies side by side, of the early pieces alone in equal steps: a view shows it as one
+    sequence, in an order that attention without a mask does not mind.
+    """
+    both = torch.unflatten(torch.stack([k, v]), 3, (2, -1))
+    return both.permute(4, 3, 0, 1, 2, 5).contiguous()
+
+
+def unpacked(both: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[B, H, S, D]`` of parts ``[..., 2, B, H, D]`` of what :func:`packed` made, without a copy."""
+    # A product of sizes, not -1: a view that cannot be is an error here, and no copy.
+    k, v = both.view(math.prod(both.shape[:-4]), *both.shape[-4:]).permute(1, 2, 3, 0, 4).unbind(0)
+    return k, v
+
+
+def plus_packed(k: Tensor, v: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+    """``k`` and ``v [B, H, S, D]`` plus what is packed, position by position."""
+    sums = [
+        torch.unflatten(one, 2, (2, -1)) + other.permute(2, 3, 1, 0, 4)
+        for one, other in zip((k, v), both.unbind(2), strict=True)
+    ]
+    return sums[0].flatten(2, 3), sums[1].flatten(2, 3)
+
+
+def _summed(grad: Tensor, shared: Tensor) -> Tensor:
+    """Gradient of heads ``shared`` by several query heads from that of their copies."""
+    num_heads = shared.shape[1]
+    return grad if grad.shape[1] == num_heads else torch.unflatten(grad, 1, (num_heads, -1)).sum(2)

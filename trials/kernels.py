@@ -1,0 +1,404 @@
+"""Graph mode (torch.compile) and the choice of kernels. Knows models, parallelism and precision, but no training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo import utils
+from torch._dynamo.callback import callback_handler
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trials.accelerator.device import capability, has_cudnn
+from trials.accelerator.kinds import FAMILIES
+from trials.attention import TAKES_GROUPED, AttentionPlan, Back, Kernel, Parts, causal_attention, plan_attention
+from trials.failure import InfeasibleSpec
+from trials.models.model import TrainModel
+from trials.outcome import Phase, ProgressSink
+from trials.precision import compute_dtype, matmul_precision
+from trials.reports import GraphReport, KernelTuningReport
+from trials.spec import Kernels, LlamaModel, TrialSpec, decoder_of
+
+# Signs of life of a rank that compiles: a cold compilation takes minutes, in which no step ends.
+#
+# torch calls back when it begins and ends to compile a graph, forward or backward, and to record CUDA graphs. Kernels
+# of Triton are tuned when they first run, of which it says nothing: their tuning is wrapped here.
+
+
+BEAT_S = 5.0
+"""How often a rank that compiles says so."""
+_TRITON = "torch._inductor.runtime.triton_heuristics"
+_TUNINGS = ("autotune_to_one_config", "coordinate_descent_tuning")
+"""Methods of its ``CachingAutotuner`` that try out configurations of a kernel on the device."""
+
+
+class CompileBeats:
+    """A :class:`ProgressSink` that hands on to another one, and tells it every :data:`BEAT_S` of a compilation."""
+
+    def __init__(self, progress: ProgressSink) -> None:
+        self._progress = progress
+        self._phase: Phase = "starting"
+        self._step = 0
+        self._step_time_s: float | None = None
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._tunings: dict[str, Callable[..., Any]] = {}
+        """Triton's own methods by name, as long as they are wrapped."""
+
+    def __call__(
+        self, phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
+    ) -> None:
+        with self._lock:
+            self._phase, self._step, self._step_time_s = phase, step, step_time_s
+            self._tell(is_compiling=is_compiling)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Beat for what is compiled in the body, wherever in this process."""
+        callback_handler.register_start_callback(self._begin)
+        callback_handler.register_end_callback(self._end)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # somebody has reset dynamo, which forgets who listens
+                callback_handler.remove_start_callback(self._begin)
+                callback_handler.remove_end_callback(self._end)
+            self._is_over.set()
+            self._leave_triton()
+
+    def _begin(self, *_: object) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._tell(is_compiling=True)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beat, name="compile-beats", daemon=True)
+            self._thread.start()
+
+    def _end(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._tell(is_compiling=False)
+        self._watch_triton()
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(BEAT_S):
+            with self._lock:
+                if self._depth:
+                    self._tell(is_compiling=True)
+
+    def _tell(self, *, is_compiling: bool) -> None:
+        more: dict[str, Any] = {"is_compiling": True} if is_compiling else {}
+        self._progress(self._phase, step=self._step, step_time_s=self._step_time_s, **more)
+
+    def _watch_triton(self) -> None:
+        """Beat while kernels of Triton are tuned, from their first compilation on: until then it is not imported."""
+        tuner: Any = getattr(sys.modules.get(_TRITON), "CachingAutotuner", None)
+        for name in () if self._tunings else _TUNINGS:
+            if (tune := getattr(tuner, name, None)) is not None:
+                self._tunings[name] = tune
+                setattr(tuner, name, self._watched(tune))
+
+    def _leave_triton(self) -> None:
+        tuner: Any = getattr(sys.modules.get(_TRITON), "CachingAutotuner", None)
+        for name, tune in self._tunings.items():
+            setattr(tuner, name, tune)
+
+    def _watched(self, tune: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(tune)
+        def watched(*args: Any, **options: Any) -> Any:
+            self._begin()
+            try:
+                return tune(*args, **options)
+            finally:
+                self._end()
+
+        return watched
+
+
+# Has cuDNN measure its algorithms in a range of steps and take them from its cache afterwards, and counts its hits.
+
+
+class KernelTuner:
+    """Switches cuDNN's benchmark mode by step and counts the forward convolutions met.
+
+    A configuration is all that cuDNN's cache is keyed by: sizes, number format, memory format and the convolution's
+    own arguments. A lookup is a call after the range; a hit is one whose configuration was measured. cuDNN keeps the
+    first algorithm it chose for a configuration, so one that was met unmeasured, before the range, stays so.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], kernels: Kernels, device: torch.device) -> None:
+        self._range = kernels.cudnn_tuning_range
+        self._has_cudnn = has_cudnn(device)
+        self._in_graph = kernels.compile != "off"
+        self._before = torch.backends.cudnn.benchmark
+        self._step = 0
+        self._measures = False
+        self._tuned: set[Hashable] = set()
+        self._met_too_early: set[Hashable] = set()
+        self._num_lookups = self._num_hits = 0
+        convolutions = [module for model in models for module in model.modules() if isinstance(module, nn.Conv2d)]
+        # A hook inside a compiled block would become part of its graph.
+        hooked = [] if self._in_graph or not self._range else convolutions
+        self._hooks = [module.register_forward_pre_hook(self._count) for module in hooked]
+
+    def __enter__(self) -> KernelTuner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        torch.backends.cudnn.benchmark = self._before
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def last_step(self) -> int:
+        """Last step of the range; 0 without one."""
+        return self._range[1] if self._range else 0
+
+    def before_step(self, step: int) -> None:
+        """Switch measuring on or off for the step of this number, counting from 1."""
+        self._step = step
+        if self._range:
+            self._measure(self._range[0] <= step <= self._range[1])
+
+    @contextlib.contextmanager
+    def before_training(self) -> Iterator[None]:
+        """Measure here too: convolutions run before the first step would fill cuDNN's cache with unmeasured ones."""
+        self._measure(bool(self._range))
+        yield
+        self._measure(False)
+
+    def _measure(self, enabled: bool) -> None:
+        self._measures = enabled
+        if self._range and self._has_cudnn:
+            torch.backends.cudnn.benchmark = enabled
+
+    def report(self) -> KernelTuningReport | None:
+        """What was counted; None when the knob is off."""
+        if not self._range:
+            return None
+        return KernelTuningReport(
+            num_configurations=len(self._tuned),
+            num_lookups=self._num_lookups,
+            num_hits=self._num_hits,
+            note=self._note(),
+        )
+
+    def _note(self) -> str:
+        notes = []
+        if not self._has_cudnn:
+            notes.append("no cuDNN on this device: nothing was tuned, configurations are only counted")
+        elif self._in_graph:
+            notes.append("convolutions inside compiled graphs are not counted")
+        if self._met_too_early:
+            notes.append(
+                f"{len(self._met_too_early)} configurations were met before step {self._range[0]} and keep the "
+                "algorithm chosen then, unmeasured; let the range begin at step 1"
+            )
+        return "; ".join(notes)
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        assert isinstance(module, nn.Conv2d)
+        key = _configuration(module, args[0])
+        if self._measures:
+            self._tuned |= {key} - self._met_too_early
+        elif self._step < self._range[0]:
+            self._met_too_early |= {key} - self._tuned
+        else:
+            self._num_lookups += 1
+            self._num_hits += key in self._tuned
+
+
+def _configuration(conv: nn.Conv2d, x: torch.Tensor) -> Hashable:
+    """Key of cuDNN's cache for this call."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return x.shape, x.stride(), dtype, conv.weight.shape, conv.stride, conv.padding, conv.dilation, conv.groups
+
+
+# Graph mode: compiles the model, and tells what torch.compile did in this process and how long it took.
+
+
+_MAX_REASONS = 8
+_MAX_REASON_CHARS = 200
+_MAX_COMPILATIONS = 4096
+_HITS, _MISSES = "fxgraph_cache_hit", ("fxgraph_cache_miss", "fxgraph_cache_bypass")
+"""Names in torch's counters of what inductor's cache on disk had, and had not or could not have."""
+
+
+def apply_compile(model: TrainModel, kernels: Kernels) -> None:
+    """Compile in place every layer, equal ones sharing the code, or the model as a whole.
+
+    A layer of ours must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are
+    fixed within a trial, so every shape gets a graph of its own instead of one for all.
+    """
+    if kernels.compile == "off":
+        return
+    mode = None if kernels.compile_mode == "default" else kernels.compile_mode
+    targets: list[nn.Module] = [model] if kernels.compile == "model" else list(model.layers.values())
+    for target in targets:
+        whole = kernels.compile == "block" and not model.is_own
+        target.compile(backend=kernels.backend, mode=mode, dynamic=False, fullgraph=whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """One entry of torch's log: a forward graph, or the backward of one compiled at its first use."""
+
+    is_forward: bool
+    time_s: float
+    reason: str | None
+    """Why code compiled before had to be compiled again."""
+
+
+def forget_compilations() -> None:
+    """Drop everything compiled so far, so that each trial of a process compiles and counts for itself; whoever listens
+    to compilations goes on listening."""
+    begins, ends = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
+    torch._dynamo.reset()
+    callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = begins, ends
+    utils.set_compilation_metrics_limit(_MAX_COMPILATIONS)
+    utils.clear_compilation_metrics()
+    for name in (_HITS, *_MISSES):
+        utils.counters["inductor"].pop(name, None)
+
+
+def compilations() -> list[Compilation]:
+    """The log since :func:`forget_compilations`. The one place that reads torch's private metrics."""
+    return [
+        Compilation(bool(entry.is_forward), (entry.duration_us or 0) / 1e6, entry.recompile_reason or None)
+        for entry in utils.get_compilation_metrics()
+        if entry.fail_type is None
+    ]
+
+
+def graph_report(log: Iterable[Compilation]) -> GraphReport:
+    """Sum up a log of compilations, and what inductor's cache had of them since :func:`forget_compilations`."""
+    entries = list(log)
+    forward = [entry for entry in entries if entry.is_forward]
+    reasons = [entry.reason for entry in forward if entry.reason]
+    shown = dict.fromkeys(_shortened(reason) for reason in reasons)
+    return GraphReport(
+        num_graphs=len(forward),
+        num_recompilations=len(reasons),
+        compile_s=sum(entry.time_s for entry in entries),
+        reasons=tuple(shown)[:_MAX_REASONS],
+        cache_hits=utils.counters["inductor"][_HITS],
+        cache_misses=sum(utils.counters["inductor"][name] for name in _MISSES),
+    )
+
+
+def _shortened(reason: str) -> str:
+    """The first failed guard; more guards of the same recompilation follow on further lines."""
+    return reason.strip().splitlines()[0][:_MAX_REASON_CHARS]
+
+
+# Process-wide settings that choose kernels: attention backend, matmul precision, how often Dynamo may compile.
+
+
+ATTENTION_BACKENDS: dict[Kernel, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+_MAX_GRAPHS_PER_FUNCTION = 128
+"""Dynamo gives up on a function compiled more often; blocks of different shapes are one function to it."""
+
+
+@contextlib.contextmanager
+def kernel_settings(spec: TrialSpec, device: torch.device) -> Iterator[None]:
+    """Apply the candidate's process-wide choices of kernels for the duration of the block.
+
+    Raises:
+        InfeasibleSpec: the device lacks the attention backend; names those it has.
+    """
+    kernels = spec.candidate.kernels
+    with contextlib.ExitStack() as stack:
+        decoder = decoder_of(spec.workload.model)
+        if kernels.attention != "auto" and decoder is not None:
+            _check_attention(spec, decoder, device)
+            stack.enter_context(sdpa_kernel(ATTENTION_BACKENDS[kernels.attention]))
+        if kernels.compile != "off":
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS_PER_FUNCTION))
+        stack.enter_context(matmul_precision(kernels.matmul_precision))
+        yield
+
+
+def attention_plan(spec: TrialSpec, model: LlamaModel, device: torch.device) -> AttentionPlan:
+    """How the trial computes attention on the device it is meant for; a dry run computes on another, ``device``."""
+    candidate = spec.candidate
+    is_wide = "scaled_dot_product_attention" in candidate.precision.black
+    dtype = torch.float32 if is_wide else compute_dtype(candidate.precision)
+    is_target = device.type == FAMILIES[spec.device].torch_device
+    known = capability(device) if is_target else None
+    return plan_attention(model, candidate.kernels.attention, dtype, spec.device, known)
+
+
+def expected_attention(spec: TrialSpec) -> contextlib.AbstractContextManager[None]:
+    """Lets torch take on fake tensors the kernel that holds all scores where the device would take it."""
+    model = decoder_of(spec.workload.model)
+    if model is None or spec.device not in TAKES_GROUPED:
+        return contextlib.nullcontext()
+    kernel = attention_plan(spec, model, torch.device("cpu")).kernel
+    return sdpa_kernel(SDPBackend.MATH) if kernel == "math" else contextlib.nullcontext()
+
+
+def _check_attention(spec: TrialSpec, model: LlamaModel, device: torch.device) -> None:
+    wanted = spec.candidate.kernels.attention
+    available = [name for name in ATTENTION_BACKENDS if _runs_attention(name, spec, model, device)]
+    if wanted not in available:
+        dtype = attention_plan(spec, model, device).dtype
+        raise InfeasibleSpec(
+            f"attention {wanted!r} is not available on this {device.type} device for {dtype} with head size "
+            f"{model.hidden_size // model.num_heads}; use one of: auto, "
+            f"{', '.join(available)}"
+        )
+
+
+def _runs_attention(name: Kernel, spec: TrialSpec, model: LlamaModel, device: torch.device) -> bool:
+    """Try a kernel, forward and backward: what it can do depends on device, build, type and shape.
+
+    A rank that holds a part of each sequence calls it in another way, which is tried then.
+    """
+    kernels = dataclasses.replace(spec.candidate.kernels, attention=name)
+    candidate = dataclasses.replace(spec.candidate, kernels=kernels)
+    plan = attention_plan(dataclasses.replace(spec, candidate=candidate), model, device)
+    q, k, v = (
+        torch.zeros(1, heads, 16, model.hidden_size // model.num_heads, dtype=plan.dtype, device=device)
+        for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+    )
+    layout = spec.candidate.layout
+    with warnings.catch_warnings(action="ignore"), sdpa_kernel(ATTENTION_BACKENDS[name]):
+        try:
+            if layout.cp > 1 and layout.cp_method != "ulysses":
+                _try_parts(plan, q, k, v)
+            else:
+                torch.autograd.backward(causal_attention(q.requires_grad_(), k, v, expands=plan.expands).sum())
+        except RuntimeError:
+            return False
+    return True
+
+
+def _try_parts(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
+    parts = Parts.by(plan)
+    for causal in (True, False):
+        out, lse, seeds = parts.attend(q, k, v, causal=causal)
+        parts.backward(Back(out, out, lse, seeds), q, k, v, causal=causal)

@@ -1,1 +1,0 @@
-"""Graph mode (torch.compile) and the choice of kernels. Knows models, parallelism and precision, but no training."""

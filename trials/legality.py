@@ -1,0 +1,740 @@
+"""Which specifications the runner can train: rules with reasons. Knows ``spec`` and ``failure``; needs no torch."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from re import _parser  # type: ignore[attr-defined]  # the only way to see what a pattern repeats
+from typing import Any
+
+from trials.failure import InfeasibleSpec
+from trials.spec import (
+    Candidate,
+    Counts,
+    Data,
+    HuggingFaceModel,
+    ImageFolderData,
+    Layout,
+    LinearModel,
+    LlamaModel,
+    LossScale,
+    Model,
+    OwnModel,
+    Protocol,
+    PythonData,
+    PythonModel,
+    RandomData,
+    ResNetModel,
+    TextData,
+    TokenFileData,
+    TrialSpec,
+    Workload,
+    decoder_of,
+)
+
+# Legality rules on layouts and batch sizes, on how they fit the model, and what a rule is. Standard library only.
+#
+# Sources: the divisibility rules are those of the Megatron and PyTorch tensor-parallel layouts, the schedules' rules
+# those of ``torch.distributed.pipelining.schedules``; the others are combinations the runner cannot train.
+
+
+Check = Callable[[Workload, Candidate], str | None]
+"""Gives a one-line reason why the runner refuses the pair, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegalityRule:
+    """One thing the runner insists on."""
+
+    id: str
+    reads: tuple[str, ...]
+    """All that ``check`` looks at besides the workload: fields of the candidate, or attributes of theirs like
+    ``layout.tp``. Candidates that agree in those are judged alike, and once."""
+    check: Check
+
+
+def make_rules(*checks: tuple[str, str, Check]) -> tuple[LegalityRule, ...]:
+    """Rules from ids, what is read (separated by spaces) and checks."""
+    return tuple(LegalityRule(id=name, reads=tuple(reads.split()), check=check) for name, reads, check in checks)
+
+
+def uses_ddp(layout: Layout) -> bool:
+    """Whether gradients are reduced by DistributedDataParallel: plain replication of whole parameters."""
+    return layout.zero_stage == 0 and layout.dp_replicate * layout.cp > 1 and layout.replicate_with == "ddp"
+
+
+def holds_plain(layout: Layout) -> bool:
+    """Whether every data-parallel rank holds its parameters whole, as plain tensors: under DDP and under ZeRO-1."""
+    return layout.zero_stage == 1 or uses_ddp(layout)
+
+
+def shape_problem(counts: Counts, layout: Layout) -> str | None:
+    """How ``counts`` differ from the layout's chunks and stages, to go behind their name; None where they agree."""
+    if len(counts) == layout.num_virtual_stages and all(len(row) == layout.pp for row in counts):
+        return None
+    num_stages = "/".join(str(len(row)) for row in counts) or 0
+    wanted = f"{layout.num_virtual_stages} chunks of {layout.pp} stages"
+    return f"has {len(counts)} chunks of {num_stages} stages, the layout {wanted}"
+
+
+# ---- degrees and data parallelism ----
+
+
+def _degrees(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.num_virtual_stages)
+    return None if min(*degrees, candidate.micro_batch_size) >= 1 else "degrees and micro_batch_size start at 1"
+
+
+def _model_kind(workload: Workload, candidate: Candidate) -> str | None:
+    layout, model = candidate.layout, workload.model
+    if isinstance(model, LlamaModel) or max(layout.pp, layout.cp, layout.tp) == 1:
+        return None
+    if isinstance(model, OwnModel):
+        return None if layout.cp == 1 else f"model kind {model.kind} has no context parallelism: cp is for llama"
+    return f"model kind {model.kind} runs data-parallel only: pp, cp and tp are for llama"
+
+
+def _own_pipeline(workload: Workload, candidate: Candidate) -> str | None:
+    model = workload.model
+    if not isinstance(model, OwnModel) or candidate.layout.pp == 1 or model.facts.no_pipeline is None:
+        return None
+    return f"pp {candidate.layout.pp}: {model.facts.no_pipeline}"
+
+
+def _own_tensor_parallel(workload: Workload, candidate: Candidate) -> str | None:
+    """Modules of the user's are split by a plan, which the local engine cannot read."""
+    layout, model = candidate.layout, workload.model
+    if not isinstance(model, OwnModel) or layout.tp == 1:
+        return None
+    if model.facts.no_tensor_parallel is not None:
+        return f"tp {layout.tp}: {model.facts.no_tensor_parallel}"
+    if layout.tp_engine == "local" or layout.sequence_parallel:
+        return f"tp of model kind {model.kind} goes by a plan: tp_engine dtensor without sequence_parallel, and no DDP"
+    return None
+
+
+def _shard_needs_zero(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if layout.dp_shard > 1 and layout.zero_stage == 0:
+        return f"dp_shard {layout.dp_shard} shards nothing with zero_stage 0; choose 1, 2 or 3"
+    if layout.dp_shard == 1 and layout.zero_stage > 0:
+        return f"zero_stage {layout.zero_stage} needs dp_shard above 1"
+    return None
+
+
+def _shard_embedding(workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if not layout.shard_embedding:
+        return None
+    if not isinstance(workload.model, LlamaModel):
+        return f"shard_embedding is for llama, not model kind {workload.model.kind}"
+    if layout.dp * layout.cp == 1 or holds_plain(layout):
+        return "shard_embedding needs FSDP2: data-parallel ranks, and neither DDP nor ZeRO stage 1"
+    return None
+
+
+def _global_batch(workload: Workload, candidate: Candidate) -> str | None:
+    micro_batch_size, dp, total = candidate.micro_batch_size, candidate.layout.dp, workload.global_batch_size
+    if total % (micro_batch_size * dp) == 0:
+        return None
+    return f"global_batch_size {total} is not divisible by micro_batch_size {micro_batch_size} x dp {dp}"
+
+
+# ---- tensor parallelism ----
+
+
+def _tp_divides(name: str) -> tuple[str, str, Check]:
+    """Id, what is read and check of the rule that ``tp`` divides this size of the model."""
+
+    def check(workload: Workload, candidate: Candidate) -> str | None:
+        size, tp = getattr(decoder_of(workload.model), name, 0), candidate.layout.tp
+        if size % tp == 0:
+            return None
+        remedy = f"; pad it to {-(-size // tp) * tp}" if name == "vocab_size" else ""
+        return f"{name} {size} is not divisible by tp {tp}{remedy}"
+
+    return f"tp-{name.replace('_', '-')}", "layout.tp", check
+
+
+def _sp_needs_tp(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    return "sequence_parallel needs tp above 1" if layout.sequence_parallel and layout.tp == 1 else None
+
+
+def _sp_sequence(workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if not layout.sequence_parallel or workload.seq_length % (layout.cp * layout.tp) == 0:
+        return None
+    parts = f"cp {layout.cp} x tp {layout.tp}" if layout.cp > 1 else f"tp {layout.tp}"
+    return f"sequence_parallel: seq_length {workload.seq_length} is not divisible by {parts}"
+
+
+def _ddp_with_tp(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if layout.tp > 1 and layout.tp_engine == "dtensor" and uses_ddp(layout):
+        return "DDP cannot wrap tensor-parallel DTensors; use replicate_with fsdp2, or tp_engine local or auto"
+    return None
+
+
+def _zero1_with_tp(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if layout.zero_stage == 1 and layout.tp > 1 and layout.tp_engine == "dtensor":
+        return "ZeRO-1's buckets cannot hold tensor-parallel DTensors; use tp_engine local or auto, or zero_stage 2"
+    return None
+
+
+def _copies(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if layout.num_copies == 1:
+        return None
+    if layout.tp == 1 or layout.tp_engine != "local":
+        return "num_copies 2 hides tensor-parallel collectives: it needs tp above 1 and tp_engine local or auto"
+    if candidate.micro_batch_size % 2:
+        return f"num_copies 2 halves the micro-batch: micro_batch_size {candidate.micro_batch_size} is odd"
+    return None
+
+
+# ---- context parallelism ----
+
+
+def _cp_sequence(workload: Workload, candidate: Candidate) -> str | None:
+    """Each rank holds an early and a late piece of every sequence, so that all have the same work."""
+    cp, seq_length = candidate.layout.cp, workload.seq_length
+    if cp == 1 or seq_length % (2 * cp) == 0:
+        return None
+    return f"context parallelism gives each rank two pieces: seq_length {seq_length} is not divisible by 2 x cp {cp}"
+
+
+def _cp_heads(workload: Workload, candidate: Candidate) -> str | None:
+    layout, model = candidate.layout, workload.model
+    if layout.cp == 1 or layout.cp_method != "ulysses" or not isinstance(model, LlamaModel):
+        return None
+    for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
+        if heads % (layout.tp * layout.cp):
+            return f"cp_method ulysses: {name} {heads} is not divisible by tp {layout.tp} x cp {layout.cp}"
+    return None
+
+
+# ---- pipeline ----
+
+
+def has_sane_chunks(num_layers: int, *, pp: int, num_virtual_stages: int) -> bool:
+    """Whether stages are about as many as layers; some may be empty, two more per rank than there are layers for."""
+    return pp * num_virtual_stages <= num_layers + 2 * pp
+
+
+def _virtual_stages(workload: Workload, candidate: Candidate) -> str | None:
+    """Interleaving needs several chunks and the V shape exactly two; 1F1B has one; GPipe takes any number."""
+    layout = candidate.layout
+    chunks, schedule = layout.num_virtual_stages, layout.schedule
+    if layout.pp == 1:
+        return None if chunks == 1 else f"num_virtual_stages {chunks} needs pp above 1"
+    if schedule == "1f1b" and chunks != 1:
+        return f"schedule 1f1b has one stage per rank, not {chunks}; use interleaved or gpipe"
+    if schedule == "interleaved" and chunks < 2:
+        return "schedule interleaved needs num_virtual_stages of at least 2"
+    if schedule == "zbv" and chunks != 2:
+        return f"schedule zbv has exactly 2 stages per rank, not {chunks}"
+    if not has_sane_chunks(workload.num_layers, pp=layout.pp, num_virtual_stages=chunks):
+        most = (workload.num_layers + 2 * layout.pp) // layout.pp
+        return f"{workload.num_layers} layers on pp {layout.pp} take num_virtual_stages up to {most}, not {chunks}"
+    return None
+
+
+def _stage_layers(workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    counts = layout.stage_layers
+    if layout.pp == 1:
+        return None if counts == () else "stage_layers needs pp above 1"
+    if problem := shape_problem(counts, layout):
+        return f"stage_layers {problem}"
+    if min(map(min, counts)) < 0:
+        return "stage_layers leaves a stage fewer than 0 layers"
+    total = sum(map(sum, counts))
+    return None if total == workload.num_layers else f"stage_layers hold {total} of {workload.num_layers} layers"
+
+
+def _num_microbatches(workload: Workload, candidate: Candidate) -> str | None:
+    """``Schedule1F1B`` and ``ScheduleInterleaved1F1B`` of torch; its other schedules take any number."""
+    layout = candidate.layout
+    number = candidate.num_microbatches(workload.global_batch_size)
+    if layout.pp == 1:
+        return None
+    if layout.schedule == "1f1b" and number < layout.pp:
+        return f"schedule 1f1b needs a micro-batch per stage: {number} for pp {layout.pp}"
+    rounds = max(1, number // layout.pp)
+    if layout.schedule == "interleaved" and number % rounds:
+        return f"schedule interleaved works in {rounds} rounds, which do not divide {number} micro-batches"
+    return None
+
+
+def _ddp_with_chunks(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if layout.num_virtual_stages > 1 and uses_ddp(layout):
+        return "DDP takes one stage per rank; use replicate_with fsdp2 or auto, or shard with zero_stage 1, 2 or 3"
+    return None
+
+
+LAYOUT_RULES = make_rules(
+    ("degrees", "layout micro_batch_size", _degrees),
+    ("model-kind", "layout", _model_kind),
+    ("own-pipeline", "layout", _own_pipeline),
+    ("own-tensor-parallel", "layout", _own_tensor_parallel),
+    ("shard-needs-zero", "layout", _shard_needs_zero),
+    *(_tp_divides(name) for name in ("num_heads", "num_kv_heads", "hidden_size", "ffn_hidden_size", "vocab_size")),
+    ("sp-needs-tp", "layout", _sp_needs_tp),
+    ("sp-seq-length", "layout", _sp_sequence),
+    ("ddp-with-tp", "layout", _ddp_with_tp),
+    ("zero1-with-tp", "layout", _zero1_with_tp),
+    ("global-batch", "layout micro_batch_size", _global_batch),
+    ("copies", "layout micro_batch_size", _copies),
+    ("cp-seq-length", "layout", _cp_sequence),
+    ("cp-heads", "layout", _cp_heads),
+    ("virtual-stages", "layout", _virtual_stages),
+    ("stage-layers", "layout", _stage_layers),
+    ("num-microbatches", "layout micro_batch_size", _num_microbatches),
+    ("ddp-with-chunks", "layout", _ddp_with_chunks),
+    ("shard-embedding", "layout", _shard_embedding),
+)
+
+
+# Which patterns of selective recompute are accepted: regular expressions that match fast. Standard library only.
+
+
+MAX_PATTERN_CHARS = 200
+MAX_WAYS = 64**4
+"""Most ways to match one path: those of four open repeats like ``.*`` in a row."""
+_PATH_CHARS = 64
+"""Repeats that an open one counts for: about the length of an operator's path."""
+
+
+class _NestedRepeatError(Exception):
+    """Something is repeated that itself can match in several ways, so that their number grows exponentially."""
+
+
+@functools.lru_cache(maxsize=1024)  # the same few patterns are asked for with every candidate
+def pattern_problem(pattern: str) -> str | None:
+    """What is wrong with a selective-recompute pattern; None for a good one."""
+    if not 0 < len(pattern) <= MAX_PATTERN_CHARS:
+        return f"a pattern has 1 to {MAX_PATTERN_CHARS} characters, not {len(pattern)}"
+    try:
+        re.compile(pattern)
+        num_ways = _ways(_parser.parse(pattern))
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"the pattern {pattern!r} is no regular expression: {error}"
+    except _NestedRepeatError:
+        return f"the pattern {pattern!r} repeats a part that repeats or branches itself, which can take for ever"
+    if num_ways > MAX_WAYS:
+        return f"the pattern {pattern!r} has too many repeats in a row to be matched fast"
+    return None
+
+
+def _ways(nodes: Iterable[Any]) -> int:
+    """Upper bound on the ways in which a sequence of parsed nodes can match one path.
+
+    Raises:
+        _NestedRepeatError: their number grows exponentially.
+    """
+    return math.prod(_ways_of_node(str(code), argument) for code, argument in nodes)
+
+
+def _ways_of_node(code: str, argument: Any) -> int:
+    match code:
+        case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
+            least, most, body = argument
+            num_ways = _ways(body)
+            if int(most) > 1 and num_ways > 1:
+                raise _NestedRepeatError
+            return 1 + int(min(int(most), least + _PATH_CHARS) - least) * num_ways
+        case "BRANCH":
+            return sum(map(_ways, argument[1]))
+        case "SUBPATTERN":
+            return _ways(argument[3])
+        case "ATOMIC_GROUP":
+            return _ways(argument)
+        case "ASSERT" | "ASSERT_NOT":
+            return _ways(argument[1])
+        case "GROUPREF_EXISTS":
+            _, yes, no = argument
+            return _ways(yes) + (_ways(no) if no is not None else 1)
+        case _:
+            return 1
+
+
+# Legality rules on whole candidates: recompute, kernels, precision, data reading. Standard library only.
+
+
+FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
+"""Largest finite fp32 number."""
+FP32_TINY = 2.0**-126
+"""Smallest fp32 number whose inverse is one too; a loss scale multiplies and divides in fp32."""
+
+
+def _recompute_shape(workload: Workload, candidate: Candidate) -> str | None:
+    layout, recompute = candidate.layout, candidate.recompute
+    present = layout.stage_layers if layout.pp > 1 else ((workload.num_layers,),)
+    parts = [("full", recompute.full), ("communication", recompute.communication)]
+    parts += [(f"select of {part.pattern}", part.num_layers) for part in recompute.selective]
+    for name, counts in parts:
+        if counts == ():
+            continue
+        if problem := shape_problem(counts, layout):
+            return f"recompute: {name} {problem}"
+        if shape_problem(present, layout) is None and not _at_most(counts, present):
+            return f"recompute: {name} counts {_text(counts)} layers where there are {_text(present)}"
+    return None
+
+
+def _recompute_patterns(_workload: Workload, candidate: Candidate) -> str | None:
+    patterns = [part.pattern for part in candidate.recompute.selective]
+    if len(set(patterns)) != len(patterns):
+        return "recompute: a pattern stands twice"
+    return next((problem for problem in map(pattern_problem, patterns) if problem), None)
+
+
+def _recompute_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
+    recompute = candidate.recompute
+    if candidate.kernels.compile == "off" or not (recompute.selective or recompute.communication):
+        return None
+    return "recompute of selected operators or of communication needs compile off; full recompute compiles"
+
+
+def _recompute_communication(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if not candidate.recompute.communication:
+        return None
+    if layout.tp > 1 and layout.sequence_parallel and layout.tp_engine == "local":
+        return None
+    return "recompute of communication needs tp above 1, sequence_parallel and tp_engine local or auto"
+
+
+# ---- kernels, precision, data ----
+
+
+def _compile_with_zbv(_workload: Workload, candidate: Candidate) -> str | None:
+    if candidate.kernels.compile == "off" or candidate.layout.schedule != "zbv":
+        return None
+    return "schedule zbv splits the backward of every operator, which a compiled graph does not allow"
+
+
+def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -> str | None:
+    """AOTAutograd hands what recompute saves to autograd as tensors, and the mesh of a DTensor is none (torch 2.13)."""
+    layout = candidate.layout
+    if candidate.kernels.compile == "off" or layout.tp == 1 or layout.tp_engine == "local":
+        return None
+    if not any(map(any, candidate.recompute.full)):
+        return None
+    return "compile with tp and full recompute needs tp_engine local: torch cannot compile recomputed DTensors"
+
+
+def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
+    """A CUDA graph replays into the memory that it was captured with.
+
+    So the outputs of one micro-batch must be done with before the next one runs, and parameters must stay in place.
+    """
+    kernels, layout = candidate.kernels, candidate.layout
+    if kernels.compile == "off" or kernels.compile_mode != "reduce-overhead":
+        return None
+    if layout.pp > 1:
+        return f"compile_mode reduce-overhead (CUDA graphs) needs pp 1, not {layout.pp}"
+    number = candidate.num_microbatches(workload.global_batch_size)
+    if number > 1:
+        return f"compile_mode reduce-overhead (CUDA graphs) needs one micro-batch per step, not {number}"
+    if layout.dp * layout.cp > 1 and not holds_plain(layout):
+        return "compile_mode reduce-overhead (CUDA graphs) needs DDP or ZeRO-1: FSDP2 moves the parameters"
+    return None
+
+
+def _amp_lists_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
+    if candidate.kernels.compile == "off" or not (candidate.precision.white or candidate.precision.black):
+        return None
+    return "white and black lists need compile off: a compiled graph is traced without them"
+
+
+def _loss_chunks(workload: Workload, candidate: Candidate) -> str | None:
+    chunks, model = candidate.kernels.loss_chunks, workload.model
+    if chunks == 1:
+        return None
+    if chunks < 1:
+        return f"loss_chunks starts at 1, not {chunks}"
+    if isinstance(model, HuggingFaceModel) and model.facts.head is None:
+        return "loss_chunks needs a linear head without a bias whose outputs are the logits; this decoder has none"
+    if not isinstance(model, LlamaModel | HuggingFaceModel):
+        return f"loss_chunks is for decoders; model kind {model.kind} computes all its outputs at once"
+    positions = candidate.micro_batch_size * workload.seq_length // candidate.layout.cp
+    if chunks > positions:
+        return f"loss_chunks {chunks} is more than the {positions} positions of a micro-batch on one rank"
+    return None
+
+
+def _loss_chunks_with_lists(_workload: Workload, candidate: Candidate) -> str | None:
+    precision = candidate.precision
+    if candidate.kernels.loss_chunks == 1 or not (precision.white or precision.black):
+        return None
+    return "white and black lists need loss_chunks 1: head and loss in chunks are one operator to them"
+
+
+def _cudnn_range(_workload: Workload, candidate: Candidate) -> str | None:
+    steps = candidate.kernels.cudnn_tuning_range
+    if steps == () or (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        return None
+    return f"cudnn_benchmark: {steps} is not a first and a last step, from 1 on"
+
+
+def _amp_level(_workload: Workload, candidate: Candidate) -> str | None:
+    precision = candidate.precision
+    if (precision.level == "O0") == (precision.dtype == "float32"):
+        return None
+    return f"AMP level {precision.level} does not go with {precision.dtype}; O0 is float32, the others are 16-bit"
+
+
+def _loss_scale(_workload: Workload, candidate: Candidate) -> str | None:
+    precision = candidate.precision
+    if (precision.dtype == "float16") != (precision.loss_scale is not None):
+        return "loss_scale is set exactly when dtype is float16"
+    return None if precision.loss_scale is None else _loss_scale_problem(precision.loss_scale)
+
+
+def _loss_scale_problem(scale: LossScale) -> str | None:
+    if not FP32_TINY <= scale.initial <= FP32_MAX:
+        return f"loss_scale: initial {scale.initial:g} is no positive fp32 number with an inverse"
+    if not 1.0 < scale.growth_factor <= FP32_MAX:
+        return f"loss_scale: growth_factor {scale.growth_factor:g} is no fp32 number above 1"
+    if not 0.0 < scale.backoff_factor < 1.0:
+        return f"loss_scale: backoff_factor {scale.backoff_factor:g} is not between 0 and 1"
+    if min(scale.growth_interval, scale.backoff_interval) < 1:
+        return "loss_scale: growth_interval and backoff_interval start at 1"
+    return None
+
+
+def _amp_lists(_workload: Workload, candidate: Candidate) -> str | None:
+    precision = candidate.precision
+    names = (*precision.white, *precision.black)
+    if names and precision.level != "O1":
+        return f"white and black lists are for AMP level O1, not {precision.level}"
+    if bad := next((name for name in names if not name.isidentifier()), None):
+        return f"{bad!r} is not the name of an operator"
+    twice = set(precision.white) & set(precision.black)
+    return f"{min(twice)} is on the white and on the black list" if twice else None
+
+
+def _loader(_workload: Workload, candidate: Candidate) -> str | None:
+    loader = candidate.loader
+    if min(loader.num_workers, loader.prefetch_factor) < 0:
+        return "num_workers and prefetch_factor are not negative"
+    if (loader.num_workers == 0) != (loader.prefetch_factor == 0):
+        return "prefetch_factor is 0 exactly when num_workers is 0"
+    if loader.tuning is not None and loader.num_workers:
+        return "a tuned loader finds num_workers and prefetch_factor itself; leave both 0"
+    if loader.tuning is not None and min(loader.tuning.tuning_steps, loader.tuning.max_workers) < 1:
+        return "tuning_steps and max_workers start at 1"
+    if loader.persistent_workers and loader.tuning is None and not loader.num_workers:
+        return "persistent_workers needs num_workers above 0"
+    return None
+
+
+def _at_most(counts: Counts, limits: Counts) -> bool:
+    pairs = zip(counts, limits, strict=True)
+    return all(0 <= n <= limit for row, most in pairs for n, limit in zip(row, most, strict=True))
+
+
+def _text(counts: Counts) -> str:
+    return "/".join(",".join(map(str, row)) for row in counts)
+
+
+CANDIDATE_RULES = make_rules(
+    ("recompute-shape", "layout recompute", _recompute_shape),
+    ("recompute-pattern", "recompute", _recompute_patterns),
+    ("recompute-with-compile", "recompute kernels.compile", _recompute_with_compile),
+    ("recompute-communication", "layout recompute", _recompute_communication),
+    ("compile-with-zbv", "layout.schedule kernels.compile", _compile_with_zbv),
+    (
+        "compile-recompute-with-dtensor",
+        "layout.tp layout.tp_engine recompute kernels.compile",
+        _compile_recompute_with_dtensor,
+    ),
+    ("cuda-graphs", "layout micro_batch_size kernels.compile kernels.compile_mode", _cuda_graphs),
+    ("amp-lists-with-compile", "precision kernels.compile", _amp_lists_with_compile),
+    ("loss-chunks", "layout.cp micro_batch_size kernels.loss_chunks", _loss_chunks),
+    ("loss-chunks-with-lists", "precision kernels.loss_chunks", _loss_chunks_with_lists),
+    ("cudnn-range", "kernels.cudnn_tuning_range", _cudnn_range),
+    ("amp-level", "precision", _amp_level),
+    ("loss-scale", "precision", _loss_scale),
+    ("amp-lists", "precision", _amp_lists),
+    ("loader", "loader", _loader),
+)
+
+
+# Legality rules on 8-bit float matmuls (precision O1-fp8). Standard library only.
+#
+# The kernels (cuBLASLt's, reached by ``torch._scaled_mm``) take matrices whose sides are multiples of 16. How many
+# rows a micro-batch has does not matter: those are padded where need be.
+
+
+LEVEL = "O1-fp8"
+MULTIPLE = 16
+
+
+def _dtype(_workload: Workload, candidate: Candidate) -> str | None:
+    precision = candidate.precision
+    if precision.level != LEVEL or precision.dtype == "bfloat16":
+        return None
+    return f"precision {LEVEL} computes everything but its matmuls in bfloat16, not in {precision.dtype}"
+
+
+def _model(workload: Workload, candidate: Candidate) -> str | None:
+    if candidate.precision.level != LEVEL or not isinstance(workload.model, ResNetModel):
+        return None
+    return f"precision {LEVEL} is for linear modules, of which the layers of model kind resnet have none; use O1"
+
+
+def _sizes(workload: Workload, candidate: Candidate) -> str | None:
+    """Sizes of a module of the user's are seen by the rank that builds it."""
+    if candidate.precision.level != LEVEL:
+        return None
+    tp = candidate.layout.tp
+    odd = next(((name, size) for name, size in _sides(workload, tp) if size % (MULTIPLE * tp)), None)
+    if odd is None:
+        return None
+    name, size = odd
+    each = f" on each of {tp} tensor-parallel ranks" if tp > 1 else ""
+    return f"precision {LEVEL}: {name} {size} is not divisible by {MULTIPLE}{each}; use O1"
+
+
+def _sides(workload: Workload, tp: int) -> Iterator[tuple[str, int]]:
+    """Sides of the layers' matrices that tensor parallelism may split, by what they are called."""
+    model = workload.model
+    if isinstance(model, LlamaModel):
+        yield "hidden_size", model.hidden_size
+        heads = model.num_heads + 2 * model.num_kv_heads
+        yield "size of all queries, keys and values", heads * (model.hidden_size // model.num_heads)
+        yield "ffn_hidden_size", model.ffn_hidden_size
+    elif isinstance(model, LinearModel) and tp == 1:
+        yield "size", model.size
+
+
+FLOAT8_RULES = make_rules(
+    ("fp8-dtype", "precision", _dtype),
+    ("fp8-model", "precision.level", _model),
+    ("fp8-sizes", "precision.level layout.tp", _sizes),
+)
+
+
+# Legality rules on what waits in host memory. Standard library only.
+#
+# States of the optimiser go with everything: the update is element by element, and the host has all that it needs.
+#
+# Activations are moved layer by layer, by hooks around a layer's call on what
+# autograd saves in it: whatever else decides there what is kept, or makes one graph of several layers, excludes that.
+
+
+def _selective(_workload: Workload, candidate: Candidate) -> str | None:
+    """Selective recompute decides by itself what is kept of a tensor, so there is nothing whole to copy."""
+    recompute = candidate.recompute
+    if not candidate.offload.activations or not (recompute.selective or recompute.communication):
+        return None
+    return "offload_activations goes with full recompute, not with that of selected operators or of communication"
+
+
+def _compile_model(_workload: Workload, candidate: Candidate) -> str | None:
+    if not candidate.offload.activations or candidate.kernels.compile != "model":
+        return None
+    return "offload_activations moves what single layers keep, and compile model makes one graph of all; use block"
+
+
+def _cuda_graphs_offload(_workload: Workload, candidate: Candidate) -> str | None:
+    kernels = candidate.kernels
+    if kernels.compile == "off" or kernels.compile_mode != "reduce-overhead" or not candidate.offload.activations:
+        return None
+    return "compile_mode reduce-overhead (CUDA graphs) keeps activations in memory of its own: no offload_activations"
+
+
+OFFLOAD_RULES = make_rules(
+    ("offload-with-selective", "offload recompute", _selective),
+    ("offload-with-compile-model", "offload kernels.compile", _compile_model),
+    ("offload-with-cuda-graphs", "offload kernels.compile kernels.compile_mode", _cuda_graphs_offload),
+)
+
+
+# All legality rules together: which specifications the runner accepts, and why not. Standard library only.
+
+
+__all__ = [
+    "DATA_OF_MODEL",
+    "FP32_MAX",
+    "FP32_TINY",
+    "RULES",
+    "LegalityRule",
+    "check",
+    "has_sane_chunks",
+    "holds_plain",
+    "pattern_problem",
+    "uses_ddp",
+    "violations",
+]
+
+RULES: tuple[LegalityRule, ...] = (*LAYOUT_RULES, *CANDIDATE_RULES, *FLOAT8_RULES, *OFFLOAD_RULES)
+"""Every rule on a workload and a candidate, in the order of reports."""
+DATA_OF_MODEL: dict[type[Model], tuple[type[Data], ...]] = {
+    LlamaModel: (TextData, TokenFileData),
+    ResNetModel: (ImageFolderData,),
+    LinearModel: (RandomData,),
+    PythonModel: (PythonData,),
+    HuggingFaceModel: (TextData, TokenFileData),
+}
+"""Kinds of data a kind of model trains on, its default first."""
+
+
+def check(spec: TrialSpec) -> None:
+    """Refuse a specification that no launch can run.
+
+    Raises:
+        InfeasibleSpec: naming every rule broken.
+    """
+    problems = [*violations(spec.workload, spec.candidate), *_protocol_problems(spec.protocol)]
+    if problems:
+        raise InfeasibleSpec("; ".join(problems))
+
+
+def violations(workload: Workload, candidate: Candidate) -> Iterator[str]:
+    """Yield one sentence per broken rule; nothing means the runner accepts the pair."""
+    yield from _workload_problems(workload)
+    for rule in RULES:
+        reason = rule.check(workload, candidate)
+        if reason is not None:
+            yield reason
+            if rule.id == "degrees":  # the other rules divide by them
+                return
+
+
+def _protocol_problems(protocol: Protocol) -> Iterator[str]:
+    if not 0 <= protocol.min_warmup_steps <= protocol.max_warmup_steps:
+        yield f"min_warmup_steps {protocol.min_warmup_steps} is outside 0..max_warmup_steps {protocol.max_warmup_steps}"
+    if not 1 <= protocol.num_steps <= protocol.max_steps:
+        yield f"num_steps {protocol.num_steps} is outside 1..max_steps {protocol.max_steps}"
+
+
+def _workload_problems(workload: Workload) -> Iterator[str]:
+    model, data = workload.model, workload.data
+    if isinstance(model, LlamaModel):
+        yield from _llama_problems(model)
+    if isinstance(model, LlamaModel | HuggingFaceModel):
+        if isinstance(data, TextData) and model.vocab_size < 256:
+            yield f"vocab_size {model.vocab_size} is below the 256 values of byte-level tokens"
+    elif not isinstance(model, PythonModel) and workload.seq_length != 1:
+        yield f"seq_length is 1 for model kind {model.kind}, not {workload.seq_length}"
+    if not isinstance(data, DATA_OF_MODEL[type(model)]):
+        yield f"model kind {model.kind} cannot train on data kind {data.kind}"
+
+
+def _llama_problems(model: LlamaModel) -> Iterator[str]:
+    if model.hidden_size % model.num_heads:
+        yield f"hidden_size {model.hidden_size} is not divisible by num_heads {model.num_heads}"
+    elif (model.hidden_size // model.num_heads) % 2:
+        yield f"head size {model.hidden_size // model.num_heads} is odd; rotary embeddings rotate pairs"
+    if model.num_heads % model.num_kv_heads:
+        yield f"num_heads {model.num_heads} is not divisible by num_kv_heads {model.num_kv_heads}"

@@ -1,0 +1,305 @@
+"""Modules whose code is not ours, as models of the runner: the user's, and those of transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trials.failure import InfeasibleSpec
+from trials.models.llama import Head
+from trials.models.model import LayerList, Loss, TrainModel, cut, layers_in, pipeline_problem, plan_problem
+from trials.own_code import call_function, described, load_function
+from trials.spec import LlamaModel, PythonModel
+from trials.stages import Chunk
+
+Call = Callable[[nn.Module, Tensor], Any]
+"""Runs a module on a batch of inputs and gives its outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A module with its values, in fp32 on the CPU, and what the runner has to know of it."""
+
+    module: nn.Module
+    layers: str
+    before: Sequence[str] | None
+    after: Sequence[str] | None
+    tensor_parallel: Sequence[tuple[str, ...]]
+    """Pairs of pattern and style, see :mod:`trials.models.model`."""
+    call: Call
+
+
+class GivenModel(TrainModel):
+    """Runs a module of the user's, or the part of it that one stage holds.
+
+    Where it has a head (:attr:`~trials.spec.ModuleFacts.head`), that is taken out and comes after the module, as
+    ``output``, to compute the loss.
+    """
+
+    is_own: ClassVar[bool] = True
+
+    def __init__(self, built: Built, chunk: Chunk, no_tensor_parallel: str | None, head: str | None = None) -> None:
+        """``no_tensor_parallel`` is why tensor parallelism cannot split it."""
+        super().__init__()
+        self.no_tensor_parallel = no_tensor_parallel
+        self.module = built.module
+        self.layers = LayerList(layers_in(built.module, built.layers), chunk.layer_ids)
+        self.tensor_parallel = built.tensor_parallel
+        self.output = _taken_out(self.module, head) if head is not None and chunk.is_last else None
+        self.computes_loss = self.output is not None
+        self._call = built.call
+        self._input_dtype: torch.dtype | None = None
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        """Outputs, or with ``targets`` the loss; only a module with a head is given them."""
+        if self._input_dtype is not None and x.is_floating_point():
+            x = x.to(self._input_dtype)
+        outputs = self._call(self.module, x)
+        return outputs if self.output is None else self.output(outputs, targets)
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the head shares its weights with the module, with its embedding that is."""
+        return self.output is not None and any(self.output.weight is one for one in self.module.parameters())
+
+    def store_as(self, dtype: torch.dtype) -> None:
+        """Keep parameters in this type, and inputs; tables among the buffers stay exact."""
+        if dtype != torch.float32:
+            self._input_dtype = dtype
+        for parameter in self.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+
+
+def _taken_out(module: nn.Module, path: str) -> Head:
+    """The linear module at ``path`` as a head of ours, with its weights; ``module`` gives what it got from now on."""
+    linear: Any = module.get_submodule(path)
+    with torch.device("meta"):
+        head = Head(linear.in_features, linear.out_features)
+    head.weight = linear.weight
+    module.set_submodule(path, nn.Identity())
+    return head
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw the same random numbers in every process for the duration of the body."""
+    import random
+
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def build_python(model: PythonModel) -> Built:
+    """Call the user's function.
+
+    Raises:
+        InfeasibleSpec: it cannot be imported, fails, or gives no module.
+    """
+    module = call_function(model.model, model.cwd)
+    if not isinstance(module, nn.Module):
+        raise InfeasibleSpec(f"{model.model} gives a {type(module).__name__}, no torch.nn.Module")
+    return Built(
+        module=module,
+        layers=model.layers,
+        before=model.before,
+        after=model.after,
+        tensor_parallel=model.tensor_parallel,
+        call=_called,
+    )
+
+
+def _called(module: nn.Module, x: Tensor) -> Any:
+    return module(x)
+
+
+def part_of(built: Built, num_layers: int, chunk: Chunk, head: str | None = None) -> GivenModel:
+    """What ``chunk`` holds of the module, of which ``head`` computes the loss.
+
+    Raises:
+        InfeasibleSpec: it has other layers than the sweep was planned with, or cannot be cut.
+    """
+    found = len(list(layers_in(built.module, built.layers).children()))
+    if found != num_layers:
+        raise InfeasibleSpec(
+            f"{built.layers} has {found} layers, but had {num_layers} when the sweep was planned; submit it under a new"
+            " name"
+        )
+    # While it is whole: a stage lacks modules that the plan names.
+    no_tensor_parallel = plan_problem(built.module, built.tensor_parallel)
+    if not (chunk.is_first and chunk.is_last):
+        if problem := pipeline_problem(built.module, built.layers, built.before, built.after):
+            raise InfeasibleSpec(f"pp: {problem}")
+        cut(built.module, chunk, built.layers, built.before or (), built.after or ())
+    return GivenModel(built, chunk, no_tensor_parallel, head)
+
+
+def loss_of_python(model: PythonModel) -> Loss:
+    """The user's loss, in fp32.
+
+    Raises:
+        InfeasibleSpec: it cannot be imported.
+    """
+    function = load_function(model.loss, model.cwd)
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        made = function(outputs, targets)
+        if not isinstance(made, Tensor) or made.dim():
+            shape = f" of shape {tuple(made.shape)}" if isinstance(made, Tensor) else ""
+            raise InfeasibleSpec(
+                f"{model.loss} gives a {type(made).__name__}{shape}; it has to give the mean, a scalar"
+            )
+        return made.float()
+
+    return loss
+
+
+# Decoders of the transformers package, built from a configuration without weights.
+
+
+MISSING = (
+    "models of kind huggingface need the transformers package where trials run, and where the sweep is submitted;"
+    " pip install 'transformers>=5'"
+)
+
+
+def build_hugging_face(config: str) -> Built:
+    """Build the decoder of this ``config.json`` with transformers' own initial values, without dropout.
+
+    Raises:
+        InfeasibleSpec: transformers is not installed, or knows no such decoder.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise InfeasibleSpec(f"{MISSING} ({described(error)})") from error
+    try:
+        content = json.loads(config)
+        made = AutoConfig.for_model(content.pop("model_type"), **content)
+        drop_nothing(made)
+        module = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    except (KeyError, TypeError, ValueError, ImportError, OSError) as error:
+        raise InfeasibleSpec(f"transformers builds no decoder of this config.json: {described(error)}") from error
+    before, after = _ends(module)
+    return Built(
+        module=module,
+        layers=_layers_path(module, made),
+        before=before,
+        after=after,
+        tensor_parallel=tuple(_plan(module)),
+        call=_logits,
+    )
+
+
+def drop_nothing(config: Any) -> None:
+    """Set every probability of dropout to 0, in place: the built-in models train without, and layouts compare so."""
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith(("_pdrop", "layerdrop"))):
+                setattr(part, name, 0.0)
+
+
+def _logits(module: nn.Module, x: Tensor) -> Tensor:
+    logits: Tensor = module(input_ids=x, use_cache=False).logits
+    return logits
+
+
+@torch.no_grad()
+def head_of(built: Built, tokens: Tensor) -> str | None:
+    """Path of the module whose outputs for all ``tokens`` are the decoder's logits, where it is linear without a bias;
+    None where there is none, or where the decoder does more with its outputs: caps or scales them, or changes their
+    type."""
+    head: nn.Module = built.module.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear or dict(head.named_parameters()).keys() != {"weight"}:
+        return None
+    made: list[Tensor] = []
+
+    def narrowed(_module: nn.Module, _args: Any, outputs: Tensor) -> Tensor:
+        made.append(outputs.bfloat16())
+        return made[-1]
+
+    with head.register_forward_hook(narrowed):
+        logits = built.call(built.module, tokens)
+    if len(made) != 1 or logits is not made[0] or logits.shape != (*tokens.shape, head.out_features):
+        return None
+    paths: dict[nn.Module, str] = {one: name for name, one in built.module.named_modules()}
+    return paths[head]
+
+
+def _layers_path(module: nn.Module, config: Any) -> str:
+    """Where the decoder keeps its layers: the first list of as many modules as it has layers."""
+    number = config.get_text_config().num_hidden_layers
+    for name, one in module.named_modules():
+        if isinstance(one, nn.ModuleList) and len(one) == number:
+            return str(name)
+    raise InfeasibleSpec(f"this {config.model_type} has no list of {number} layers; use workload kind python")
+
+
+def _ends(module: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """Modules before and after the layers, by transformers' own plan for pipelines; None where it has none."""
+    plan = list(getattr(module, "_pp_plan", None) or {})
+    layers = [name for name in plan if name.rpartition(".")[2] in ("layers", "h", "blocks")]
+    if not layers:
+        return None, None
+    # The output layer comes first in the plan, because it is the outer model's.
+    inner = [name for name in plan if "." in name]
+    at = inner.index(layers[0])
+    outer = [name for name in plan if "." not in name]
+    return tuple(inner[:at]), (*inner[at + 1 :], *outer)
+
+
+def _plan(module: Any) -> Iterator[tuple[str, str]]:
+    """Transformers' own plan for tensor parallelism, without what splits weights that two modules share."""
+    ends = [end for end in (module.get_input_embeddings(), module.get_output_embeddings()) if end is not None]
+    is_tied = len({id(end.weight) for end in ends}) < len(ends)
+    names = dict(module.named_modules())
+    for pattern, style in (getattr(module, "tp_plan", None) or {}).items():
+        if not (is_tied and names.get(pattern) in ends):
+            yield pattern, style
+
+
+def shape_of(built: Built, config: str, vocab_size: int) -> LlamaModel | None:
+    """The built-in decoder with as many weights per layer and the same attention; None for what is unlike one.
+
+    Its feed-forward is as wide as the weights of a layer tell, whatever number of matrices they are in.
+    """
+    if "expert" in config:
+        return None  # of a mixture's weights only a part works on each token
+    text = built.module.config.get_text_config()  # type: ignore[operator, union-attr]
+    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    layers = list(built.module.get_submodule(built.layers).children())
+    number = sum(parameter.numel() for parameter in layers[0].parameters())
+    others = 2 * hidden * hidden + 2 * hidden * (hidden // heads) * kv_heads
+    ffn = max(1, round((number - others) / (3 * hidden)))
+    if hidden % heads or heads % kv_heads or number <= others:
+        return None
+    return LlamaModel(
+        hidden_size=hidden,
+        num_layers=len(layers),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_hidden_size=int(getattr(text, "intermediate_size", 0)) if _is_gated(layers[0]) else ffn,
+        vocab_size=vocab_size,
+    )
+
+
+def _is_gated(layer: nn.Module) -> bool:
+    """Whether the feed-forward has a gate, as those of Llamas do."""
+    return any("gate_proj" in name for name, _ in layer.named_modules())

@@ -1,1 +1,0 @@
-"""The user's own code, as ranks find it. Standard library only."""

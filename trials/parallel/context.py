@@ -1,0 +1,259 @@
+"""Context parallelism: every rank holds a part of each sequence, and attention communicates."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import wrap_torch_function
+
+from trials.attention import (
+    AttentionPlan,
+    Back,
+    Merged,
+    Parts,
+    add_part,
+    causal_attention,
+    later_half,
+    packed,
+    plus_packed,
+    unpacked,
+)
+from trials.models.llama import AttentionCore, Llama
+from trials.models.model import TrainModel
+from trials.parallel.mesh import Group, communicate, group_of
+from trials.spec import Layout
+
+# Collectives in two halves for code that has its own backward pass: start one, compute, wait for its result.
+#
+# All go through torch's functional collectives (see :mod:`trials.parallel.mesh`, whose own halves autograd
+# sees) and work along dimension 0.
+
+
+def start_gather(x: Tensor, group: Group) -> Tensor:
+    """Begin to collect every rank's ``x``."""
+    out: Tensor = _ops().all_gather_into_tensor(x.contiguous(), group.size, group.name)
+    return out
+
+
+def start_scatter(x: Tensor, group: Group) -> Tensor:
+    """Begin to sum every rank's ``x`` and to give each rank its part."""
+    out: Tensor = _ops().reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
+    return out
+
+
+def start_rotation(x: Tensor, group: Group) -> Tensor:
+    """Begin to send ``x`` to the next rank and to receive that of the previous one.
+
+    It is an exchange in which ranks have nothing to send to all but one: fake process groups and compiled graphs know
+    that, pairs of sends and receives they do not.
+    """
+    sent, received = [0] * group.size, [0] * group.size
+    sent[(group.rank + 1) % group.size] = received[(group.rank - 1) % group.size] = x.shape[0]
+    out: Tensor = _ops().all_to_all_single(x.contiguous(), received, sent, group.name)
+    return out
+
+
+def arrived(x: Tensor) -> Tensor:
+    """Wait for what was started; its result."""
+    out: Tensor = _ops().wait_tensor(x)
+    return out
+
+
+def _ops() -> Any:
+    return torch.ops._c10d_functional
+
+
+# Attention to keys and values that are gathered from all ranks (as in Grattafiori et al., arXiv 2407.21783).
+#
+# A rank attends to its own pieces causally, while those of the others come in. Then both its pieces attend to the
+# early pieces of the ranks before it, and its late piece to both pieces of the ranks after it, by kernels without a
+# mask. The backward pass gathers again instead of keeping what was gathered.
+
+
+class GatheredAttention(torch.autograd.Function):
+    """Causal attention of this rank's ``q [B, H, S / cp, D]`` to the keys of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Parts, group: Group) -> Tensor:
+        pending = start_gather(packed(k, v), group)
+        first, lse, seeds = parts.attend(q, k, v, causal=True)
+        merged = Merged(first, lse)
+        for is_late, both in _others(arrived(pending), group):
+            part = parts.attend(later_half(q) if is_late else q, *unpacked(both))
+            merged.add(part[0], part[1], is_late=is_late)
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merged.lse, *seeds)
+        ctx.how = (parts, group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse, *seeds = ctx.saved_tensors
+        parts, group = ctx.how
+        pending = start_gather(packed(k, v), group)
+        back = Back(grads[0], out, lse, tuple(seeds))
+        first, grad_k, grad_v = parts.backward(back, q, k, v, causal=True)
+        grad_q = first.float()
+        gathered = arrived(pending)
+        sums = torch.zeros_like(gathered)
+        for (is_late, both), (_, part) in zip(_others(gathered, group), _others(sums, group), strict=True):
+            add_part(parts, back, q, grad_q, both, part, is_late=is_late)
+        grad_k, grad_v = plus_packed(grad_k, grad_v, arrived(start_scatter(sums, group)))
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None
+
+
+def _others(gathered: Tensor, group: Group) -> list[tuple[bool, Tensor]]:
+    """What this rank attends to of the other ranks' packed keys and values, and whether by its late piece only.
+
+    Without a mask their order does not matter. All ranks use what they gather: graphs drop a collective that is for
+    nothing, and the other ranks would wait for it.
+    """
+    by_rank = torch.unflatten(gathered, 0, (group.size, -1))
+    before, after = by_rank[: group.rank, :, 0], by_rank[group.rank + 1 :]
+    return [(is_late, part) for is_late, part in ((False, before), (True, after)) if part.numel()]
+
+
+# Attention to keys and values that go round a ring of ranks (Liu et al., arXiv 2310.01889).
+#
+# In every step a rank attends to what it holds while the next keys and values come in: its own first, causally, then
+# of a rank before it the early piece, by both pieces of its queries, of a rank after it both pieces, by its late one.
+# That is the same work in every step on every rank. The backward pass sends keys and values round once more, and
+# behind them the sums of their gradients, which reach their rank with one step more.
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention of this rank's ``q [B, H, S / cp, D]`` to the keys of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Parts, group: Group) -> Tensor:
+        pending = start_rotation(packed(k, v), group)
+        first, lse, seeds = parts.attend(q, k, v, causal=True)
+        merged = Merged(first, lse)
+        for step in range(1, group.size):
+            held = arrived(pending)
+            if step < group.size - 1:
+                pending = start_rotation(held, group)
+            is_late = _comes_after(group, step)
+            part = parts.attend(later_half(q) if is_late else q, *unpacked(_seen(held, is_late=is_late)))
+            merged.add(part[0], part[1], is_late=is_late)
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merged.lse, *seeds)
+        ctx.how = (parts, group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse, *seeds = ctx.saved_tensors
+        parts, group = ctx.how
+        pending = start_rotation(packed(k, v), group)
+        back = Back(grads[0], out, lse, tuple(seeds))
+        first, grad_k, grad_v = parts.backward(back, q, k, v, causal=True)
+        grad_q = first.float()
+        behind: Tensor | None = None
+        for step in range(1, group.size):
+            held = arrived(pending)
+            if step < group.size - 1:
+                pending = start_rotation(held, group)
+            sums, is_late = torch.zeros_like(held), _comes_after(group, step)
+            seen, seen_sums = _seen(held, is_late=is_late), _seen(sums, is_late=is_late)
+            add_part(parts, back, q, grad_q, seen, seen_sums, is_late=is_late)
+            if behind is not None:
+                sums.add_(arrived(behind))
+            behind = start_rotation(sums, group)
+        assert behind is not None, "a ring has two ranks or more"
+        grad_k, grad_v = plus_packed(grad_k, grad_v, arrived(behind))
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None
+
+
+def _comes_after(group: Group, step: int) -> bool:
+    """Whether what is held in this step belongs to a rank after this one."""
+    return (group.rank - step) % group.size > group.rank
+
+
+def _seen(held: Tensor, *, is_late: bool) -> Tensor:
+    """What queries see of packed keys and values: this rank's late piece all, both its pieces the early half."""
+    return held if is_late else held[:, 0]
+
+
+# Attention of whole sequences by a part of the heads (Jacobs et al., arXiv 2309.14509).
+#
+# Before attention the ranks exchange positions for heads, after it heads for positions, so that in between torch's own
+# choice of kernels holds. What they hold of a sequence is not in its order: it is put in order on the way, and taken
+# apart again.
+#
+# Per pass a rank sends ``(cp - 1) / cp`` of its queries, keys, values and outputs, whatever the number of ranks, where
+# the other methods send keys and values ``cp - 1`` times; nothing hides it.
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan, group: Group) -> Tensor:
+    """Causal attention over whole sequences of ``H / cp`` heads, exchanged for parts of all heads and back.
+
+    Takes and gives what this rank holds, ``[B, H, S / cp, head_size]``, keys and values of maybe fewer heads.
+    """
+    by_rank = [torch.unflatten(t, 1, (group.size, -1)).movedim(1, 0) for t in (q, k, v)]
+    num_heads = [t.shape[2] for t in by_rank]
+    heads = in_order(communicate("all_to_all", torch.cat(by_rank, dim=2), group))
+    out = causal_attention(*torch.split(heads, num_heads, dim=1), expands=plan.expands)
+    return communicate("all_to_all", by_holder(out, group.size), group).movedim(0, 1).flatten(1, 2)
+
+
+def in_order(parts: Tensor) -> Tensor:
+    """Whole sequences ``[..., S, D]`` from what the ranks hold, ``[cp, ..., S / cp, D]``."""
+    early, late = torch.unflatten(parts, -2, (2, -1)).unbind(-3)
+    return torch.cat([early, late.flip(0)]).movedim(0, -3).flatten(-3, -2)
+
+
+def by_holder(x: Tensor, cp: int) -> Tensor:
+    """The inverse of :func:`in_order`."""
+    early, late = torch.unflatten(x, -2, (2 * cp, -1)).movedim(-3, 0).chunk(2)
+    return torch.stack([early, late.flip(0)], dim=-3).flatten(-3, -2)
+
+
+# Splits sequences over ranks, and replaces a model's attention by one that works on what they hold.
+#
+# A sequence is cut into ``2 cp`` pieces, and rank r holds pieces r and ``2 cp - 1 - r``: the later a piece, the more
+# keys it attends to, so this gives every rank the same work (as in Grattafiori et al., arXiv 2407.21783, section
+# 3.3.2).
+
+
+def apply_context_parallel(model: TrainModel, mesh: DeviceMesh, layout: Layout, plan: AttentionPlan) -> None:
+    """Split the sequences over ``mesh``, the cp one, in place."""
+    assert isinstance(model, Llama), "legality keeps context parallelism to models that have it"
+    group = group_of(mesh)
+    # One object for all layers, so that they share compiled code.
+    core: AttentionCore
+    if layout.cp_method == "ulysses":
+        core = functools.partial(ulysses_attention, plan=plan, group=group)
+    else:
+        function = RingAttention if layout.cp_method == "ring" else GatheredAttention
+        core = functools.partial(scaled_dot_product_attention, plan=plan, group=group, function=function)
+    model.attend_by(core)
+    model.held_positions = functools.partial(split_sequence, index=group.rank, cp=group.size)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    return q, k, v
+
+
+@wrap_torch_function(cast(Any, _attended))
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan, group: Group, function: type[torch.autograd.Function]
+) -> Tensor:
+    """Causal attention of this rank's ``q [B, H, S / cp, head_size]`` to the keys and values of all ranks.
+
+    A ``TorchFunctionMode`` sees it under the name of what it replaces, to be cast or called again.
+    """
+    q, k, v = (t.to(plan.dtype) for t in (q, k, v))
+    out: Tensor = function.apply(q, k, v, Parts.by(plan), group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def split_sequence(tensor: Tensor, index: int, cp: int) -> Tensor:
+    """The positions ``[B, S / cp, ...]`` of ``tensor [B, S, ...]`` that context-parallel rank ``index`` holds."""
+    assert tensor.shape[1] % (2 * cp) == 0, "legality checks that 2 cp divides the sequence"
+    pieces = tensor.chunk(2 * cp, dim=1)
+    return torch.cat([pieces[index], pieces[2 * cp - 1 - index]], dim=1)

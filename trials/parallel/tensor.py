@@ -1,0 +1,719 @@
+"""Tensor parallelism by two engines, the split vocabulary, and multi-copy, which hides collectives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.overrides import wrap_torch_function
+
+from trials.failure import InfeasibleSpec
+from trials.models import GivenModel
+from trials.models.llama import Block, Head, Llama, SubLayer
+from trials.models.model import SUM_GRADIENTS, TrainModel, matches
+from trials.parallel.mesh import Group, Pending, finish, group_of, launch, reduced, start, wait
+from trials.parallel.shards import LocalShard, ShardMap
+from trials.spec import Layout, Precision
+
+# Tensor and sequence parallelism the way of Megatron: plain local tensors and explicit collectives.
+#
+# Each sub-layer is entered and left through a :class:`Boundary` (Shoeybi et al., arXiv 1909.08053, section 3;
+# Korthikanti et al., arXiv 2205.05198, section 4.2)::
+#
+#                           forward                 backward
+#     copy_input            nothing                 sum of gradients
+#     reduce_output         sum                     nothing
+#     gather_sequence       all-gather              reduce-scatter        with sequence parallelism, where the
+#     scatter_sequence      reduce-scatter          all-gather            regions in between hold S / tp positions
+#
+# The four are functions that a ``TorchFunctionMode`` sees under these names, to be counted or called again. Where a
+# projection follows an entry at once, it takes over the entry's backward pass (:class:`ColumnLinear`).
+
+
+class Crossing(Protocol):
+    """One of the four functions that activations cross a boundary by.
+
+    ``pending`` is what its start function made of the same ``x``, if that was called. Calling it again with a
+    ``pending`` that it has used up starts over from ``x``. With ``detached`` the result has no gradient.
+    """
+
+    def __call__(
+        self, x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False
+    ) -> Tensor: ...
+
+
+def _visible(function: Any) -> Any:
+    """Let a ``TorchFunctionMode`` see calls of the function under its name."""
+    return wrap_torch_function(lambda x, *_args, **_kwargs: (x,))(function)
+
+
+@_visible
+def copy_input(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
+    """``x``, whole on every rank."""
+    return _finished("none", start_copy, x, group, pending, detached)
+
+
+@_visible
+def reduce_output(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
+    """Sum of every rank's ``x``."""
+    return _finished("all_reduce", start_reduce, x, group, pending, detached)
+
+
+@_visible
+def gather_sequence(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
+    """All positions ``[B, S, D]`` from every rank's ``x [B, S / tp, D]``."""
+    parts = _finished("all_gather", start_gather, x, group, pending, detached)
+    return torch.unflatten(parts, 0, (group.size, -1)).movedim(0, 1).flatten(1, 2)
+
+
+@_visible
+def scatter_sequence(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
+    """This rank's positions ``[B, S / tp, D]`` of the sum of every rank's ``x [B, S, D]``."""
+    return _finished("reduce_scatter", start_scatter, x, group, pending, detached)
+
+
+def start_copy(x: Tensor, group: Group) -> Pending:
+    return start("none", x, group)
+
+
+def start_reduce(x: Tensor, group: Group) -> Pending:
+    return start("all_reduce", x, group)
+
+
+def start_gather(x: Tensor, group: Group) -> Pending:
+    return start("all_gather", x, group)
+
+
+def start_scatter(x: Tensor, group: Group) -> Pending:
+    return start("reduce_scatter", by_part(x, group.size), group)
+
+
+def by_part(x: Tensor, size: int) -> Tensor:
+    """``x [B, S, D]`` as ``[size * B, S / size, D]``: the parts of the positions one after the other."""
+    return torch.unflatten(x, 1, (size, -1)).movedim(1, 0).flatten(0, 1)
+
+
+Start = Callable[[Tensor, Group], Pending]
+
+
+def _finished(kind: Any, begin: Start, x: Tensor, group: Group, pending: Pending | None, detached: bool) -> Tensor:
+    halves = None if pending is None else pending.take()
+    if halves is None:
+        halves = begin(x, group).take()
+    assert halves is not None
+    return wait(halves[1]) if detached else finish(kind, halves, group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """Where activations enter or leave a split sub-layer: cross it at once, or start early and finish later."""
+
+    cross: Crossing
+    begin: Start
+    group: Group
+    in_16_bits: bool = False
+    """Whether under autocast its 16-bit type crosses; the projection that follows would cast to it anyway."""
+
+    def __call__(self, x: Tensor, pending: Pending | None = None) -> Any:
+        return self.cross(self.narrowed(x), self.group, pending)
+
+    def start(self, x: Tensor) -> Pending:
+        return self.begin(self.narrowed(x), self.group)
+
+    def narrowed(self, x: Tensor) -> Tensor:
+        """``x`` in the type that crosses."""
+        kind = x.device.type
+        if self.in_16_bits and torch.is_autocast_enabled(kind):
+            return x.to(torch.get_autocast_dtype(kind))
+        return x
+
+
+class Token:
+    """Carries the tensor to which a :class:`ColumnLinear` sends its input's gradient, hidden from what casts tensors:
+    the gradient is in flight, so that nothing but its awaiting may come next."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+
+    def take(self) -> Tensor | None:
+        """The tensor, the first time; then None, so that nothing keeps it alive."""
+        tensor, self._tensor = self._tensor, None
+        return tensor
+
+
+class Entered(NamedTuple):
+    """An input on its way into a projection: where its gradient goes, and all of it, without a gradient."""
+
+    token: Token
+    whole: Tensor
+
+
+class Entrance(Boundary):
+    """A boundary that is followed by a :class:`ColumnLinear` at once, and leaves its backward pass to that."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor, pending: Pending | None = None) -> Entered:
+        x = self.narrowed(x)
+        pending = pending or self.begin(x, self.group)
+        return Entered(Token(pending.take_token()), self.cross(x, self.group, pending, detached=True))
+
+
+Sum = Literal["all_reduce", "reduce_scatter"]
+"""How the gradient of a projection's input is summed; the latter with sequence parallelism."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borders:
+    """How activations enter and leave the split sub-layers of a model."""
+
+    group: Group
+    enter: Boundary
+    leave: Boundary
+    entrance: Entrance | None
+    """What to enter by where a projection of ours follows; None where the schedule splits its backward pass."""
+    sum_by: Sum
+
+
+def borders(group: Group, *, sequence_parallel: bool, overlap: bool, in_16_bits: bool) -> Borders:
+    """The borders of a model that is split over ``group``.
+
+    Args:
+        overlap: whether projections hide the sum of their input's gradient behind that of their weight's.
+        in_16_bits: see :attr:`Boundary.in_16_bits`.
+    """
+    cross, begin = (gather_sequence, start_gather) if sequence_parallel else (copy_input, start_copy)
+    leave, leaving = (scatter_sequence, start_scatter) if sequence_parallel else (reduce_output, start_reduce)
+    entering: dict[str, Any] = {"cross": cross, "begin": begin, "group": group, "in_16_bits": in_16_bits}
+    return Borders(
+        group=group,
+        enter=Boundary(**entering),
+        leave=Boundary(cross=leave, begin=leaving, group=group),
+        entrance=Entrance(**entering) if overlap else None,
+        sum_by="reduce_scatter" if sequence_parallel else "all_reduce",
+    )
+
+
+def split_layers(model: Llama, crossing: Borders, *, sequence_parallel: bool) -> ShardMap:
+    """Split the weights of the layers over the group, in place, and say how."""
+    group = crossing.group
+    split: dict[str, int] = {}
+    for number, layer in model.layers.items():
+        assert isinstance(layer, Block)
+        names = _split_block(layer, crossing)
+        split |= {f"layers.{number}.{name}.weight": dim for name, dim in names.items()}
+    return ShardMap(
+        shards={name: LocalShard(dim=dim, index=group.rank, num_shards=group.size) for name, dim in split.items()},
+        partial=frozenset(_norm_weights(model)) if sequence_parallel else frozenset(),
+    )
+
+
+def _split_block(block: Block, crossing: Borders) -> dict[str, int]:
+    """Split what goes into a sub-layer by output features, what goes out by input features."""
+    split = {}
+    for name, inner, outer in (("attention", "wqkv", "wo"), ("feed_forward", "w13", "w2")):
+        sub_layer: Any = getattr(block, name)
+        sub_layer.enter, sub_layer.leave = crossing.enter, crossing.leave
+        for projection, dim in ((inner, 0), (outer, 1)):
+            _split_linear(getattr(sub_layer, projection), dim, crossing.group.size)
+            split[f"{name}.{projection}"] = dim
+        # Linear modules of other types compute by themselves.
+        if crossing.entrance is not None and type(getattr(sub_layer, inner)) is nn.Linear:
+            sub_layer.enter = crossing.entrance
+            setattr(sub_layer, inner, ColumnLinear(getattr(sub_layer, inner).weight, crossing))
+    return split
+
+
+def _split_linear(linear: nn.Linear, dim: int, num_shards: int) -> None:
+    linear.weight = part_of(linear.weight, dim, num_shards)
+    linear.out_features, linear.in_features = linear.weight.shape
+
+
+def part_of(weight: Tensor, dim: int, num_shards: int) -> nn.Parameter:
+    """An empty parameter for one of ``num_shards`` parts of ``weight`` along ``dim``."""
+    size = list(weight.shape)
+    assert size[dim] % num_shards == 0, "legality checks that tensor parallelism divides every split dimension"
+    size[dim] //= num_shards
+    return nn.Parameter(torch.empty(size, dtype=weight.dtype, device=weight.device))
+
+
+def _norm_weights(model: Llama) -> list[str]:
+    """Names of the norms' weights, whose gradients cover only the positions of this rank."""
+    return [name for name, _ in model.named_parameters() if name.endswith("norm.weight")]
+
+
+class ColumnLinear(nn.Linear):
+    """This rank's output features of a projection of what an :class:`Entrance` gives.
+
+    Its backward pass computes the gradient of the input, starts summing that over the group, computes the gradient of
+    the weight meanwhile, and leaves the waiting to where the input came from: the sum hides behind a matmul, as in
+    Megatron-LM (Shoeybi et al., arXiv 1909.08053).
+    """
+
+    def __init__(self, weight: nn.Parameter, crossing: Borders) -> None:
+        nn.Module.__init__(self)
+        self.weight = weight
+        self.out_features, self.in_features = weight.shape
+        self.bias: Any = None
+        self._project = functools.partial(linear, group=crossing.group, sum_by=crossing.sum_by)
+
+    def forward(self, x: Entered) -> Tensor:  # type: ignore[override]
+        projected: Tensor = self._project(x.whole, self.weight, x.token)
+        return projected
+
+
+@_visible
+def linear(whole: Tensor, weight: Tensor, token: Token, group: Group, sum_by: Sum) -> Tensor:
+    """``whole`` times ``weight``, in autocast's type where that is on; called again, without a way for gradients."""
+    kind = whole.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    sent = token.take()
+    with torch.autocast(kind, enabled=False):
+        narrow = weight.to(dtype)  # where autograd sees it: what it saves is known for a weight by that
+        out = _Projection.apply(whole if sent is None else sent, whole, narrow, sum_by, group.size, group.name)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out)
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, whole: Tensor, weight: Tensor, sum_by: Sum, size: int, name: str) -> Tensor:
+        ctx.sent = (sum_by, size, name)
+        ctx.token_dtype = token.dtype
+        x = whole.to(weight.dtype)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
+        sum_by, size, name = ctx.sent
+        x, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, 1)
+        summed = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            # In the type of the token: autograd would cast, and so read, what is still in flight.
+            input_grad = torch.mm(grad, weight).view(x.shape).to(ctx.token_dtype)
+            sent = by_part(input_grad, size) if sum_by == "reduce_scatter" else input_grad
+            summed = launch(sum_by, sent, size, name, is_fresh=True)
+        if ctx.needs_input_grad[2]:
+            weight_grad = torch.mm(grad.t(), x.flatten(0, 1))
+        return summed, None, weight_grad, None, None, None
+
+
+# Multi-copy: run a micro-batch as two halves, so that one half's collectives overlap the other's computation.
+
+
+NUM_STEPS = 7
+"""Number of steps into which a half's way through a layer is cut: within each of its four collectives, and between the
+two segments of both sub-layers."""
+
+
+def apply_copies(model: TrainModel, layout: Layout) -> None:
+    """Make every layer run its micro-batch as two interleaved halves, in place."""
+    if layout.num_copies == 1:
+        return
+    for layer in model.layers.values():
+        assert isinstance(layer, Block)
+        assert isinstance(layer.attention.enter, Boundary), "legality asks for the local tensor-parallel engine"
+        layer.schedule = interleaved
+
+
+def interleaved(block: Block, x: Tensor, rope: Tensor) -> Tensor:
+    """The :data:`~trials.models.llama.BlockSchedule` of two halves, the second one step behind the first.
+
+    Between any two steps of a half lies one of the other; ``~~~`` is a collective in flight::
+
+        first   norm ~ project      attend ~~~~~~~~~~~ add, norm ~~~~~~~~~~ expand ...
+        second                 norm ~~~~~~ project            attend ~~~~~~        add, norm ...
+
+    The backward pass runs the steps in reverse, so the same holds for its collectives
+    (:mod:`trials.parallel.mesh`).
+    """
+    first, second = (_half(block, part, rope) for part in x.tensor_split(2))
+    ahead = next(first)
+    for _ in range(NUM_STEPS - 1):
+        ahead = next(first)
+        behind = next(second)
+    behind = next(second)
+    return torch.cat([ahead, behind])
+
+
+def _half(block: Block, h: Tensor, rope: Tensor) -> Iterator[Tensor]:
+    """One half's way through the layer; the last of its :data:`NUM_STEPS` gives the result."""
+    sub_layers: tuple[tuple[torch.nn.Module, SubLayer, tuple[Tensor, ...]], ...] = (
+        (block.attention_norm, block.attention, (rope,)),
+        (block.feed_forward_norm, block.feed_forward, ()),
+    )
+    for norm, sub_layer, args in sub_layers:
+        enter, leave = sub_layer.enter, sub_layer.leave
+        assert isinstance(enter, Boundary) and isinstance(leave, Boundary)
+        x = norm(h)
+        pending = enter.start(x)
+        yield h
+        between = sub_layer(x, *args, piece="first", pending=pending)
+        yield h
+        out = sub_layer(*between, piece="second")
+        pending = leave.start(out)
+        yield h
+        h = h + sub_layer(out, piece="leave", pending=pending)
+    yield h
+
+
+# Splits modules whose code is not ours over tensor-parallel ranks, by their plan.
+
+
+def apply_plan(model: GivenModel, mesh: DeviceMesh) -> ShardMap:
+    """Split the modules that the model's plan names, in place; gives what has partial gradients.
+
+    Raises:
+        InfeasibleSpec: the plan does not go with the module.
+    """
+    if model.no_tensor_parallel:
+        raise InfeasibleSpec(f"tp: {model.no_tensor_parallel}")
+    partial: set[str] = set()
+    for path, module, name in matches(model.module, model.tensor_parallel):
+        if name == SUM_GRADIENTS:
+            partial |= {f"module.{path}.{parameter}" for parameter, _ in module.named_parameters()}
+        else:
+            # Every rank has the whole weights, so none has to be sent.
+            parallelize_module(module, mesh, style_of(name, module), src_data_rank=None)
+    return ShardMap(partial=frozenset(partial))
+
+
+def style_of(name: str, module: nn.Module) -> ParallelStyle:
+    """The way of splitting that ``name`` stands for."""
+    match name:
+        case "colwise_gather_output":
+            return ColwiseParallel(output_layouts=Replicate())
+        case "embedding_rowwise":
+            return RowwiseParallel(input_layouts=Replicate())
+        case "rowwise" if isinstance(module, nn.Embedding):
+            return RowwiseParallel(input_layouts=Replicate())
+        case "rowwise":
+            return RowwiseParallel()
+    return ColwiseParallel()
+
+
+# Embedding, head and loss where the vocabulary is split over ranks, or the positions into chunks.
+#
+# No rank ever holds the logits of the whole vocabulary: the loss needs only the largest of each position's logits, the
+# sum of their exponentials and the one of its target, which are summed over the group (Shoeybi et al., arXiv
+# 1909.08053, section 3). All is computed in fp32, a piece of the rows at a time, and gradients take the place of the
+# logits.
+
+
+PIECE_ELEMENTS = 1 << 24
+"""Most logits of which fp32 copies exist at a time: 64 MiB."""
+
+
+def split_vocabulary(model: Llama, crossing: Borders, mesh: DeviceMesh | None) -> ShardMap:
+    """Split embedding and head over the group, in place, and say how; with ``mesh`` as DTensors, which say so."""
+    group, split = crossing.group, []
+    if model.tok_embeddings is not None:
+        model.tok_embeddings = VocabParallelEmbedding(model.tok_embeddings, crossing.leave, mesh)
+        split.append("tok_embeddings.weight")
+    if model.output is not None:
+        model.output = VocabParallelHead(model.output, crossing, mesh)
+        split.append("output.weight")
+    if mesh is not None:
+        return ShardMap()
+    return ShardMap(shards={name: LocalShard(dim=0, index=group.rank, num_shards=group.size) for name in split})
+
+
+def split_head(model: GivenModel, crossing: Borders, mesh: DeviceMesh) -> None:
+    """Split the head of a decoder that is not ours over the group, in place, as DTensors.
+
+    One that shares its weights with the embedding stays whole, like one whose vocabulary the group does not divide.
+    """
+    if model.output is not None and not model.has_tied_head and model.output.out_features % crossing.group.size == 0:
+        model.output = VocabParallelHead(model.output, crossing, mesh)
+
+
+def chunk_loss(model: nn.Module, num_chunks: int) -> None:
+    """Compute head and loss in so many parts of the positions, in place."""
+    if num_chunks > 1 and isinstance(model, Llama | GivenModel) and model.output is not None:
+        head = model.output
+        if isinstance(head, VocabParallelHead):
+            head.num_chunks = num_chunks
+        else:
+            head.loss = functools.partial(chunked_loss, num_chunks=num_chunks, group=None)
+
+
+def _split(weight: Tensor, group: Group, mesh: DeviceMesh | None) -> nn.Parameter:
+    if mesh is None:
+        return part_of(weight, 0, group.size)
+    # Every rank draws the same values, so none has to be sent.
+    return nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None))
+
+
+def _local(weight: Tensor) -> Tensor:
+    """This rank's part of a weight; gradients flow to the whole."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """Embedding of the ids of this rank's part of the vocabulary; the others' rows come with the boundary's sum."""
+
+    def __init__(self, whole: nn.Embedding, leave: Boundary, mesh: DeviceMesh | None) -> None:
+        nn.Module.__init__(self)
+        self.weight = _split(whole.weight, leave.group, mesh)
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings // leave.group.size, whole.embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = None, None, 2.0
+        self.scale_grad_by_freq, self.sparse = False, False
+        self.leave = leave
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        ids, absent = _own_ids(tokens, self.num_embeddings, self.leave.group.rank)
+        rows = F.embedding(ids, _local(self.weight))
+        embedded: Tensor = self.leave(rows.masked_fill(absent[..., None], 0.0))
+        return embedded
+
+
+class VocabParallelHead(Head):
+    """Logits of this rank's part of the vocabulary, or the loss over all of it, which every rank gives alike."""
+
+    def __init__(self, whole: Head, crossing: Borders, mesh: DeviceMesh | None) -> None:
+        nn.Module.__init__(self)
+        self.weight = _split(whole.weight, crossing.group, mesh)
+        self.in_features, self.out_features = whole.in_features, whole.out_features // crossing.group.size
+        self.bias: Any = None
+        self.num_chunks = 1
+        self._crossing = crossing
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        weight, crossing = _local(self.weight), self._crossing
+        x = _local(x)  # of the norm under sequence parallelism by DTensors
+        if targets is not None and self.num_chunks > 1:
+            whole = crossing.enter(x)
+            loss: Tensor = chunked_loss(whole, weight, targets, num_chunks=self.num_chunks, group=crossing.group)
+            return loss
+        if crossing.entrance is None:
+            logits = F.linear(crossing.enter(x), weight)
+        else:
+            entered = crossing.entrance(x)
+            logits = linear(entered.whole, weight, entered.token, crossing.group, crossing.sum_by)
+        outputs: Tensor = logits if targets is None else split_loss(logits, targets, crossing.group)
+        return outputs
+
+
+def split_loss(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
+    """Mean cross entropy in fp32 of this rank's part ``[B, S, V / tp]`` of the logits against the tokens ``[B, S]``.
+
+    The gradient is written over the logits.
+    """
+    loss: Tensor = _SplitLoss.apply(logits.flatten(0, 1), targets.flatten(), group.size, group.rank, group.name)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, *, num_chunks: int, group: Group | None) -> Tensor:
+    """Mean cross entropy in fp32 of hidden states ``[B, S, D]`` against the tokens ``[B, S]``, chunk by chunk.
+
+    The logits of a chunk are dropped after the forward pass and computed again in the backward pass, where the scale
+    of the loss is known, and nothing of the size of the weight waits for it. Not part of a compiled graph, which would
+    keep what is computed twice.
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    with torch.autocast(kind, enabled=False):
+        rows = x.flatten(0, 1).to(dtype)
+        loss: Tensor = _ChunkedLoss.apply(rows, weight, targets.flatten(), num_chunks, group)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _SplitLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, size: int, rank: int, name: str) -> Tensor:
+        ids, absent = _own_ids(targets, logits.shape[1], rank)
+        total, wanted = _combined(*_row_sums(logits, ids, absent), Group(name=name, size=size, rank=rank))
+        ctx.save_for_backward(logits, total, ids, absent)
+        return (total - wanted).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, total, ids, absent = ctx.saved_tensors
+        _into_gradient(logits, total, ids, absent, grads[0] / len(total))
+        return logits, None, None, None, None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, num_chunks: int, group: Group | None) -> Tensor:
+        ids, absent = _own_ids(targets, weight.shape[0], 0 if group is None else group.rank)
+        narrow = weight.to(x.dtype)
+        sums = [
+            _row_sums(F.linear(part, narrow), *labels)
+            for part, *labels in zip(*(t.tensor_split(num_chunks) for t in (x, ids, absent)), strict=True)
+        ]
+        total, wanted = (torch.cat(parts) for parts in zip(*sums, strict=True))
+        if group is not None:
+            total, wanted = _combined(total, wanted, group)
+        ctx.save_for_backward(x, weight, total, ids, absent)
+        ctx.num_chunks = num_chunks
+        return (total - wanted).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, *rows = ctx.saved_tensors
+        narrow, scale = weight.to(x.dtype), grads[0] / len(x)
+        input_grad, weight_grad = torch.empty_like(x), torch.zeros_like(narrow, dtype=torch.float32)
+        parts = zip(*(t.tensor_split(ctx.num_chunks) for t in (x, input_grad, *rows)), strict=True)
+        for part, part_grad, *labels in parts:
+            _chunk_gradients(part, part_grad, labels, narrow, weight_grad, scale)
+        return input_grad, weight_grad.to(weight.dtype), None, None, None
+
+
+def _chunk_gradients(
+    x: Tensor, input_grad: Tensor, rows: list[Tensor], weight: Tensor, weight_grad: Tensor, scale: Tensor
+) -> None:
+    """Write one chunk's ``input_grad``, and add to the weight's; ``rows`` are what :func:`_into_gradient` takes."""
+    logits = F.linear(x, weight)
+    total, ids, absent = rows
+    _into_gradient(logits, total, ids, absent, scale)
+    torch.mm(logits, weight, out=input_grad)
+    _add_product(weight_grad, logits, x)
+
+
+def _add_product(sums: Tensor, logits: Tensor, x: Tensor) -> None:
+    """Add the product of ``logits [N, V]`` and ``x [N, D]`` to ``sums [V, D]`` in fp32.
+
+    In the logits' 16 bits, every further addition would round the sum so far. A product in these is made for a few rows
+    of the sums at a time.
+    """
+    if logits.dtype == sums.dtype:
+        torch.addmm(sums, logits.t(), x, out=sums)
+        return
+    for rows, columns in _pieces(sums, logits.t()):
+        rows.add_(torch.mm(columns, x))
+
+
+def _own_ids(tokens: Tensor, num_own: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Positions of the ids within this rank's part of the vocabulary, and which are not in it; those are at 0."""
+    ids = tokens - rank * num_own
+    absent = (ids < 0) | (ids >= num_own)
+    return ids.masked_fill(absent, 0), absent
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors a few rows at a time, as many as :data:`PIECE_ELEMENTS` are of the first one."""
+    num_pieces = -(-tensors[0].numel() // PIECE_ELEMENTS)
+    return zip(*(tensor.tensor_split(max(1, num_pieces)) for tensor in tensors), strict=True)
+
+
+def _row_sums(logits: Tensor, ids: Tensor, absent: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithm of the sum of the exponentials of each row, and its target's logit, 0 where absent; both in fp32."""
+    sums = []
+    for (piece,) in _pieces(logits):
+        top = piece.amax(1).float()
+        # The subtraction makes the one fp32 copy.
+        sums.append(torch.sub(piece, top[:, None]).exp_().sum(1).log_().add_(top))
+    wanted = logits.gather(1, ids[:, None])[:, 0].float().masked_fill_(absent, 0.0)
+    return torch.cat(sums), wanted
+
+
+def _combined(total: Tensor, wanted: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """What :func:`_row_sums` gives, over the whole vocabulary."""
+    top = reduced(total, "max", group)
+    exponentials, wanted = reduced(torch.stack([(total - top).exp_(), wanted]), "sum", group).unbind()
+    return exponentials.log().add_(top), wanted
+
+
+def _into_gradient(logits: Tensor, total: Tensor, ids: Tensor, absent: Tensor, scale: Tensor) -> None:
+    """Write the gradient of the loss over the logits: probabilities, less 1 at the targets, times ``scale``."""
+    one = torch.where(absent, 0.0, -scale)
+    for piece, sums, columns, less in _pieces(logits, total, ids, one):
+        _piece_gradient(piece, sums, columns, less, scale)
+
+
+def _piece_gradient(logits: Tensor, total: Tensor, ids: Tensor, one: Tensor, scale: Tensor) -> None:
+    shift = total[:, None]
+    # The subtraction makes the one fp32 copy, where there has to be one.
+    grad = logits.sub_(shift) if logits.dtype == torch.float32 else torch.sub(logits, shift)
+    grad.exp_().mul_(scale).scatter_add_(1, ids[:, None], one[:, None])
+    if grad is not logits:
+        logits.copy_(grad)
+
+
+# Tensor and sequence parallelism by either engine: DTensor here, or that of :mod:`.local`.
+#
+# Embedding, head and loss are the same code for both (:mod:`.vocabulary`).
+
+
+Plan = dict[str, ParallelStyle]
+
+
+def apply_tensor_parallel(
+    model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: Precision | None = None
+) -> ShardMap:
+    """Split projections over heads and feed-forward columns (Shoeybi et al., arXiv 1909.08053), in place, and embedding
+    and head over the vocabulary.
+
+    With sequence parallelism the regions between them, norms included, hold ``S / tp`` positions each (Korthikanti et
+    al., arXiv 2205.05198). ``mesh`` is the tensor-parallel one.
+    """
+    crossing = borders(
+        group_of(mesh),
+        sequence_parallel=layout.sequence_parallel,
+        # The schedule takes the backward pass of every operator apart by itself.
+        overlap=layout.schedule != "zbv",
+        in_16_bits=precision is None or "linear" not in precision.black,
+    )
+    if isinstance(model, GivenModel):
+        shard_map = apply_plan(model, mesh)
+        split_head(model, crossing, mesh)
+        return shard_map
+    assert isinstance(model, Llama), "legality keeps tensor parallelism to models that have it"
+    is_local = layout.tp_engine == "local"
+    vocabulary = split_vocabulary(model, crossing, None if is_local else mesh)
+    if is_local:
+        layers = split_layers(model, crossing, sequence_parallel=layout.sequence_parallel)
+        return ShardMap(shards={**vocabulary.shards, **layers.shards}, partial=layers.partial)
+    _split_by_dtensor(model, mesh, sequence_parallel=layout.sequence_parallel)
+    return vocabulary
+
+
+def _split_by_dtensor(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    block = _sequence_parallel_plan() if sequence_parallel else _tensor_parallel_plan()
+    if sequence_parallel and model.norm is not None:
+        parallelize_module(model.norm, mesh, SequenceParallel())
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh, block)
+
+
+def _tensor_parallel_plan() -> Plan:
+    return {
+        "attention.wqkv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(),
+        "feed_forward.w13": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(),
+    }
+
+
+def _sequence_parallel_plan() -> Plan:
+    split, whole = Shard(1), Replicate()
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(split, None), desired_input_layouts=(whole, None)),
+        "attention.wqkv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=split),
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,)),
+        "feed_forward.w13": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=split),
+    }

@@ -1,0 +1,402 @@
+"""Mixed precision: autocast with the user's own lists, 16-bit parameters, loss scaling. Knows ``models`` only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.overrides import TorchFunctionMode, wrap_torch_function
+
+from trials.accelerator.device import architecture, capability, device_name, is_host, kind_of
+from trials.failure import InfeasibleSpec
+from trials.legality import LEVEL, MULTIPLE
+from trials.models.model import TrainModel
+from trials.operators import in_backward, leaves_in, map_leaves, operator_name
+from trials.reports import LossScaleState, OperatorCast
+from trials.spec import LossScale, Precision
+
+# Mixed precision: autocast, 16-bit parameters with fp32 masters, and loss scaling.
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MIN_CAPABILITY = {"tf32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0)}
+"""CUDA compute capability with tensor cores for the number format: Ampere, Volta. Every device computes in float32."""
+
+
+def check_device(precision: Precision, device: torch.device) -> None:
+    """Refuse a 16-bit type the CUDA device has no fast path for.
+
+    Raises:
+        InfeasibleSpec: naming the device and what it lacks.
+    """
+    wanted, have = MIN_CAPABILITY.get(precision.dtype), capability(device)
+    if have is None or wanted is None:
+        return
+    if have < wanted:
+        name = device_name(device)
+        raise InfeasibleSpec(
+            f"{precision.dtype} is not fast on {name}: that takes compute capability {_version(wanted)}, the device has"
+            f" {_version(have)}; {_remedy(precision.dtype, have)}"
+        )
+
+
+def _version(number: tuple[int, int]) -> str:
+    return ".".join(map(str, number))
+
+
+def _remedy(dtype: str, have: tuple[int, int]) -> str:
+    """What to use instead of ``dtype`` on a device of this capability."""
+    if dtype == "bfloat16" and have >= MIN_CAPABILITY["float16"]:
+        return "use float16 with loss scaling, or level O0 (float32)"
+    return "use level O0 (float32)"
+
+
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """Type that matmuls compute in: that of autocast under O1, of the parameters under O2, else fp32."""
+    return _DTYPES[precision.dtype]
+
+
+def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The context of the forward pass: autocast for O1 and O1-fp8, else nothing."""
+    if precision.level not in ("O1", "O1-fp8"):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=compute_dtype(precision))
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Set the precision of fp32 products for the duration of the body: of matmuls, as in
+    ``torch.set_float32_matmul_precision``, and of cuDNN's convolutions, which torch leaves on TF32 unless told.
+
+    The setting by ``allow_tf32`` is the one that every release knows and that inductor reads.
+    """
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    _set_precision(precision, tf32_convolutions=precision != "highest")
+    try:
+        yield
+    finally:
+        _set_precision(before[0], tf32_convolutions=before[1])
+
+
+def _set_precision(precision: str, *, tf32_convolutions: bool) -> None:
+    with warnings.catch_warnings():
+        # Some releases say that this will go, and the others do not have what is to take its place.
+        warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = tf32_convolutions
+
+
+def parameter_dtype(precision: Precision, *, sharded: bool) -> torch.dtype:
+    """Type that parameters are stored in. FSDP stores fp32 and casts when gathering, so its shards are the masters."""
+    return _DTYPES[precision.dtype] if keeps_masters(precision, sharded=sharded) else torch.float32
+
+
+def keeps_masters(precision: Precision, *, sharded: bool) -> bool:
+    """Whether the optimiser has to keep fp32 copies of 16-bit parameters."""
+    return precision.level == "O2" and not sharded
+
+
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """FSDP2's form of O2: gather and compute in 16 bits, reduce gradients in fp32."""
+    if precision.level != "O2":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=_DTYPES[precision.dtype], reduce_dtype=torch.float32)
+
+
+class LossScaler:
+    """Follows the schedule of :class:`~trials.spec.LossScale`.
+
+    Torch's own scaler shrinks at the first overflow; this one after ``backoff_interval`` in a row, and it is told
+    about overflows instead of looking for them, so that all ranks agree whatever the layout.
+    """
+
+    def __init__(self, config: LossScale) -> None:
+        self.config = config
+        self.scale = config.initial
+        self.num_skipped = 0
+        self._num_finite = 0
+        self._num_overflowed = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Take in whether the step's gradients were finite."""
+        self.num_skipped += not finite
+        if not self.config.dynamic:
+            return
+        self._num_finite = self._num_finite + 1 if finite else 0
+        self._num_overflowed = 0 if finite else self._num_overflowed + 1
+        if self._num_finite == self.config.growth_interval:
+            self._rescale(self.config.growth_factor)
+        elif self._num_overflowed == self.config.backoff_interval:
+            self._rescale(self.config.backoff_factor)
+
+    def state(self) -> LossScaleState:
+        """The scale and its counters now."""
+        return LossScaleState(
+            scale=self.scale,
+            num_finite=self._num_finite,
+            num_overflowed=self._num_overflowed,
+            num_skipped=self.num_skipped,
+        )
+
+    def _rescale(self, factor: float) -> None:
+        rescaled = self.scale * factor
+        # The scaled loss is computed in fp32, which bounds the scale.
+        if 0.0 < rescaled < torch.finfo(torch.float32).max:
+            self.scale = rescaled
+        self._num_finite = self._num_overflowed = 0
+
+
+# Applies the user's own autocast lists: operators that run in 16 bits, or in fp32, whatever autocast would do.
+
+
+logger = logging.getLogger(__name__)
+
+
+class CastMeter:
+    """Counts the calls that the lists were applied to, except those of a recomputation."""
+
+    def __init__(self, precision: Precision | None = None) -> None:
+        self._lists = {} if precision is None else _by_name(precision)
+        self._num_calls: Counter[str] = Counter()
+        self._warned: set[str] = set()
+
+    def count(self, name: str) -> None:
+        self._num_calls[name] += 1
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self._num_calls.clear()
+
+    def casts(self, num_steps: int) -> tuple[OperatorCast, ...]:
+        """Calls per step since the last reset, for every name of the lists; 0 for a name never met."""
+        self._warn_of_unmet_names()
+        return tuple(
+            OperatorCast(name=name, list=color, num_calls=round(self._num_calls[name] / max(1, num_steps)))
+            for name, color in self._lists.items()
+        )
+
+    def _warn_of_unmet_names(self) -> None:
+        for name in self._lists.keys() - self._num_calls.keys() - self._warned:
+            logger.warning(
+                "autocast %s list: this part of the model never calls %r; names are those of torch.nn.functional",
+                self._lists[name],
+                name,
+            )
+            self._warned.add(name)
+
+
+class _CastMode(TorchFunctionMode):
+    """Casts the floating-point arguments of listed operators and runs them with autocast off."""
+
+    def __init__(self, lists: _Lists) -> None:
+        super().__init__()
+        self._lists = lists
+        self._level = lists.level
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = operator_name(func)
+        # Without gradients it is FSDP moving weights around, not the model computing.
+        is_ours = self._level == self._lists.level and torch.is_grad_enabled()
+        dtype = self._lists.dtypes.get(name) if is_ours and name is not None else None
+        first = next(leaves_in((args, kwargs), Tensor), None)
+        if name is None or dtype is None or first is None or "out" in kwargs:
+            return func(*args, **kwargs)
+        if not in_backward():
+            self._lists.meter.count(name)
+        cast = functools.partial(_cast, dtype=dtype)
+        with torch.autocast(first.device.type, enabled=False):
+            return func(*map_leaves(cast, args, Tensor), **map_leaves(cast, kwargs, Tensor))
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class _Lists:
+    """Both lists, in force inside :meth:`active`."""
+
+    def __init__(self, precision: Precision, meter: CastMeter) -> None:
+        wide, narrow = torch.float32, compute_dtype(precision)
+        self.dtypes = {name: narrow if color == "white" else wide for name, color in _by_name(precision).items()}
+        self.meter = meter
+        self.level = 0
+        """How often it has been entered and not left; only the innermost casts."""
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        self.level += 1
+        try:
+            with _CastMode(self):
+                yield
+        finally:
+            self.level -= 1
+
+
+def apply_autocast_lists(model: TrainModel, precision: Precision) -> CastMeter:
+    """Apply ``precision.white`` and ``precision.black`` to everything the model runs, in place.
+
+    The layers apply them on their own too: full recompute runs them outside the model's forward pass, and what
+    watches a layer for selective recompute must see operators as they are cast.
+    """
+    if not precision.white and not precision.black:
+        return CastMeter()
+    meter = CastMeter(precision)
+    lists = _Lists(precision, meter)
+    for module in (model, *model.layers.values()):
+        _run_inside(module, lists)
+    return meter
+
+
+def _run_inside(module: nn.Module, lists: _Lists) -> None:
+    """Replace ``module.forward``; hooks, FSDP's among them, stay outside."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with lists.active():
+            return forward(*args, **kwargs)
+
+    module.forward = wrapped
+
+
+def _by_name(precision: Precision) -> dict[str, str]:
+    return dict.fromkeys(precision.white, "white") | dict.fromkeys(precision.black, "black")
+
+
+# Level O1-fp8: matmuls of the layers' linear modules in 8-bit floats, by torchao.
+#
+# Inputs, weights and gradients are scaled by their largest element as they come (Micikevicius et al., arXiv
+# 2209.05433): e4m3 forward, e5m2 for gradients. Everything else is O1. torchao is imported only where the level is
+# used.
+
+
+FLOAT8_MIN_CAPABILITY = (8, 9)
+"""CUDA compute capability with 8-bit float tensor cores: Ada."""
+_ROCM_NAMES = ("gfx942", "gfx950")
+"""Architectures of ROCm with 8-bit float matmuls: MI300 and MI350."""
+_REMEDY = "use level O1"
+
+
+def check_float8(device: torch.device) -> None:
+    """Refuse a machine without torchao, or a device that cannot multiply 8-bit floats; a CPU emulates them.
+
+    Raises:
+        InfeasibleSpec: naming what is missing and the remedy.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise InfeasibleSpec(
+            f"precision {LEVEL} needs the package torchao: pip install 'tune-cluster[fp8]' where trials run, or"
+            f" {_REMEDY}"
+        )
+    if is_host(device):
+        return
+    kind = kind_of(device)
+    if kind not in ("cuda", "rocm"):
+        raise InfeasibleSpec(f"precision {LEVEL} runs on CUDA and ROCm devices, not on {kind}; {_REMEDY}")
+    if kind == "rocm":
+        if not (found := architecture(device)).startswith(_ROCM_NAMES):
+            raise InfeasibleSpec(
+                f"precision {LEVEL} needs an MI300 or newer, {device_name(device)} is {found}; {_REMEDY}"
+            )
+    elif (have := capability(device) or (0, 0)) < FLOAT8_MIN_CAPABILITY:
+        raise InfeasibleSpec(
+            f"precision {LEVEL} needs compute capability {_version_float8(FLOAT8_MIN_CAPABILITY)},"
+            f" {device_name(device)} has {_version_float8(have)}; {_REMEDY}"
+        )
+
+
+def _version_float8(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def apply_float8(model: TrainModel, precision: Precision, device: torch.device, *, tp: int) -> None:
+    """Let the layers' linear modules multiply 8-bit floats, in place; those of odd sizes keep 16 bits.
+
+    Comes before tensor parallelism, which hooks into the modules. Weights stay as they are: the cast is part of the
+    matmul, so that FSDP and the optimiser know nothing of it.
+
+    Raises:
+        InfeasibleSpec: no module qualifies.
+    """
+    if precision.level != LEVEL:
+        return
+    linears = [module for layer in model.layers.values() for module in layer.modules() if isinstance(module, nn.Linear)]
+    chosen = [linear for linear in linears if _fits(linear, tp)]
+    if linears and not chosen:
+        raise InfeasibleSpec(f"precision {LEVEL}: no linear module of the layers has sizes divisible by {MULTIPLE}")
+    if len(chosen) < len(linears):
+        logger.warning("%d of %d linear modules keep 16 bits: their sizes do not divide", len(chosen), len(linears))
+    ids = set(map(id, chosen))
+    with torchao_float8() as float8:
+        config = float8.Float8LinearConfig(emulate=emulates(device), pad_inner_dim=True)
+        float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda module, _: id(module) in ids)
+    for module in model.modules():
+        if type(module).__name__ == "Float8Linear":
+            module.forward = _like_linear(module)
+
+
+def _fits(linear: nn.Linear, tp: int) -> bool:
+    """Whether both sides are still multiples when one of them is divided by ``tp``."""
+    return linear.in_features % (MULTIPLE * tp) == 0 and linear.out_features % (MULTIPLE * tp) == 0
+
+
+def emulates(device: torch.device) -> bool:
+    """Whether the products of 8-bit floats are computed in fp32, as on a CPU: the same numbers, but no faster."""
+    return is_host(device)
+
+
+@contextmanager
+def torchao_float8() -> Iterator[Any]:
+    """The package ``torchao.float8``. Its import complains of extensions for devices that are not here."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    before = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            float8: Any = importlib.import_module("torchao.float8")
+    finally:
+        for one, level in zip(loggers, before, strict=True):
+            one.setLevel(level)
+    yield float8
+
+
+def _like_linear(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The module's ``forward`` as an operator called ``linear``, for patterns of recompute; it takes its input in the
+    type of autocast, which torchao does on CUDA only."""
+    forward = module.forward
+    visible: Any = wrap_torch_function(_itself)
+    linear: Callable[[Tensor], Tensor] = visible(_named_linear(forward))
+
+    @functools.wraps(forward)
+    def wrapped(x: Tensor) -> Tensor:
+        kind = x.device.type
+        return linear(x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x)
+
+    return wrapped
+
+
+def _named_linear(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def linear(x: Tensor) -> Tensor:
+        return forward(x)
+
+    return linear
+
+
+def _itself(x: Tensor) -> tuple[Tensor]:
+    return (x,)

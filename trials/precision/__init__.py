@@ -1,1 +1,0 @@
-"""Mixed precision: autocast with the user's own lists, 16-bit parameters, loss scaling. Knows ``models`` only."""

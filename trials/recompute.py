@@ -1,0 +1,590 @@
+"""Activations that are dropped after the forward pass and computed again. Knows models and how tensors are split."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
+
+from trials.accelerator.device import Mark, mark, seconds_between
+from trials.models.model import TrainModel
+from trials.operators import leaves_in, map_leaves, operator_name
+from trials.parallel.shards import local_part, stored_part
+from trials.reports import PatternEffect
+from trials.spec import Counts, Recompute
+from trials.stages import Chunk, count_at
+
+# Recipes that compute a tensor again that was dropped after the forward pass.
+#
+# A recipe holds an operator and its inputs; inputs that were dropped themselves are held as handles on their recipes.
+# A *handle* stands for one dropped tensor: an output of a recipe, or a view of it. Autograd keeps the handle instead.
+
+
+Timing = Callable[[torch.device], contextlib.AbstractContextManager[None]]
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """What holds the rank's elements: the same object for all views, as long as one of them lives."""
+    return stored_part(tensor).untyped_storage()
+
+
+def offset_of(tensor: Tensor) -> int:
+    """Where the rank's elements begin in their storage, in elements."""
+    return int(local_part(tensor).storage_offset())
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """Where a tensor's elements lie in the storage of a recipe's output."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """Distance from the output's first element, in elements."""
+    distributed: tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]] | None
+    """Mesh, placements, global size and global stride of a distributed tensor."""
+
+    @staticmethod
+    def locate(tensor: Tensor, output_offset: int) -> TensorView:
+        """The view ``tensor`` is of an output that starts at ``output_offset`` of its storage."""
+        local = local_part(tensor)
+        distributed = None
+        if isinstance(tensor, DTensor):
+            distributed = (tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
+        return TensorView(local.shape, local.stride(), offset_of(tensor) - output_offset, distributed)
+
+    def of(self, output: Tensor) -> Tensor:
+        """This view of the output, which was computed again."""
+        local = local_part(output)
+        part = local.as_strided(self.size, self.stride, offset_of(output) + self.offset)
+        if self.distributed is None:
+            return part
+        mesh, placements, size, stride = self.distributed
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+class Handle:
+    """One dropped tensor: a view of a recipe's output, or of a tensor autograd kept from inside its operator."""
+
+    __slots__ = ("__weakref__", "_view", "index", "is_saved", "recipe")
+
+    def __init__(self, recipe: Rebuild, index: int, view: TensorView, *, is_saved: bool = False) -> None:
+        """``index`` counts the outputs, or with ``is_saved`` what autograd kept, in order."""
+        self.recipe = recipe
+        self.index = index
+        self.is_saved = is_saved
+        self._view = view
+        recipe.add(self)
+
+    def tensor(self) -> Tensor:
+        """Compute it again, or take it from what another handle had computed."""
+        with torch.enable_grad():
+            result = self.recipe.result(self)
+        with torch.no_grad():
+            return self._view.of(result)
+
+
+class Input:
+    """A tensor that a recipe's operator takes, without the autograd graph it came from, so that no cycle can arise.
+
+    A parameter stays the object it is: FSDP gives it its storage back before the backward pass needs it.
+    """
+
+    __slots__ = ("_is_written", "_requires_grad", "_version", "source")
+
+    def __init__(self, tensor: Tensor, handle: Handle | None, *, is_written: bool = False) -> None:
+        """``handle`` where ``tensor`` itself is dropped; ``is_written`` if the operator changes it, unread."""
+        self._requires_grad = tensor.requires_grad
+        self._version = tensor._version
+        self._is_written = is_written
+        is_free = isinstance(tensor, nn.Parameter) or not tensor.requires_grad
+        self.source: Tensor | Handle = handle or (tensor if is_free else tensor.detach())
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing has written to it since the call."""
+        if isinstance(self.source, Handle):
+            return self.source.recipe.is_intact()
+        if self._is_written or isinstance(self.source, nn.Parameter):
+            return True
+        return self.source._version == self._version
+
+    def tensor(self) -> Tensor:
+        source = self.source.tensor() if isinstance(self.source, Handle) else self.source
+        return source.clone() if self._is_written else source.detach().requires_grad_(self._requires_grad)
+
+
+class Rebuild:
+    """One call of an operator, ready to be made again.
+
+    It makes the outputs, and what autograd kept from inside the operator. They stay from the first handle's request
+    until every handle has had its turn; then, should a handle ask again (the graph was retained, or a zero-bubble
+    schedule runs it in two passes), they are computed once more.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_args",
+        "_autocast",
+        "_device",
+        "_function",
+        "_handles",
+        "_results",
+        "_saved",
+        "_timing",
+        "_waiting",
+    )
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, dict[str, Any]], device: torch.device, timing: Timing
+    ) -> None:
+        """``args`` are the positional and the keyword arguments, with an :class:`Input` for every tensor."""
+        self._function = function
+        self._args = args
+        self._device = device
+        self._autocast = _AutocastState.current(device.type)
+        self._timing = timing
+        self._saved: set[int] = set()
+        self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._results: tuple[list[Tensor], dict[int, Tensor]] | None = None
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", repr(self._function))
+
+    def add(self, handle: Handle) -> None:
+        self._handles.add(handle)
+        self._waiting.add(handle)
+        if handle.is_saved:
+            self._saved.add(handle.index)
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Inputs that live on because of it, parameters left out."""
+        for one in leaves_in(self._args, Input):
+            if isinstance(one.source, Tensor) and not isinstance(one.source, nn.Parameter):
+                yield one.source
+
+    def is_intact(self) -> bool:
+        """Whether nothing has written to an input since the call."""
+        return all(one.is_intact for one in leaves_in(self._args, Input))
+
+    def result(self, handle: Handle) -> Tensor:
+        """The tensor that ``handle`` is a view of."""
+        if self._results is None:
+            self._results = self._compute()
+            self._waiting = weakref.WeakSet(self._handles)
+        outputs, saved = self._results
+        self._waiting.discard(handle)
+        if not self._waiting:
+            self._results = None
+        return (saved if handle.is_saved else outputs)[handle.index]
+
+    def _compute(self) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Run the operator as it ran: with gradients, on which the choice of a kernel can depend."""
+        if not self.is_intact():
+            raise RuntimeError(f"an input of {self._name} was changed in place before its output was recomputed")
+        # Dropped inputs first: their time is counted where they are.
+        args, kwargs = map_leaves(Input.tensor, self._args, Input)
+        saved: dict[int, Tensor] = {}
+        numbers = itertools.count()
+
+        def pack(tensor: Tensor) -> None:
+            number = next(numbers)
+            if number in self._saved:
+                saved[number] = tensor.detach()
+
+        with self._timing(self._device), self._autocast.restored(), saved_tensors_hooks(pack, _no_unpack):
+            result = self._function(*args, **kwargs)
+        if len(saved) != len(self._saved):
+            raise RuntimeError(f"{self._name} kept other tensors when it was run again; leave it out of the patterns")
+        return [output.detach() for output in leaves_in(result, Tensor)], saved
+
+
+def _no_unpack(_nothing: None) -> Tensor:
+    raise AssertionError("there is no backward pass through a recomputed operator")
+
+
+@dataclass(frozen=True, slots=True)
+class _AutocastState:
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def current(device_type: str) -> _AutocastState:
+        enabled = torch.is_autocast_enabled(device_type)
+        return _AutocastState(device_type, enabled, torch.get_autocast_dtype(device_type))
+
+    def restored(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
+
+
+# Matches operators against a pattern of selective recompute, and adds up what the pattern did.
+
+
+@dataclass(slots=True, kw_only=True)
+class PatternTally:
+    """What one pattern did on this rank since the last reset."""
+
+    label: str
+    expression: re.Pattern[str]
+    num_layers: int = 0
+    """Layers of this part of the model that it applies to."""
+    num_matches: int = 0
+    saved_bytes: int = 0
+    """Bytes dropped, less what recipes keep alive in their stead; may be negative."""
+    marks: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Pairs around every recomputation, on the device's clock."""
+
+    def reset(self) -> None:
+        self.num_matches = self.saved_bytes = 0
+        self.marks.clear()
+
+    @property
+    def recompute_s(self) -> float:
+        """Seconds spent computing again, of the device's time if it has its own; waits for the device."""
+        if self.marks:
+            self.marks[-1][1].synchronize()
+        return sum(seconds_between(start, end) for start, end in self.marks)
+
+    @contextlib.contextmanager
+    def timing(self, device: torch.device) -> Iterator[None]:
+        """Count the time that the body takes."""
+        start = mark(device)
+        yield
+        self.marks.append((start, mark(device)))
+
+    def matches(self, module_path: str, operator: str) -> bool:
+        """Whether the pattern names the operator called in this module of a layer, the module, or one around it."""
+        parts = module_path.split(".") if module_path else []
+        modules = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+        return any(self.expression.fullmatch(path) for path in (*modules, ".".join([*parts, operator])))
+
+
+# Selective recompute: what chosen operators make is dropped after the forward pass and computed again.
+#
+# While a layer runs, a torch function mode sees every operator it calls, and hooks see every tensor that autograd
+# keeps for the backward pass. Where that is an output of a chosen operator, a view of one, or comes from inside a
+# chosen operator, autograd gets a handle on a recipe instead. Nothing depends on where modules begin and end.
+#
+# Chosen operators must be functions of their arguments: they draw no random numbers and keep no state (batch norm's
+# running statistics are taken care of).
+
+
+def recompute_selected(layer: nn.Module, tallies: Sequence[PatternTally]) -> None:
+    """Make ``layer`` recompute what the patterns choose, in place; where several match, the first one counts."""
+    for tally in tallies:
+        tally.num_layers += 1
+    paths: list[str] = []
+    for name, module in layer.named_modules():
+        if module is not layer:
+            module.register_forward_pre_hook(functools.partial(_enter, paths, name))
+            module.register_forward_hook(functools.partial(_leave, paths))
+    choose = functools.lru_cache(maxsize=4096)(functools.partial(_choose, tuple(tallies)))
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        paths.clear()
+        recorder = _Recorder(choose, paths)
+        with recorder, saved_tensors_hooks(recorder.pack, _unpack):
+            outputs = forward(*args, **kwargs)
+        recorder.close(leaves_in(([*layer.parameters(), *layer.buffers()], args, kwargs, outputs), Tensor))
+        return outputs
+
+    layer.forward = wrapped
+
+
+def _enter(paths: list[str], name: str, _module: nn.Module, _args: Any) -> None:
+    paths.append(name)
+
+
+def _leave(paths: list[str], _module: nn.Module, _args: Any, _outputs: Any) -> None:
+    paths.pop()
+
+
+def _choose(tallies: tuple[PatternTally, ...], module_path: str, function: Callable[..., Any]) -> PatternTally | None:
+    """The pattern that names ``function`` where it is called."""
+    operator = operator_name(function)
+    if operator is None:
+        return None
+    return next((tally for tally in tallies if tally.matches(module_path, operator)), None)
+
+
+class _Slot:
+    """What autograd keeps from inside a chosen operator, open until the operator's outputs are known."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held: Tensor | Handle = held
+
+
+def _unpack(kept: Tensor | Handle | _Slot) -> Tensor:
+    held = kept.held if isinstance(kept, _Slot) else kept
+    return held.tensor() if isinstance(held, Handle) else held
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """An output of a chosen operator, while its layer runs."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    """Where the output lies; once that is gone, the recorder forgets this."""
+    recipe: Rebuild
+    index: int
+    tally: PatternTally
+    offset: int
+    dtype: torch.dtype
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """A storage not kept for the backward pass; whether something else keeps it shows once the layer is done."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    num_bytes: int
+    tally: PatternTally
+
+
+class _Recorder(TorchFunctionMode):
+    """Watches one forward pass of one layer."""
+
+    def __init__(self, choose: Callable[[str, Callable[..., Any]], PatternTally | None], paths: list[str]) -> None:
+        super().__init__()
+        self._choose = choose
+        self._paths = paths
+        # By the id of the storage, which is the same object as long as anything holds it.
+        self._outputs: dict[int, _Output] = {}
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._dropped: dict[int, _Dropped] = {}
+        self._recipes: list[tuple[weakref.ref[Rebuild], PatternTally]] = []
+        self._slots: list[_Slot] | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tally = self._choose(self._paths[-1] if self._paths else "", func)
+        if tally is None or "out" in kwargs or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        slots = self._slots = []
+        result = func(*args, **kwargs)
+        self._slots = None
+        outputs = list(leaves_in(result, Tensor))
+        tally.num_matches += bool(outputs)
+        inputs = {id(storage_of(tensor)) for tensor in leaves_in((args, kwargs), Tensor)}
+        if slots or any(id(storage_of(tensor)) not in inputs for tensor in outputs):
+            hold = functools.partial(self._input, may_write=operator_name(func) == "batch_norm")
+            recipe = Rebuild(func, map_leaves(hold, (args, kwargs), Tensor), outputs[0].device, tally.timing)
+            self._recipes.append((weakref.ref(recipe), tally))
+            self._remember(recipe, tally, outputs, inputs)
+            self._release(recipe, tally, slots, inputs)
+        return result
+
+    def pack(self, tensor: Tensor) -> Tensor | Handle | _Slot:
+        """What autograd keeps instead of ``tensor``.
+
+        Detached, for an operator's output would keep its own graph alive.
+        """
+        tensor = tensor.detach()
+        if self._slots is None:
+            return self._handle_or_keep(tensor)
+        slot = _Slot(tensor)
+        self._slots.append(slot)
+        return slot
+
+    def close(self, lasting: Iterable[Tensor]) -> None:
+        """Settle what was saved. ``lasting`` lives on for other reasons: parameters, the layer's inputs, its outputs.
+
+        Storages are dropped for good only if nothing else holds them by now; inputs of recipes cost memory only if
+        nothing else would have kept them.
+        """
+        self._outputs.clear()
+        for dropped in self._dropped.values():
+            _settle(dropped)
+        counted = {id(storage_of(tensor)) for tensor in lasting} | self._kept.keys()
+        for reference, tally in self._recipes:
+            recipe = reference()
+            for tensor in recipe.held_tensors() if recipe is not None else ():
+                storage = storage_of(tensor)
+                if id(storage) not in counted:
+                    counted.add(id(storage))
+                    tally.saved_bytes -= storage.nbytes()
+        # Autograd's hooks may hold on to this object; it must hold on to nothing.
+        self._kept.clear()
+        self._dropped.clear()
+        self._recipes.clear()
+
+    def _remember(self, recipe: Rebuild, tally: PatternTally, outputs: list[Tensor], inputs: set[int]) -> None:
+        """Note how the outputs came about; views of inputs need no note, their storage tells."""
+        for i, tensor in enumerate(outputs):
+            storage = storage_of(tensor)
+            if id(storage) not in inputs and self._output(storage) is None:
+                forget = functools.partial(_forget, self._outputs, id(storage))
+                reference = weakref.ref(storage, forget)
+                self._outputs[id(storage)] = _Output(
+                    reference, recipe, i, tally, offset_of(tensor), tensor.dtype, tensor._version
+                )
+
+    def _release(self, recipe: Rebuild, tally: PatternTally, slots: list[_Slot], inputs: set[int]) -> None:
+        """Let go of what autograd kept from inside the operator, inputs apart."""
+        for i, slot in enumerate(slots):
+            tensor = slot.held
+            assert isinstance(tensor, Tensor)
+            storage = storage_of(tensor)
+            if self._output(storage) is not None or id(storage) in inputs:
+                slot.held = self._handle_or_keep(tensor)
+            else:
+                slot.held = Handle(recipe, i, TensorView.locate(tensor, offset_of(tensor)), is_saved=True)
+                self._drop(storage, tally)
+
+    def _handle_or_keep(self, tensor: Tensor) -> Tensor | Handle:
+        handle, storage = self._handle(tensor), storage_of(tensor)
+        output = self._output(storage)
+        if handle is None or output is None:
+            self._kept[id(storage)] = storage
+            return tensor
+        self._drop(storage, output.tally)
+        return handle
+
+    def _handle(self, tensor: Tensor) -> Handle | None:
+        """A handle for an output of a chosen operator, or a view of one, unless something has been written over."""
+        output = self._output(storage_of(tensor))
+        if output is None or tensor.dtype != output.dtype or tensor._version != output.version:
+            return None
+        if not output.recipe.is_intact():
+            return None
+        return Handle(output.recipe, output.index, TensorView.locate(tensor, output.offset))
+
+    def _input(self, tensor: Tensor, *, may_write: bool) -> Input:
+        """A chosen operator's input. Batch norm writes its running statistics, which need no gradient."""
+        return Input(tensor, self._handle(tensor), is_written=may_write and not tensor.requires_grad)
+
+    def _drop(self, storage: torch.UntypedStorage, tally: PatternTally) -> None:
+        known = self._dropped.get(id(storage))
+        if known is not None and known.storage() is storage:
+            return
+        if known is not None:
+            _settle(known)
+        self._dropped[id(storage)] = _Dropped(weakref.ref(storage), storage.nbytes(), tally)
+
+    def _output(self, storage: torch.UntypedStorage) -> _Output | None:
+        """The chosen operator's output in this storage; None where it holds none."""
+        return self._outputs.get(id(storage))
+
+
+def _settle(dropped: _Dropped) -> None:
+    """Count the storage as saved if nothing keeps it."""
+    if dropped.storage() is None:
+        dropped.tally.saved_bytes += dropped.num_bytes
+
+
+def _forget(outputs: dict[int, _Output], key: int, _storage: Any) -> None:
+    """Drop what is noted of a storage that is gone, as another may take its place."""
+    outputs.pop(key, None)
+
+
+# Applies a candidate's recompute policy to a model, and counts what it did.
+
+
+logger = logging.getLogger(__name__)
+
+COMMUNICATION = "communication"
+"""Label of recompute of communication among the patterns."""
+_GATHERING = r"(.*\.)?gather_sequence"
+
+
+class RecomputeMeter:
+    """Counts what selective recompute, and that of communication, drops and computes again."""
+
+    def __init__(self, tallies: tuple[PatternTally, ...] = ()) -> None:
+        self._tallies = tallies
+        self._num_microbatches = 0
+        self._has_warned = False
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self._num_microbatches = 0
+        for tally in self._tallies:
+            tally.reset()
+
+    def count_microbatch(self, _module: nn.Module, _args: Any) -> None:
+        """Count one more pass of the model; a forward pre-hook."""
+        self._num_microbatches += 1
+
+    def effects(self, num_steps: int) -> tuple[PatternEffect, ...]:
+        """Effect of every pattern per step since the last reset; waits for the device."""
+        effects = tuple(self._effect(tally, max(1, num_steps)) for tally in self._tallies)
+        if not self._has_warned:
+            self._has_warned = True
+            _warn([effect for effect, tally in zip(effects, self._tallies, strict=True) if tally.num_layers])
+        return effects
+
+    def _effect(self, tally: PatternTally, num_steps: int) -> PatternEffect:
+        return PatternEffect(
+            pattern=tally.label,
+            num_matches=round(tally.num_matches / num_steps),
+            saved_bytes=max(0, round(tally.saved_bytes / max(1, self._num_microbatches))),
+            recompute_s=tally.recompute_s / num_steps,
+        )
+
+
+def _warn(effects: list[PatternEffect]) -> None:
+    """Warn of patterns without effect on the layers that they apply to."""
+    for effect in effects:
+        if effect.num_matches == 0:
+            logger.warning("recompute pattern %r matches nothing in this part of the model", effect.pattern)
+        elif effect.saved_bytes == 0:
+            logger.warning("recompute pattern %r saves nothing: something else keeps the tensors", effect.pattern)
+
+
+def apply_recompute(model: TrainModel, recompute: Recompute, chunk: Chunk) -> RecomputeMeter:
+    """Make the layers of this virtual stage recompute, in place.
+
+    Layers recomputed in full come first, so the other counts take effect where they are larger.
+    """
+    names = list(model.layers)
+    num_full = count_at(recompute.full, chunk.chunk, chunk.stage)
+    patterns = _patterns(recompute)
+    tallies = tuple(PatternTally(label=label, expression=re.compile(text)) for label, text, _ in patterns)
+    limits = [count_at(counts, chunk.chunk, chunk.stage) for _, _, counts in patterns]
+    for i, name in enumerate(names):
+        if i < num_full:
+            # Models of ours draw no random numbers, so there is no state to restore.
+            model.layers[name] = checkpoint_wrapper(model.layers[name], preserve_rng_state=model.is_own)
+        elif chosen := [tally for tally, limit in zip(tallies, limits, strict=True) if i < limit]:
+            recompute_selected(model.layers[name], chosen)
+    meter = RecomputeMeter(tallies)
+    if tallies:
+        model.register_forward_pre_hook(meter.count_microbatch)
+    return meter
+
+
+def _patterns(recompute: Recompute) -> list[tuple[str, str, Counts]]:
+    """Label, regular expression and layer counts of every pattern."""
+    patterns: list[tuple[str, str, Counts]] = [
+        (one.pattern, one.pattern, one.num_layers) for one in recompute.selective
+    ]
+    if recompute.communication:
+        patterns.append((COMMUNICATION, _GATHERING, recompute.communication))
+    return patterns

@@ -1,0 +1,731 @@
+"""What else ran on a node while a gang measured there: load by others, stolen time, clocks. Standard library only.
+
+Shares are of the node's capacity, which is the time of all processors that the gang may run on: a share of 0.5 on two
+processors is one whole processor. None means unknown: the system does not tell, or the window was too short.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+from trials.accelerator.kinds import POWER_CAP, DeviceKind, HealthSample
+
+FOREIGN_CPU_LIMIT: Final = 0.05
+"""Share of the node's processors used by others from which on a trial counts as disturbed."""
+STOLEN_LIMIT: Final = 0.02
+"""Share taken by the hypervisor, or by the container's own quota, from which on a trial counts as disturbed."""
+LOAD_SUFFIX: Final = ".load.json"
+"""Ends the names of the files in an attempt's folder in which wardens keep what they saw, should the controller die."""
+MAX_NODES_TOLD: Final = 8
+"""Nodes of a gang whose figures are kept: those disturbed most."""
+THROTTLED_BY: Final = {
+    "hw_slowdown": 0x08,
+    "sw_thermal": 0x20,
+    "hw_thermal": 0x40,
+    "hw_power_brake": 0x80,
+}
+"""Reasons for lowered clocks that say that something is wrong, and their bits in NVML's mask (nvml.h,
+nvmlClocksThrottleReasons). A software power cap is none: under full load it is how large GPUs normally run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbance:
+    """What else one node did while a gang measured on it."""
+
+    node: str
+    seconds: float
+    """Length of the window that was looked at."""
+    foreign_cpu: float | None = None
+    """Share used by processes that are not the sweep's; its own trials that run beside are no foreign load."""
+    foreign_processes: tuple[str, ...] = ()
+    """The foreign processes that can be seen and used most, such as ``python 1.9``: name and processors."""
+    steal: float | None = None
+    """Share taken by the hypervisor for other machines."""
+    quota: float | None = None
+    """Share of the time in which the control group was stopped for having used up its quota."""
+    pressure: float | None = None
+    """Share of the time in which some process waited for a processor, the sweep's own among them."""
+    foreign_on_devices: tuple[str, ...] = ()
+    """Processes of others on the gang's devices, such as ``pid 4711 on GPU 3``."""
+    throttled_by: tuple[str, ...] = ()
+    """Keys of :data:`THROTTLED_BY` that were seen on one of the devices."""
+    lowest_clock: float | None = None
+    """The lowest clock seen of any device, as a share of its highest possible one."""
+    highest_temperature_c: float | None = None
+    """The highest temperature seen of any device, in degrees Celsius."""
+
+    @property
+    def is_disturbing(self) -> bool:
+        """Whether step times measured meanwhile say more about the machine than usual."""
+        return bool(
+            (self.foreign_cpu or 0.0) >= FOREIGN_CPU_LIMIT
+            or max(self.steal or 0.0, self.quota or 0.0) >= STOLEN_LIMIT
+            or self.foreign_on_devices
+            or self.throttled_by
+        )
+
+    @property
+    def severity(self) -> float:
+        """A number by which nodes are ordered: how much of the node was not the gang's."""
+        lost = (self.foreign_cpu or 0.0) + (self.steal or 0.0) + (self.quota or 0.0)
+        return lost + len(self.throttled_by) + len(self.foreign_on_devices)
+
+
+def most_disturbed(found: Sequence[Disturbance]) -> tuple[Disturbance, ...]:
+    """What is kept of a gang's nodes: :data:`MAX_NODES_TOLD`, the most disturbed first."""
+    ordered = sorted(found, key=lambda one: (-one.severity, one.node))
+    return tuple(ordered[:MAX_NODES_TOLD])
+
+
+def reasons_in(mask: int) -> tuple[str, ...]:
+    """The reasons of :data:`THROTTLED_BY` in a mask of NVML's."""
+    return tuple(name for name, bit in THROTTLED_BY.items() if mask & bit)
+
+
+# What a rank learnt of its device besides times: memory as the device has it, clocks, heat, power, errors. Standard
+# library only.
+
+
+MAX_DEVICES_TOLD: Final = 8
+"""Devices of a gang whose health is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Memory of a rank's device at the end of its run; of a gang, the worst of any rank."""
+
+    total_bytes: int
+    outside_bytes: int
+    """In use, but not held by torch's allocator: context, kernels, communicators, and whatever others hold there."""
+    num_retries: int = 0
+    """How often the allocator had to give back what it kept before it could go on: each time takes long."""
+    num_ooms: int = 0
+    """How often it failed even so; a program may go on after that."""
+    settings: str = ""
+    """What the allocator was told, as in ``PYTORCH_CUDA_ALLOC_CONF``; empty where it has no such settings."""
+
+
+def worst_memory(ranks: Iterable[DeviceMemory | None]) -> DeviceMemory | None:
+    """One value for a gang: the least memory, and the most of what one would rather not have."""
+    known = [memory for memory in ranks if memory is not None]
+    if not known:
+        return None
+    return DeviceMemory(
+        total_bytes=min(memory.total_bytes for memory in known),
+        outside_bytes=max(memory.outside_bytes for memory in known),
+        num_retries=max(memory.num_retries for memory in known),
+        num_ooms=max(memory.num_ooms for memory in known),
+        settings=known[0].settings,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHealth:
+    """Clocks, heat, power and memory errors of a rank's device while it was measured on; None for what nobody told."""
+
+    rank: int
+    num_samples: int
+    sm_clock_mhz: float | None = None
+    """Median clock of the multiprocessors."""
+    lowest_sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    """The highest clock that the device can have."""
+    memory_clock_mhz: float | None = None
+    """Median."""
+    throttled_by: tuple[str, ...] = ()
+    """Keys of :data:`~trials.reports.THROTTLED_BY` that were seen."""
+    power_capped: float | None = None
+    """Share of the samples in which the software power cap held the clocks down, as is usual under full load."""
+    highest_temperature_c: int | None = None
+    mean_power_w: float | None = None
+    power_limit_w: float | None = None
+    corrected_errors: int | None = None
+    """Errors of the memory that ECC corrected meanwhile."""
+    uncorrected_errors: int | None = None
+    """Those that it could not correct."""
+
+    @property
+    def lowest_clock(self) -> float | None:
+        """The lowest clock of the multiprocessors as a share of the highest possible one."""
+        if self.lowest_sm_clock_mhz is None or not self.max_sm_clock_mhz:
+            return None
+        return self.lowest_sm_clock_mhz / self.max_sm_clock_mhz
+
+
+def device_health(rank: int, samples: Sequence[HealthSample]) -> tuple[DeviceHealth, ...]:
+    """What the samples of a rank's device amount to; nothing where there are none."""
+    if not samples:
+        return ()
+    masks = _told(samples, "throttle_mask")
+    clocks, powers = _told(samples, "sm_clock_mhz"), _told(samples, "power_w")
+    health = DeviceHealth(
+        rank=rank,
+        num_samples=len(samples),
+        sm_clock_mhz=_median(clocks),
+        lowest_sm_clock_mhz=min(clocks, default=None),
+        max_sm_clock_mhz=max(_told(samples, "max_sm_clock_mhz"), default=None),
+        memory_clock_mhz=_median(_told(samples, "memory_clock_mhz")),
+        throttled_by=reasons_in(functools.reduce(operator.or_, masks, 0)),
+        power_capped=statistics.fmean(bool(mask & POWER_CAP) for mask in masks) if masks else None,
+        highest_temperature_c=max(_told(samples, "temperature_c"), default=None),
+        mean_power_w=statistics.fmean(powers) if powers else None,
+        power_limit_w=min(_told(samples, "power_limit_w"), default=None),
+        corrected_errors=_increase(_told(samples, "corrected_errors")),
+        uncorrected_errors=_increase(_told(samples, "uncorrected_errors")),
+    )
+    return (health,)
+
+
+def _told(samples: Sequence[HealthSample], name: str) -> list[Any]:
+    return [value for one in samples if (value := getattr(one, name)) is not None]
+
+
+def _median(values: list[Any]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _increase(counts: list[int]) -> int | None:
+    return max(0, counts[-1] - counts[0]) if counts else None
+
+
+def most_noteworthy(ranks: Iterable[DeviceHealth]) -> tuple[DeviceHealth, ...]:
+    """What is kept of a gang's devices, :data:`MAX_DEVICES_TOLD`: those in trouble first, then those with the lowest
+    clocks."""
+    ordered = sorted(
+        ranks,
+        key=lambda one: (-(one.uncorrected_errors or 0), not one.throttled_by, one.lowest_clock or 1.0, one.rank),
+    )
+    return tuple(ordered[:MAX_DEVICES_TOLD])
+
+
+def with_throttling(
+    disturbances: Sequence[Disturbance], ranks: Iterable[tuple[str, DeviceHealth]]
+) -> list[Disturbance]:
+    """``disturbances`` of nodes, and what ranks saw of lowered clocks: pairs of a rank's node and its device's health.
+
+    A node that nobody else looked at is disturbed where clocks were lowered.
+    """
+    by_node = {one.node: one for one in disturbances}
+    for node, health in ranks:
+        if not health.throttled_by:
+            continue
+        before = by_node.get(node, Disturbance(node=node, seconds=0.0))
+        by_node[node] = replace(
+            before,
+            throttled_by=tuple(dict.fromkeys((*before.throttled_by, *health.throttled_by))),
+            lowest_clock=_least(before.lowest_clock, health.lowest_clock),
+            highest_temperature_c=_most(before.highest_temperature_c, health.highest_temperature_c),
+        )
+    return list(by_node.values())
+
+
+def _least(*values: float | None) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _most(*values: float | None) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+# A rank's profile, as small values that travel with its report. Standard library only.
+#
+# Numbers are per profiled step: means over the steps, seconds unless the name says otherwise.
+
+
+FOLDER = "profile"
+"""Name of the folder, inside an attempt's, that takes traces, graphs and memory snapshots."""
+
+FOLDER_VARIABLE = "TUNE_CLUSTER_PROFILE_DIR"
+"""Environment variable that tells a rank the folder; without it no files are written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTime:
+    """A phase of the step as the host's marks bound it: ``forward``, ``backward``, ``optimizer``, ``data``, ..."""
+
+    name: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTime:
+    """An operator of torch; on CUDA also with the kernels that it launched itself."""
+
+    name: str
+    num_calls: float
+    cpu_s: float
+    """Seconds on the host, without the operators that it calls."""
+    device_s: float
+    """Seconds on the accelerator; 0 on CPUs."""
+    share: float
+    """Share of the time of all operators, on the accelerator if there is one, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCount:
+    """Collectives that one module starts in one step; equal layers are one module, ``layers.*``."""
+
+    module: str
+    """Path in the model; ``gradients`` for what reduces them outside of modules, ``step`` for the rest of it."""
+    phase: str
+    """``forward``, ``backward``, ``recompute`` (of activations in the backward pass) or ``step`` (outside of both)."""
+    kind: str
+    """Type of collective: ``all_gather``, ``all_reduce``, ``send``, ..."""
+    axis: str
+    """Mesh axes of its group, joined by underscores, like ``dp_shard``."""
+    group_size: int
+    num_calls: int
+    num_bytes: int
+    """Bytes sent by this rank, all calls together; for ``recv``, bytes that arrive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redundancy:
+    """Communication that need not be, per step."""
+
+    module: str
+    phase: str
+    problem: str
+    """One sentence for people that says what is redundant."""
+    num_calls: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPeak:
+    """When most memory is allocated within the profiled steps, on the device trained on."""
+
+    peak_bytes: int
+    start_bytes: int
+    """Allocated when recording began. On CPUs nobody knows: there it is 0, and the peak counts from then on."""
+    phase: str
+    """Phase of the step in which the peak came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileFile:
+    """A file in :data:`FOLDER` of the attempt's folder on the rank's node."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProfile:
+    """What the profiler recorded on one rank."""
+
+    rank: int
+    stage: int
+    """Stage of the pipeline; 0 without one."""
+    first_step: int
+    last_step: int
+    times: StepTimes
+    phases: tuple[PhaseTime, ...] = ()
+    operators: tuple[OperatorTime, ...] = ()
+    """Operators that take most time, the longest first."""
+    collectives: tuple[CollectiveCount, ...] = ()
+    redundancies: tuple[Redundancy, ...] = ()
+    counted: bool = False
+    """Whether collectives were counted: if so, an empty ``collectives`` means that there are none."""
+    memory: MemoryPeak | None = None
+    folder: str = ""
+    """Absolute path on the rank's node; empty where no files were written."""
+    files: tuple[ProfileFile, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What people should know, e.g. that something could not be recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of one step, or of another range of time, on one rank."""
+
+    total_s: float
+    computation_s: float
+    """Time with an operator (CPU) or a kernel (CUDA) at work."""
+    communication_s: float
+    """Time with a collective in flight."""
+    uncovered_communication_s: float
+    """Communication while nothing is computed."""
+    free_s: float
+    """Time in which nothing is computed or communicated."""
+
+    @property
+    def overlap(self) -> float:
+        """The share of communication that computation hides, in 0..1; 0 without communication."""
+        return 1.0 - self.uncovered_communication_s / self.communication_s if self.communication_s else 0.0
+
+
+# Values of a hardware probe: what to measure, and the rates that a rank measured. Standard library only.
+
+
+Part = Literal["compute", "node", "network"]
+PARTS: tuple[Part, ...] = ("compute", "node", "network")
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSpec:
+    """What every rank of a probe measures.
+
+    ``compute`` is each device alone (all at the same time), ``node`` collectives among the ranks of a node, ``network``
+    collectives and transfers between nodes; parts that a gang has too few ranks for are left out.
+    """
+
+    device: DeviceKind
+    parts: tuple[Part, ...] = PARTS
+    max_matmul_size: int = 8192
+    """Side of the largest square matrices; smaller ones are taken where a product of them takes ``sample_s``."""
+    copy_bytes: int = 512 * MIB
+    message_bytes: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+    num_samples: int = 7
+    """Number of samples that a median is taken over."""
+    sample_s: float = 0.02
+    """Seconds of work per sample, in as many calls as that takes."""
+    part_limit_s: float = 10.0
+    """Seconds that each part may take; larger messages are left out where it would take longer."""
+
+
+def probe_spec(device: DeviceKind, parts: Sequence[Part] = PARTS) -> ProbeSpec:
+    """What to measure on this kind of device: large enough to keep it busy, in a probe of seconds."""
+    if device != "cpu":
+        return ProbeSpec(device=device, parts=tuple(parts))
+    return ProbeSpec(
+        device=device,
+        parts=tuple(parts),
+        max_matmul_size=2048,
+        copy_bytes=64 * MIB,
+        message_bytes=(4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB),
+        sample_s=0.01,
+        part_limit_s=5.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """Units of work per second: the median of some samples, and how far they scatter."""
+
+    per_s: float
+    log_spread: float = 0.0
+    """Half the inter-quartile range of the samples' logarithms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulRate(Rate):
+    """FLOP per second of square matmuls."""
+
+    size: int
+    """Side of the matrices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageTime:
+    """Median seconds that a message of this size took."""
+
+    num_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Times of one operation by message size over ``world_size`` ranks."""
+
+    world_size: int
+    times: tuple[MessageTime, ...]
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of a message without content."""
+        return fit_line(self.times)[0]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth of messages so large that latency does not count."""
+        return 1 / fit_line(self.times)[1]
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """What an all-reduce moves over each rank's links: ``2 (k - 1) / k`` times the message, in a ring of ``k``."""
+        return 2 * (self.world_size - 1) / self.world_size * self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRates:
+    """One rank's measurements; what was not measured is missing."""
+
+    rank: int
+    matmul_flops_per_s: Mapping[str, MatmulRate] = field(default_factory=dict)
+    """FLOP/s of matmuls by number format: float32, tf32, bfloat16, float16."""
+    copy_bytes_per_s: Mapping[str, Rate] = field(default_factory=dict)
+    """Bytes per second of copies: ``device`` (within it, read and write counted), ``to_device``, ``from_device``."""
+    node_all_reduce: Link | None = None
+    network_all_reduce: Link | None = None
+    """Times of all-reduces over one rank of every node, those of all places on the nodes at the same time."""
+    network_transfer: Link | None = None
+    """Times of sending to another node and receiving from it at once; the faster of two neighbours."""
+
+
+def fit_line(times: Sequence[MessageTime]) -> tuple[float, float]:
+    """Latency in seconds and seconds per byte, by least squares on relative errors; both above zero.
+
+    Small messages fix the one and large messages the other, whatever their absolute times.
+    """
+    if not times:
+        raise ValueError("no message was timed")
+    # Minimise the sum of ((a + b n) / t - 1)^2, with u = 1 / t and v = n / t.
+    rows = [(1 / point.time_s, point.num_bytes / point.time_s) for point in times]
+    uu, vv, uv = (sum(f(u, v) for u, v in rows) for f in (lambda u, _: u * u, lambda _, v: v * v, lambda u, v: u * v))
+    su, sv = sum(u for u, _ in rows), sum(v for _, v in rows)
+    determinant = uu * vv - uv * uv
+    if determinant > 1e-12 * uu * vv:
+        latency_s, s_per_byte = (su * vv - sv * uv) / determinant, (sv * uu - su * uv) / determinant
+        if latency_s > 0 and s_per_byte > 0:
+            return latency_s, s_per_byte
+    # The line leaves the quadrant: the smallest message bounds the latency, the largest the bandwidth.
+    small, large = min(times, key=lambda p: p.num_bytes), max(times, key=lambda p: p.num_bytes)
+    return small.time_s, large.time_s / large.num_bytes
+
+
+# What a training program of the user's own told of itself, and how it told it. Standard library only.
+
+
+MAX_NOTES = 24
+"""Notes kept of a rank, each once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptSource:
+    """Where one kind of value came from."""
+
+    name: str
+    """What is measured: ``step_time_s``, ``loss``, ``grad_norm``, ``tokens``, ``allocated_bytes``, ..."""
+    source: str
+    """``report``, ``hook:NAME``, ``file:FORMAT`` or ``log:FORMAT``."""
+    resolution: float = 0.0
+    """Smallest difference that it can show, in the value's unit, by the digits printed; 0: full precision."""
+    is_share: bool = False
+    """Whether it is of the rank's own share of the batch only, so that the mean over ranks is that of the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptFacts:
+    """What was seen inside the program, by which a knob shows that it acts; None: not seen."""
+
+    world_size: int | None = None
+    micro_batch_size: int | None = None
+    """Samples of a forward pass on this rank."""
+    forwards_per_step: float | None = None
+    """Forward passes of an optimiser step on this rank."""
+    dtype: str | None = None
+    """Number format of the first linear layer's output."""
+    parameter_bytes_local: int | None = None
+    """Bytes of parameters that this rank holds."""
+    parameter_bytes_global: int | None = None
+    """Bytes of all parameters of the model, each counted once."""
+    layer_calls_per_forward: float | None = None
+    """How often a layer runs per forward pass: more than once where it is recomputed."""
+    flops_per_step: float | None = None
+    """FLOPs of an optimiser step over all ranks, recomputation left out."""
+    parameters: int | None = None
+    """Number of the model's parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptReport:
+    """How a rank's figures were come by, for people and for later decisions; figures themselves are elsewhere."""
+
+    sources: tuple[ScriptSource, ...] = ()
+    facts: ScriptFacts = ScriptFacts()
+    versions: tuple[tuple[str, ...], ...] = ()
+    """Pairs of package and version, as the program saw them."""
+    tokens_per_step: float | None = None
+    """Mean over the measured steps, where the program counts them; batches may vary in length."""
+    samples_per_step: float | None = None
+    """The same for samples."""
+    num_steps_seen: int = 0
+    """Optimiser steps that it told of, those beyond the required ones included."""
+    exit_code: int | None = None
+    """How the command ended, negative for a signal; None where it was still running and was ended."""
+    extras: tuple[tuple[str, ...], ...] = ()
+    """Pairs of name and last value of what else it reported."""
+    notes: tuple[str, ...] = ()
+    """What was left out, ignored or unusual, as sentences."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether this rank told of no step: another one speaks for it."""
+        return not self.sources
+
+    def source_of(self, name: str) -> ScriptSource | None:
+        """Where values of this name came from; None where there are none."""
+        return next((source for source in self.sources if source.name == name), None)
+
+
+def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
+    """One report for a gang, from those of its ranks in rank order: figures of the first rank that has them, facts of
+    the first that saw any, all notes."""
+    if not ranks:
+        return None
+    speaking = next((rank for rank in ranks if not rank.is_silent), ranks[0])
+    facts = next((rank.facts for rank in ranks if rank.facts != ScriptFacts()), speaking.facts)
+    sources = {source.name: source for rank in reversed(ranks) for source in rank.sources}
+    notes = dict.fromkeys(note for rank in ranks for note in rank.notes)
+    return ScriptReport(
+        sources=tuple(sources[name] for name in sorted(sources)),
+        facts=facts,
+        versions=next((rank.versions for rank in ranks if rank.versions), ()),
+        tokens_per_step=next((r.tokens_per_step for r in ranks if r.tokens_per_step is not None), None),
+        samples_per_step=next((r.samples_per_step for r in ranks if r.samples_per_step is not None), None),
+        num_steps_seen=max(rank.num_steps_seen for rank in ranks),
+        exit_code=speaking.exit_code,
+        extras=speaking.extras,
+        notes=tuple(notes)[:MAX_NOTES],
+    )
+
+
+# Findings: what a rank found out about a candidate besides its times. Standard library only.
+
+
+CompileCache = Literal["cold", "warm", "mixed"]
+"""What a trial found of its graphs in the compiler's cache: nothing, everything, or a part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternEffect:
+    """What one selective-recompute pattern did in one step on one rank."""
+
+    pattern: str
+    num_matches: int
+    """Operator calls that matched, over all layers and micro-batches of a step."""
+    saved_bytes: int
+    """Bytes not kept because of it at the peak of one micro-batch; 0 when something else keeps the tensors alive."""
+    recompute_s: float
+    """Seconds per step spent computing the outputs again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCast:
+    """How often an operator of the custom autocast lists was met in one step."""
+
+    name: str
+    list: str
+    """``white`` or ``black``."""
+    num_calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaleState:
+    """The loss scale and its counters after the last step."""
+
+    scale: float
+    num_finite: int
+    """Finite steps since the scale last changed or an overflow."""
+    num_overflowed: int
+    """Overflowing steps in a row up to now."""
+    num_skipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphReport:
+    """What torch.compile did in one rank."""
+
+    num_graphs: int
+    num_recompilations: int
+    """Compilations of code that had been compiled before, because a guard failed."""
+    compile_s: float
+    reasons: tuple[str, ...] = ()
+    """Why it compiled again, shortened."""
+    cache_hits: int = 0
+    """Graphs that the compiler found in its cache, because an earlier trial of the sweep had the same; of a gang, all
+    ranks together."""
+    cache_misses: int = 0
+    """Graphs that it looked for there and had to compile."""
+
+    @property
+    def cache(self) -> CompileCache | None:
+        """Whether ``compile_s`` is the time to compile, to read what was compiled, or a mixture that compares with
+        neither; None where the compiler keeps nothing."""
+        if not self.cache_hits:
+            return "cold" if self.cache_misses else None
+        return "mixed" if self.cache_misses else "warm"
+
+    @property
+    def cold_s(self) -> float | None:
+        """Seconds of compilation from nothing; None of a trial for which an earlier one had left something."""
+        return self.compile_s if self.cache == "cold" else None
+
+    @property
+    def warm_s(self) -> float | None:
+        """Seconds of compilation with everything in the cache, which is what a restart pays; None of other trials."""
+        return self.compile_s if self.cache == "warm" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderPoint:
+    """One point that the loader's hill climb measured."""
+
+    num_workers: int
+    prefetch_factor: int
+    batch_time_s: float
+    """Mean seconds per batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderTuningReport:
+    """The hill climb: every point in the order measured, what was chosen, and whether it matters."""
+
+    points: tuple[LoaderPoint, ...]
+    chosen: LoaderPoint
+    tuning_time_s: float
+    verdict: str
+    """One sentence: whether waiting for data is a noticeable share of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTuningReport:
+    """What cuDNN's algorithm cache held: configurations met while tuning, and lookups and hits afterwards."""
+
+    num_configurations: int
+    num_lookups: int
+    num_hits: int
+    note: str = ""
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / self.num_lookups if self.num_lookups else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFormatReport:
+    """Memory format of convolutions: by the rule, the one chosen, and the seconds of a pass in either."""
+
+    rule: str
+    chosen: str
+    nchw_s: float
+    nhwc_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Everything a rank found out; the empty value for knobs that are off."""
+
+    recompute: tuple[PatternEffect, ...] = ()
+    autocast: tuple[OperatorCast, ...] = ()
+    loss_scale: LossScaleState | None = None
+    graph: GraphReport | None = None
+    loader: LoaderTuningReport | None = None
+    kernel_tuning: KernelTuningReport | None = None
+    memory_format: MemoryFormatReport | None = None
+    rates: tuple[RankRates, ...] = ()
+    """Rates of a probe, one entry per rank."""
+    profile: tuple[RankProfile, ...] = ()
+    """Profiles of a recorded run, one entry per recorded rank."""
+    script: ScriptReport | None = None
+    """What was seen of a training program of the user's own; None where a rank trained a model of ours."""
+    devices: tuple[DeviceHealth, ...] = ()
+    """Health of devices while they were measured on, those in trouble first; empty where nobody tells."""

@@ -1,0 +1,379 @@
+"""AdamW on what a rank holds of the model: on its device, or in the memory of its host."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trials import offload
+from trials.offload import GRANULE_BYTES, CopyStream, Region, memory_beside
+from trials.parallel.shards import HeldTensor
+from trials.precision import LossScaler
+from trials.spec import AdamW
+
+# Builds the workload's optimiser: AdamW on what this rank holds of the model, over fp32 copies of 16-bit weights.
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.optim.adamw import adamw
+
+WORKSPACE_BYTES = 128 << 20
+"""Most that fp32 copies of 16-bit gradients take at a time: enough for kernels of some tenth of a millisecond."""
+
+
+def options_of(config: AdamW) -> dict[str, Any]:
+    """The workload's choices by the names that torch has for them."""
+    options = dataclasses.asdict(config)
+    options["betas"] = (options.pop("beta1"), options.pop("beta2"))
+    return options
+
+
+@functools.cache
+def has_fused_adamw(device_type: str) -> bool:
+    """Whether torch updates all tensors of such a device by one kernel, without temporaries: tried on one element."""
+    state = UpdateState(torch.zeros(1, device=device_type), is_fused=True)
+    try:
+        adamw_update([state], [torch.zeros(1, device=device_type)], fused=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+class UpdateState:
+    """What AdamW keeps of some elements of the model: their fp32 values, and its own states beside them."""
+
+    def __init__(self, values: Tensor, master: Tensor | None = None, *, is_fused: bool | None = None) -> None:
+        self.values = values
+        """In the model; a view of it."""
+        self.master = values.float() if master is None else master
+        """``values`` themselves where they are fp32 and nobody gave a copy."""
+        self.exp_avg = torch.zeros_like(self.master, memory_format=torch.preserve_format)
+        self.exp_avg_sq = torch.zeros_like(self.master, memory_format=torch.preserve_format)
+        if is_fused is None:
+            is_fused = has_fused_adamw(self.master.device.type)
+        # What is not fused reads the count on the host, which would have to wait for a device, once per tensor.
+        self.num_steps = torch.zeros((), dtype=torch.float32, device=self.master.device if is_fused else "cpu")
+
+    @property
+    def is_copy(self) -> bool:
+        return self.master is not self.values
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements from ``start`` to ``stop`` of a held tensor, in memory order; all of them where ``stop`` is None."""
+
+    held: HeldTensor
+    state: UpdateState
+    start: int = 0
+    stop: int | None = None
+    is_last: bool = True
+    """Whether the held tensor's later elements, if any, are no slice of their own."""
+
+    def gradient(self) -> Tensor | None:
+        grad = self.held.gradient()
+        return grad if grad is None or self.stop is None else grad.reshape(-1)[self.start : self.stop]
+
+
+class LocalAdamW(torch.optim.Optimizer):
+    """AdamW on this rank's part of every parameter as a plain tensor, over fp32 copies of 16-bit ones.
+
+    The update is element-wise, so shards have nothing to tell each other, and tensors may be cut anywhere. Over
+    DTensors every one of its operations is dispatched through the placements of all parameters, and first works them
+    out, which takes longer than training a small model.
+
+    They are updated group by group, so that fp32 copies of 16-bit gradients take no more than :data:`WORKSPACE_BYTES`,
+    and new weights are on their way to other ranks while more are made. Nobody waits for those here. Gradients are
+    divided by ``grad_scale()`` after that cast, where small ones do not underflow. States are made at the first step:
+    FSDP may place shards anew before its first forward pass, and parameters have the memory format they train in.
+    """
+
+    def __init__(
+        self, held: Sequence[HeldTensor], *, grad_scale: Callable[[], float] = lambda: 1.0, **hyper: Any
+    ) -> None:
+        parameters = [parameter for one in held for parameter in one.parameters]
+        super().__init__(parameters, {})
+        self._held = list(held)
+        self._grad_scale = grad_scale
+        self._hyper = hyper
+        self._groups: list[list[Slice]] | None = None
+
+    @property
+    def states(self) -> list[UpdateState]:
+        """All states there are, none before the first step."""
+        return [one.state for group in self._groups or () for one in group]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        if self._groups is None:
+            self._groups = list(self._grouped())
+        self._update_all(self._groups)
+
+    def _grouped(self) -> Iterator[list[Slice]]:
+        return grouped(slices(self._held, WORKSPACE_BYTES // 4), WORKSPACE_BYTES // 4)
+
+    def _update_all(self, groups: list[list[Slice]]) -> None:
+        for group in groups:
+            self._update([(one.state, grad) for one in group if (grad := one.gradient()) is not None])
+            publish(group)
+
+    def _update(self, pairs: list[tuple[UpdateState, Tensor]]) -> None:
+        if not pairs:
+            return
+        states = [state for state, _ in pairs]
+        fused = has_fused_adamw(states[0].master.device.type)
+        adamw_update(states, self._in_fp32(pairs), fused=fused, **self._hyper)
+        self._write_back([state for state in states if state.is_copy])
+
+    def _write_back(self, copied: list[UpdateState]) -> None:
+        if copied:
+            torch._foreach_copy_([state.values for state in copied], [state.master for state in copied])
+
+    def _in_fp32(self, pairs: list[tuple[UpdateState, Tensor]]) -> list[Tensor]:
+        """Gradients as the update takes them: fp32, unscaled, and laid out in memory as their masters."""
+        grads, short = [], []
+        for state, grad in pairs:
+            if grad.dtype == torch.float32 and grad.stride() == state.master.stride():
+                grads.append(grad)
+                continue
+            grads.append(self._fp32_room(state.master))
+            grads[-1].copy_(grad)
+            if grad.dtype != torch.float32:
+                short.append(grads[-1])
+        scale = self._grad_scale()
+        if short and scale != 1.0:
+            torch._foreach_mul_(short, 1.0 / scale)
+        return grads
+
+    def _fp32_room(self, master: Tensor) -> Tensor:
+        """Memory for the fp32 copy of a gradient, laid out as ``master``."""
+        return torch.empty_like(master)
+
+
+def publish(group: list[Slice]) -> None:
+    """Begin to send what the group has completed."""
+    for one in group:
+        if one.is_last:
+            one.held.publish()
+
+
+def grouped(pieces: Iterable[Slice], most: int) -> Iterator[list[Slice]]:
+    """What is updated together: one piece after the other, together no more than ``most`` elements unless it is one."""
+    group: list[Slice] = []
+    size = 0
+    for piece in pieces:
+        num_elements = piece.state.master.numel()
+        if group and size + num_elements > most:
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += num_elements
+    if group:
+        yield group
+
+
+def slices(
+    held: Iterable[HeldTensor], most: int, make: Callable[[Tensor], UpdateState] | None = None
+) -> Iterator[Slice]:
+    """What is held, cut so that no piece with a copy has more than ``most`` elements; ``make`` gives all pieces one."""
+    for one in held:
+        values = one.values()
+        is_whole = make is None and values.dtype == torch.float32
+        if is_whole or values.numel() <= most or not values.is_contiguous():
+            yield Slice(one, (make or UpdateState)(values))
+            continue
+        flat = values.view(-1)
+        for start in range(0, len(flat), most):
+            stop = min(start + most, len(flat))
+            yield Slice(one, (make or UpdateState)(flat[start:stop]), start, stop, is_last=stop == len(flat))
+
+
+def adamw_update(
+    states: list[UpdateState],
+    grads: list[Tensor],
+    *,
+    fused: bool,
+    betas: tuple[float, float] = (0.9, 0.999),
+    lr: float = 1e-3,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> None:
+    adamw(
+        [state.master for state in states],
+        grads,
+        [state.exp_avg for state in states],
+        [state.exp_avg_sq for state in states],
+        [],
+        [state.num_steps for state in states],
+        foreach=not fused,
+        fused=fused,
+        amsgrad=False,
+        maximize=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
+
+
+# AdamW whose states and fp32 weights are in host memory, where it computes (ZeRO-Offload, Ren et al., 2101.06840).
+#
+# Group by group, gradients are copied out while the processor updates the group before, and new weights are copied
+# back while it updates the next one, both at once. The device keeps weights and gradients, and needs nothing for the
+# update. Of page-locked memory there is what copies run from and to: buffers for two groups, and fp32 weights where
+# the model has them in fp32 too; the rest has no need of it.
+
+
+def build_optimizer(
+    config: AdamW, held: Sequence[HeldTensor], scaler: LossScaler | None, device: torch.device, *, on_host: bool
+) -> LocalAdamW | None:
+    """AdamW on what this rank holds; None for a rank without parameters, as a pipeline stage of no layers may be."""
+    if not held:
+        return None
+    options: dict[str, Any] = {"grad_scale": lambda: 1.0 if scaler is None else scaler.scale, **options_of(config)}
+    return HostAdamW(held, device, **options) if on_host else LocalAdamW(held, **options)
+
+
+class _Buffers:
+    """Page-locked memory for one group at a time: gradients on their way out, new 16-bit weights on their way back."""
+
+    def __init__(self, gradients: Region, weights: Region | None) -> None:
+        self._gradients = gradients
+        self._weights = weights
+        self._used = {"gradients": 0, "weights": 0}
+
+    def room_for_gradient(self, grad: Tensor) -> Tensor:
+        return self._room("gradients", self._gradients, grad)
+
+    def room_for_weights(self, values: Tensor) -> Tensor:
+        assert self._weights is not None
+        return self._room("weights", self._weights, values)
+
+    def begin(self) -> None:
+        """Another group's gradients come, once the host has read those before."""
+        self._used["gradients"] = 0
+
+    def begin_weights(self) -> None:
+        """Wait until the weights before have left, which is long ago: another group has been updated since."""
+        if self._weights is not None:
+            self._used["weights"] = 0
+            if self._weights.busy_until is not None:
+                self._weights.busy_until.synchronize()
+
+    def sent(self, mark: torch.Event | None) -> None:
+        if self._weights is not None:
+            self._weights.busy_until = mark
+
+    def _room(self, kind: str, region: Region, tensor: Tensor) -> Tensor:
+        start = self._used[kind]
+        self._used[kind] += _padded(tensor.nbytes)
+        return region.like(tensor, start=start)
+
+
+class HostAdamW(LocalAdamW):
+    """:class:`LocalAdamW` with everything of its own in host memory, fp32 weights among it, also of fp32 parameters."""
+
+    def __init__(self, held: Sequence[HeldTensor], device: torch.device, **options: Any) -> None:
+        super().__init__(held, **options)
+        self._device = device
+        self._memory = memory_beside(device)
+        self._out, self._back = CopyStream(device), CopyStream(device)
+        self._buffers: list[_Buffers] = []
+        """For every other group."""
+        self._current: _Buffers
+        self._workspace: Tensor | None = None
+        self._room_used = 0
+
+    def _grouped(self) -> Iterator[list[Slice]]:
+        most = WORKSPACE_BYTES // 4
+        yield from grouped(slices(self._held, most, self._state), most)
+
+    def _state(self, values: Tensor) -> UpdateState:
+        with offload.allocating():
+            if values.dtype == torch.float32:
+                master = self._memory.take(values.nbytes).like(values)
+            else:
+                master = torch.empty_like(values, device="cpu", dtype=torch.float32)
+            master.copy_(values)
+            return UpdateState(values, master)
+
+    def _make_buffers(self, groups: list[list[Slice]]) -> None:
+        """What all steps use, as large as the largest group needs."""
+        gradients = max(sum(_padded(one.state.values.nbytes) for one in group) for group in groups)
+        short = max(sum(_padded(one.state.values.nbytes) for one in group if _is_short(one.state)) for group in groups)
+        for _ in groups[:2]:
+            weights = self._memory.take(short) if short else None
+            self._buffers.append(_Buffers(self._memory.take(gradients), weights))
+
+    def _update_all(self, groups: list[list[Slice]]) -> None:
+        if not self._buffers:
+            self._make_buffers(groups)
+        self._out.follow()
+        coming = self._send_for(groups, 0)
+        for i, group in enumerate(groups):
+            (pairs, there), coming = coming, self._send_for(groups, i + 1)
+            if there is not None:
+                there.synchronize()  # and so the device is through with the weights too
+            buffers = self._current = self._buffers[i % 2]
+            buffers.begin_weights()
+            self._room_used = 0
+            with offload.allocating():
+                self._update([(state, grad) for state, grad, _ in pairs])
+            mark = self._back.mark()
+            buffers.sent(mark)
+            self._back.wait_for(mark)
+            publish(group)
+
+    def _send_for(
+        self, groups: list[list[Slice]], number: int
+    ) -> tuple[list[tuple[UpdateState, Tensor, Tensor]], torch.Event | None]:
+        """Begin to copy gradients of group ``number`` out, if there is one: states, copies and what is copied, which
+        nobody else may hold; the moment at which all are there."""
+        if number >= len(groups):
+            return [], None
+        buffers = self._buffers[number % 2]
+        buffers.begin()
+        triples = []
+        for one in groups[number]:
+            with self._out.used():  # some are cut from copies, which are made now
+                grad = one.gradient()
+            if grad is not None:
+                triples.append((one.state, buffers.room_for_gradient(grad), grad))
+                self._out.copy(triples[-1][1], grad)
+        return triples, self._out.mark()
+
+    def _fp32_room(self, master: Tensor) -> Tensor:
+        """Memory that serves one group after the other: pages that are new to the process cost more than the copy."""
+        if self._workspace is None:
+            assert self._groups is not None
+            most = max(sum(_padded(one.state.master.nbytes) for one in group) for group in self._groups)
+            self._workspace = torch.empty(most, dtype=torch.uint8)
+        start, self._room_used = self._room_used, self._room_used + _padded(master.nbytes)
+        return Region(self._workspace).like(master, start=start)
+
+    def _write_back(self, copied: list[UpdateState]) -> None:
+        """Begin to copy new weights back, in the type of the parameters."""
+        for state in copied:
+            new = state.master
+            if _is_short(state):
+                new = self._current.room_for_weights(state.values)
+                new.copy_(state.master)
+            self._back.copy(state.values, new)
+
+
+def _is_short(state: UpdateState) -> bool:
+    return state.values.dtype != state.master.dtype
+
+
+def _padded(num_bytes: int) -> int:
+    """With space so that what follows begins where copies like it."""
+    return -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES
