@@ -13,7 +13,7 @@ from benchmarks.search.tables import FIGURES, Configuration, Problem
 from cluster.cost.calibrate import fit
 from cluster.cost.coefficients import MEMORY, TIME, Prior, assumed_prior, load_prior
 from cluster.cost.inputs import Array, CostInputs, concatenate, from_rows
-from cluster.cost.software import KNOWN
+from cluster.cost.software import FOREIGN
 from orchestrator.search.acquisition import ErrorModel, Posterior, Seen
 from orchestrator.search.memory_belief import MemoryBelief
 from orchestrator.search.predictor import (
@@ -151,7 +151,7 @@ class Posteriors:
     @functools.cached_property
     def _memory(self) -> MemoryBelief:
         assert self._x is not None
-        return prior_belief(self._priors.memory, self._x, KNOWN)
+        return prior_belief(self._priors.memory, self._x, FOREIGN)
 
 
 def _inputs(problem: Problem) -> list[Mapping[str, Any]]:
