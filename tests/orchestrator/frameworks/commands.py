@@ -21,7 +21,7 @@ from orchestrator.space.file_types import (
     resolve_recompute,
     resolve_stage_layers,
 )
-from orchestrator.space.knobs import canonical_layout, canonical_loader, canonical_precision
+from orchestrator.space.space import canonical_part, canonical_precision
 from tests.orchestrator.frameworks.configurations import MODEL
 from trials.spec import Layout, Precision
 
@@ -143,8 +143,8 @@ def as_it_stands(run, name, num_ranks=8):
 def canonical(candidate):
     return dataclasses.replace(
         candidate,
-        layout=canonical_layout(candidate.layout),
-        loader=canonical_loader(candidate.loader),
+        layout=canonical_part(candidate.layout),
+        loader=canonical_part(candidate.loader),
         precision=canonical_precision(candidate.precision),
     )
 
@@ -172,7 +172,7 @@ def candidates(draw, name):
     layers = resolve_stage_layers(
         split if pp > 1 else StageSplit(), num_layers=8, pp=pp, num_virtual_stages=chunks, schedule=schedule
     )
-    layout = canonical_layout(dataclasses.replace(layout, stage_layers=layers))
+    layout = canonical_part(dataclasses.replace(layout, stage_layers=layers))
     recompute = pick(RecomputeChoice(), RecomputeChoice(full=ALL_LAYERS), RecomputeChoice(full=2))
     precision = pick(base.precision, base.precision, Precision(), Precision(level="O2", dtype="bfloat16"))
     return canonical(

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks import export, recipe
 from orchestrator.frameworks.spelling import audited, differences, flatten, is_at_or_below
-from orchestrator.space.knobs import canonical_loader
+from orchestrator.space.space import canonical_part
 from tests.orchestrator.frameworks import facts
 from tests.orchestrator.frameworks.all_fields import all_paths, handled, parts
 from tests.orchestrator.frameworks.configurations import MODEL, WORKLOAD, errors, random_workload
@@ -60,7 +60,7 @@ def test_what_reads_back_differently_has_a_note_of_the_recipes_own(name, rng):
 @given(rng=SEEDS)
 def test_what_files_say_is_said_again_without_loss(name, rng):
     candidate, workload = drawn(rng)
-    candidate = replace(candidate, loader=canonical_loader(replace(candidate.loader, tuning=None)))
+    candidate = replace(candidate, loader=canonical_part(replace(candidate.loader, tuning=None)))
     made = recipe(name).export(candidate, workload)
     assume(not errors(made))
     said = recipe(name).parse(made.files).candidate
