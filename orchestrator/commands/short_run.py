@@ -27,7 +27,7 @@ from orchestrator.space.notation import flat_params, short_name
 from orchestrator.sweep.snapshot import Home
 from orchestrator.sweep.state import Trial
 from orchestrator.text import plain, tail
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Evidence, GangLost, Infeasible, Measured, Measurement, Outcome
 from trials.reports import ScriptReport
 from trials.spec import Candidate, Protocol

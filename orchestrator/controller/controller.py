@@ -42,8 +42,7 @@ from orchestrator.sweep.snapshot import Home, Observer, read_snapshot
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.mlflow_store import earlier_trials
 from orchestrator.tracking.mlflow_tracker import Tracker
-from trials.codec import digest
-from trials.files import is_disk_full
+from trials.files import digest, is_disk_full
 from trials.secrets import redact
 from trials.spec import ProfileSpec, ScriptModel
 

@@ -19,7 +19,7 @@ from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, StageSpli
 from orchestrator.space.knobs import KNOB_NAMES, KNOBS, Rest
 from orchestrator.space.notation import flat_params
 from orchestrator.space.own_knobs import OwnKnob, argument_text
-from trials.codec import digest
+from trials.files import digest
 from trials.script.command import LogFormat
 from trials.spec import (
     Candidate,

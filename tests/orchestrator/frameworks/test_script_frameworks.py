@@ -16,7 +16,7 @@ from orchestrator.frameworks.spelling import audited, differences, flatten, is_a
 from tests.orchestrator.frameworks.all_fields import all_paths, handled
 from tests.orchestrator.frameworks.configurations import MODEL, WORKLOAD, configurations, errors, random_configuration
 from tests.orchestrator.space.candidate_strategies import SEEDS
-from trials.codec import from_json
+from trials.files import from_json
 from trials.outcome import RankReport
 from trials.spec import (
     Candidate,
