@@ -25,8 +25,16 @@ from pydantic import (
     model_validator,
 )
 
-from orchestrator.config.knobs import BaselineSection, SpaceSection
-from orchestrator.config.scalars import Environment, Size, VariableName, is_there, resolve, word
+from orchestrator.config.settings import (
+    BaselineSection,
+    Environment,
+    Size,
+    SpaceSection,
+    VariableName,
+    is_there,
+    resolve,
+    word,
+)
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.catalog import training, trainings
 from orchestrator.frameworks.decoder_config import decoder_said
@@ -44,8 +52,7 @@ from orchestrator.program.user_program import (
     values_of,
 )
 from orchestrator.space.file_types import Section, fault, show
-from orchestrator.space.knobs import KNOB_NAMES, Rest, build_candidate
-from orchestrator.space.own_knobs import OwnKnob, OwnScalar, in_order
+from orchestrator.space.knobs import KNOB_NAMES, OwnKnob, OwnScalar, Rest, build_candidate, in_order
 from trials.files import open_regular
 from trials.script.command import LogFormat, is_seen_anyway
 from trials.secrets import keep_secret, redactor
