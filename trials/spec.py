@@ -65,7 +65,7 @@ class ScriptModel:
 
     kind: ClassVar[str] = "script"
     recipe: str
-    """The framework it is written for: a name of :data:`orchestrator.frameworks.catalog.TRAININGS`, or ``custom``."""
+    """The framework it is written for: a name of :data:`orchestrator.frameworks.catalog.FRAMEWORKS`, or ``custom``."""
     run: tuple[str, ...]
     """The command as the user wrote it, without a shell; ``{name}`` stands for what a trial fills in."""
     cwd: str

@@ -33,8 +33,8 @@ from orchestrator.search.knob_effects import RelativePredictor
 from orchestrator.search.predictor import Predictor, UnknownDimensionsError, UnpredictableError
 from orchestrator.search.search import Search
 from orchestrator.search.transfer import EarlierTrial, num_sweeps, same_program
+from orchestrator.space.knobs import memory_ranks
 from orchestrator.space.notation import flat_params
-from orchestrator.space.own_knobs import memory_ranks
 from orchestrator.sweep.events import Hardware, SweepCreated
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import PLAN, SPEC, Ledger, MeasuredProgram, Recorded, SweepFile, Tracking, tracking_uri

@@ -26,8 +26,7 @@ from cluster.hardware.accelerators import CatalogueError, describe_topology
 from cluster.hardware.topology import Topology
 from cluster.probing import Profile
 from orchestrator.config.sweep import SweepSpec
-from orchestrator.config.validation import to_config_error
-from orchestrator.config.yaml_source import YamlSource
+from orchestrator.config.yaml_source import YamlSource, to_config_error
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
 from orchestrator.planning.dry_runs import DryRunEstimates

@@ -15,7 +15,7 @@ from orchestrator.frameworks.documents import ABSENT, edited, load, value_at
 from orchestrator.frameworks.edit import Overlay, OverlayRequest, Run
 from orchestrator.frameworks.spelling import Note
 from orchestrator.program.user_program import Script, filled_run, names_in, placeholder_values
-from orchestrator.space.own_knobs import OwnKnob, OwnScalar, argument_text
+from orchestrator.space.knobs import OwnKnob, OwnScalar, argument_text
 from orchestrator.space.rules import Case, Rule
 from trials import sizes
 from trials.script.command import CommandFile, ScriptCommand

@@ -14,7 +14,7 @@ import yaml
 from orchestrator import units
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks import export_all
+from orchestrator.frameworks.catalog import export_all
 from orchestrator.frameworks.shell import with_exports
 from orchestrator.objective import Objective, noun_of
 from orchestrator.program.candidate_command import START

@@ -22,7 +22,7 @@ import yaml
 
 from cluster.base import ClusterError
 from orchestrator import units
-from orchestrator.config.knobs import BaselineSection
+from orchestrator.config.settings import BaselineSection
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller import controller
 from orchestrator.errors import ConfigError

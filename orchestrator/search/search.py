@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
 from orchestrator.search.guided import GuidedSearch, OpenCandidates
+from orchestrator.space.knobs import INHERITED
 from orchestrator.space.notation import FeatureColumns, Features, Scalar, feature_columns
-from orchestrator.space.own_knobs import INHERITED
 from orchestrator.space.rules import OwnMemory, Pruner
 from orchestrator.space.space import LargeSpace, Lookup, without_effect
 from orchestrator.sweep.events import CandidatesPruned, PredictedResult, Suggestion

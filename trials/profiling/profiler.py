@@ -35,7 +35,8 @@ from trials.training.measure import PHASES, StepClock, StepTiming
 # ---- Chrome traces of torch's profiler: where the time of a step goes, and what is added for people who open one
 #
 # Times are seconds unless a name ends in ``_us``. Intervals are pairs ``(start, end)``; :func:`union` makes sets of
-# them, sorted and disjoint. What is added: a name for the rank, and tracks with the step's phases and the allocated memory.
+# them, sorted and disjoint. What is added: a name for the rank, and tracks with the step's phases and the allocated
+# memory.
 
 Interval = tuple[float, float]
 Event = Mapping[str, Any]

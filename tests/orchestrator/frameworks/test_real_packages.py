@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from orchestrator.frameworks import recipe
+from orchestrator.frameworks.catalog import recipe
 from tests.orchestrator.frameworks import facts
 from tests.orchestrator.frameworks.configurations import MODEL, configurations
 from tests.orchestrator.frameworks.real_packages import FACTS

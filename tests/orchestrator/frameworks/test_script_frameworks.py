@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks import export, recipe
+from orchestrator.frameworks.catalog import export, recipe
 from orchestrator.frameworks.spelling import audited, differences, flatten, is_at_or_below
 from tests.orchestrator.frameworks.all_fields import all_paths, handled
 from tests.orchestrator.frameworks.configurations import MODEL, WORKLOAD, configurations, errors, random_configuration

@@ -12,7 +12,7 @@ from rich.console import Console
 from cluster.gang.environment import MAX_BYTES_PER_RANK
 from cluster.gang.gang_outcome import merge_findings
 from cluster.hardware.topology import Device
-from orchestrator.config.profile import ProfileSection
+from orchestrator.config.settings import ProfileSection
 from orchestrator.errors import ConfigError
 from orchestrator.report.page.page import environment
 from orchestrator.report.profile_tables import profile_tables, remarks
