@@ -31,7 +31,7 @@ from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.snapshot import Home
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.text import plain, tail
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Evidence, GangLost, Infeasible, Measured, Measurement, Outcome
 from trials.reports import ScriptReport
 from trials.spec import Candidate, Protocol

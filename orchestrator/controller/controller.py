@@ -32,8 +32,8 @@ from orchestrator.search.knob_effects import RelativePredictor
 from orchestrator.search.predictor import Predictor, UnknownDimensionsError, UnpredictableError
 from orchestrator.search.search import Search
 from orchestrator.search.transfer import EarlierTrial, num_sweeps, same_program
+from orchestrator.space.knobs import memory_ranks
 from orchestrator.space.notation import flat_params
-from orchestrator.space.own_knobs import memory_ranks
 from orchestrator.sweep.events import Hardware, SweepCreated
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import PLAN, SPEC, Ledger, MeasuredProgram, Recorded, SweepFile, Tracking, tracking_uri
@@ -41,8 +41,7 @@ from orchestrator.sweep.snapshot import Home, Observer, read_snapshot
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.mlflow_store import earlier_trials
 from orchestrator.tracking.mlflow_tracker import Tracker
-from trials.codec import digest
-from trials.files import is_disk_full
+from trials.files import digest, is_disk_full
 from trials.secrets import redact
 from trials.spec import ProfileSpec, ScriptModel
 

@@ -61,8 +61,7 @@ from orchestrator.sweep.ledger import DiskFullError, Ledger
 from orchestrator.sweep.snapshot import Observer
 from orchestrator.sweep.state import SweepState, Trial, attempt_id, describe_failure, launchable
 from trials.accelerator.kinds import DeviceKind
-from trials.codec import to_json
-from trials.files import is_disk_full
+from trials.files import is_disk_full, to_json
 from trials.outcome import GangLost, LossCause, Outcome
 from trials.script.command import ScriptCommand
 from trials.secrets import VARIABLES

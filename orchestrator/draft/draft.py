@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.knobs import BaselineSection
+from orchestrator.config.settings import BaselineSection
 from orchestrator.config.sweep import load_sweep
 from orchestrator.draft.machine import DraftedMachine, comment, safe_name, sweep_text, value_text, words_text
 from orchestrator.draft.model_config import DraftedModel

@@ -22,7 +22,7 @@ import yaml
 
 from cluster.base import ClusterError
 from orchestrator import units
-from orchestrator.config.knobs import BaselineSection
+from orchestrator.config.settings import BaselineSection
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller import controller
 from orchestrator.errors import ConfigError
@@ -54,8 +54,7 @@ from orchestrator.tracking.mlflow_store import Registry
 from orchestrator.tracking.mlflow_tracker import Tracker
 from orchestrator.units import trial_id
 from orchestrator.watermark import Virtual
-from trials.codec import from_json, to_json
-from trials.files import write_atomically
+from trials.files import from_json, to_json, write_atomically
 from trials.outcome import GangLost, Measurement, NotBelieved, TimedOut
 from trials.spec import Candidate, Precision, ScriptModel, Workload
 

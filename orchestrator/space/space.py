@@ -21,17 +21,18 @@ from cluster.candidate_table import CandidateTable
 from orchestrator.space.file_types import layers_of, resolve_recompute
 from orchestrator.space.knobs import (
     KNOBS,
+    OwnKnob,
     build_kernels,
     build_layout,
     build_loader,
     build_offload,
     canonical_precision,
+    combinations,
     engine_for,
     resolve_tp_engine,
     with_tp_engine,
 )
 from orchestrator.space.notation import Features, Scalar
-from orchestrator.space.own_knobs import OwnKnob, combinations
 from trials.spec import Candidate, Layout, Model, Recompute
 
 # The search space: every candidate the knobs of a sweep span, once each, in a fixed order

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.confirmation.verification import World, rates
-from orchestrator.config.knobs import BaselineSection, SpaceSection
+from orchestrator.config.settings import BaselineSection, SpaceSection
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands
 from orchestrator.promotion import verify as drift
