@@ -42,7 +42,7 @@ from orchestrator.space.knobs import OwnKnob, OwnScalar
 from orchestrator.space.rules import Filters, check
 from orchestrator.space.space import build_candidate
 from orchestrator.sweep.events import Budget, ProofSettings, SweepCreated
-from trials.codec import digest
+from trials.files import digest
 from trials.spec import Candidate, Protocol, Workload
 
 OPERATIONAL = frozenset({"address", "min_nodes", "max_wait", "queue", "priority"})

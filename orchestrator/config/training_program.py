@@ -36,7 +36,7 @@ from orchestrator.config.settings import (
     word,
 )
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.catalog import TRAININGS, training
+from orchestrator.frameworks.catalog import training, trainings
 from orchestrator.frameworks.decoder_config import decoder_said
 from orchestrator.frameworks.edit import Reading, Run, Training
 from orchestrator.frameworks.launchers import program_of, without_launcher
@@ -189,7 +189,7 @@ def _quoted(word: str) -> str:
     return word if is_plain else '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-RecipeName = Annotated[str, AfterValidator(_known_recipe), WithJsonSchema({"enum": list(TRAININGS)})]
+RecipeName = Annotated[str, AfterValidator(_known_recipe), WithJsonSchema({"enum": trainings()})]
 Words = Annotated[
     tuple[str, ...],
     BeforeValidator(_words),

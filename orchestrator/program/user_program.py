@@ -19,7 +19,7 @@ from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, StageSpli
 from orchestrator.space.knobs import KNOB_NAMES, KNOBS, OwnKnob, argument_text
 from orchestrator.space.notation import flat_params
 from orchestrator.space.space import Rest
-from trials.codec import digest
+from trials.files import digest
 from trials.script.command import LogFormat
 from trials.spec import (
     Candidate,

@@ -23,8 +23,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from trials.codec import digest
+from trials.files import digest
 from trials.legality import FP32_MAX, FP32_TINY, has_sane_chunks, pattern_problem
+from trials.sizes import virtual_stage
 from trials.spec import (
     Candidate,
     Counts,
@@ -36,7 +37,6 @@ from trials.spec import (
     Schedule,
     SelectiveRecompute,
 )
-from trials.stages import virtual_stage
 
 # Building blocks of the sections of a sweep file: base class, faults, and annotations for short forms and lists
 

@@ -16,7 +16,7 @@ import numpy as np
 from cluster.candidate_table import FIELDS, CandidateTable, Codes
 from orchestrator.space.file_types import plain_knob
 from orchestrator.space.knobs import INHERITED, KNOBS, PLACEHOLDER, Sign, own_text
-from trials.codec import digest
+from trials.files import digest
 from trials.spec import (
     Candidate,
     OwnChoice,

@@ -17,8 +17,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from orchestrator.frameworks import FORMATS, export, recipe
-from orchestrator.frameworks.catalog import TRAININGS, training
+from orchestrator.frameworks.catalog import export, formats, recipe, training, trainings
 from orchestrator.space.file_types import (
     ALL_LAYERS,
     RecomputeChoice,
@@ -57,15 +56,15 @@ FOLDER = Path(__file__).parent / "frameworks"
 NUMBER = 300
 SHOWN = (0, 72)
 """Candidates whose texts stand in the file as they are, but for what is read back."""
-NAMES = tuple(sorted({*FORMATS, *TRAININGS}))
+NAMES = tuple(sorted({*formats(), *trainings()}))
 
 
 def record(name, step=1):
     """What stands in a framework's file; with a ``step`` of more than 1 hashes of so many candidates less."""
     found = {}
-    if name in FORMATS:
+    if name in formats():
         found |= _summary("export", exports(name, step))
-    if name in TRAININGS:
+    if name in trainings():
         found["reading"] = {kind: _hash(text) for kind, text in readings(name).items()}
         found |= _summary("overlay", overlays(name, step))
     return found
@@ -82,9 +81,9 @@ def thinned(kept, step):
 def texts(name):
     """Everything a framework makes, by a path for each part."""
     found = {}
-    if name in FORMATS:
+    if name in formats():
         found |= {f"export/{at:03d}-{part}": text for at, parts in exports(name).items() for part, text in parts}
-    if name in TRAININGS:
+    if name in trainings():
         found |= {f"reading/{kind}": text for kind, text in readings(name).items()}
         found |= {f"overlay/{at:03d}-{part}": text for at, parts in overlays(name).items() for part, text in parts}
     return {f"{name}/{path}": text for path, text in found.items()}
@@ -168,7 +167,7 @@ def readings(name):
     """By command: what it says, and which frameworks recognise it."""
     found = {}
     for kind, (run, _) in _runs(name).items():
-        known = [other for other in TRAININGS if training(other).recognises(run)]
+        known = [other for other in trainings() if training(other).recognises(run)]
         found[kind] = _anywhere(f"{_reading(training(name).read(run))}\nrecognised: {known}")
     return found
 

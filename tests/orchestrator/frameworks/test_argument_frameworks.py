@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks import export, recipe
+from orchestrator.frameworks.catalog import export, recipe
 from orchestrator.frameworks.spelling import audited, differences, flatten, is_at_or_below
 from orchestrator.space.space import canonical_part
 from tests.orchestrator.frameworks import facts

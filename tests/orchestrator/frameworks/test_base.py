@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks import FORMATS, catalog, export, export_all, recipe
+from orchestrator.frameworks import catalog
+from orchestrator.frameworks.catalog import export, export_all, formats, recipe
 from orchestrator.frameworks.spelling import Recipe, audited, candidate_of, flatten
 from tests.orchestrator.frameworks.all_fields import all_paths
 from tests.orchestrator.frameworks.configurations import WORKLOAD
@@ -77,7 +78,7 @@ def test_a_forgotten_field_of_the_workload_is_refused_too():
 def test_all_formats_at_once_with_reasons_for_those_that_cannot():
     candidate = Candidate(layout=Layout(pp=2, schedule="zbv", num_virtual_stages=2, stage_layers=((2, 2), (2, 2))))
     made = export_all(candidate, WORKLOAD)
-    assert list(made) == list(FORMATS)
+    assert list(made) == formats()
     refused = {name for name, result in made.items() if isinstance(result, ConfigError)}
     assert refused == {"megatron", "deepspeed", "paddlenlp", "accelerate"}
     assert "layout.schedule: Megatron-LM has no zero-bubble schedule" in str(made["megatron"])
@@ -112,7 +113,7 @@ def test_the_document_shows_what_each_format_has_a_setting_for():
     assert table() in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
-ELSEWHERE = sorted(set(FORMATS) - {"torchrun"})
+ELSEWHERE = sorted(set(formats()) - {"torchrun"})
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from orchestrator.frameworks import recipe
+from orchestrator.frameworks.catalog import recipe
 from tests.orchestrator.frameworks import facts
 from tests.orchestrator.frameworks.configurations import MODEL, configurations
 from tests.orchestrator.frameworks.real_packages import FACTS
-from trials.flops import num_parameters
+from trials.sizes import num_parameters
 
 NEEDS = {**FACTS, "torchtitan": ("torchtitan", "triton")}
 OF_PACKAGE = {package: name for name, packages in FACTS.items() for package in packages}

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks import export, recipe
+from orchestrator.frameworks.catalog import export, recipe
 from orchestrator.frameworks.spelling import audited, differences, flatten, is_at_or_below
 from tests.orchestrator.frameworks.all_fields import all_paths, handled
 from tests.orchestrator.frameworks.configurations import MODEL, WORKLOAD, configurations, errors, random_configuration
 from tests.orchestrator.space.candidate_strategies import SEEDS
-from trials.codec import from_json
+from trials.files import from_json
 from trials.outcome import RankReport
 from trials.spec import (
     Candidate,

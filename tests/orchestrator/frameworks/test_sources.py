@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from orchestrator.frameworks import recipe
+from orchestrator.frameworks.catalog import recipe
 from tests.orchestrator.frameworks import facts, source_facts
 from tests.orchestrator.frameworks.test_argument_frameworks import drawn, errors
 
