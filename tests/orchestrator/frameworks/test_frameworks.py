@@ -271,7 +271,7 @@ def test_a_command_is_recognised_and_stays_as_it_is_where_nothing_is_asked_of_it
 
 @pytest.mark.parametrize("name", [name for name in TRAININGS if name != "custom"])
 def test_a_command_says_the_candidate_that_was_laid_over_it_or_why_it_cannot(name):
-    known, count = training(name), 0
+    known, folder, count = training(name), programs.written(goldens.folder()), 0
     for _, run, request in goldens.requests(name)[:100]:
         laid = known.overlay(run, request)
         if errors(laid) or request.told:
@@ -284,7 +284,7 @@ def test_a_command_says_the_candidate_that_was_laid_over_it_or_why_it_cannot(nam
         assert said.num_microbatches in (None, request.num_microbatches)
         assert differing(run_of(known.trial_mode(laid, 9), run), name, request.candidate) == set()
     assert count > 5
-    assert {file: (goldens.folder() / file).read_text() for file in programs.FILES} == programs.FILES
+    assert {file: (folder / file).read_text() for file in programs.FILES} == programs.FILES
 
 
 BARE = "python trainer.py "
