@@ -81,7 +81,7 @@ space: {deterministic: [false, true]}
 TRAIN = """
 import dataclasses, json, sys, torch
 from tests.trials.tiny import tiny_spec
-from trials.codec import to_json
+from trials.files import to_json
 from trials.kernels import kernel_settings
 spec = tiny_spec()
 kernels = dataclasses.replace(spec.candidate.kernels, deterministic=True)

@@ -39,8 +39,8 @@ from orchestrator.search.predictor import MAX_CANDIDATES, UnpredictableError
 from orchestrator.space.notation import describe, short_name
 from orchestrator.sweep.snapshot import Home
 from trials.accelerator.kinds import DeviceKind
-from trials.codec import to_json
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, Mode, RunFailure, context_bytes
+from trials.files import to_json
 from trials.reports import Link
 from trials.spec import Candidate, OwnModel, Workload
 

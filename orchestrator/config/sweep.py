@@ -41,7 +41,7 @@ from orchestrator.space.file_types import Section, ShortForms, fault
 from orchestrator.space.knobs import OwnKnob, OwnScalar, build_candidate
 from orchestrator.space.rules import Filters, check
 from orchestrator.sweep.events import Budget, ProofSettings, SweepCreated
-from trials.codec import digest
+from trials.files import digest
 from trials.spec import Candidate, Protocol, Workload
 
 OPERATIONAL = frozenset({"address", "min_nodes", "max_wait", "queue", "priority"})

@@ -30,8 +30,7 @@ from cluster.processes import python_module
 from orchestrator.config.settings import Positive, Size, is_there, resolve
 from orchestrator.space.file_types import Section, fault, show
 from trials.accelerator.kinds import without_devices
-from trials.codec import from_json, to_json
-from trials.files import open_regular
+from trials.files import from_json, open_regular, to_json
 from trials.legality import DATA_OF_MODEL
 from trials.own_code import FUNCTION, RESERVED
 from trials.secrets import for_ranks
@@ -108,7 +107,7 @@ def count_module(model: OwnModel, data: Data, seq_length: int) -> CountedSection
 def _ask(request: str) -> dict[str, Any]:
     """The child's reply; a file is read more than once while it is submitted, but its code is looked at once."""
     environment = {**without_devices(for_ranks(os.environ)), "TRANSFORMERS_VERBOSITY": "error"}
-    command = python_module("trials.models.counting")
+    command = python_module("trials.models.module_facts")
     try:
         done = subprocess.run(
             command, input=request, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False

@@ -18,8 +18,8 @@ from orchestrator.frameworks.spelling import (
     lacking,
 )
 from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, layers_of, resolve_recompute
+from trials.sizes import all_chunks
 from trials.spec import Candidate, Counts, Layout, Recompute
-from trials.stages import all_chunks
 
 
 def present(draft: Draft) -> Counts:

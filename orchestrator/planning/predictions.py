@@ -46,8 +46,8 @@ from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.notation import describe, diff, flat_params, short_name
 from orchestrator.space.rules import Violation, check
 from orchestrator.sweep.ledger import Document, Ledger
-from trials.codec import from_json, to_json
 from trials.dryrun.estimate import DryRunEstimate
+from trials.files import from_json, to_json
 from trials.spec import Candidate, Workload
 
 # Predictions for a whole plan: its best candidates with the terms of their figures, and what the sweep would cost

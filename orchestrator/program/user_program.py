@@ -18,7 +18,7 @@ from orchestrator.frameworks.spelling import WORKLOAD, candidate_of, flatten, is
 from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, StageSplit, even_split, layers_of
 from orchestrator.space.knobs import KNOB_NAMES, KNOBS, OwnKnob, Rest, argument_text
 from orchestrator.space.notation import flat_params
-from trials.codec import digest
+from trials.files import digest
 from trials.script.command import LogFormat
 from trials.spec import (
     Candidate,

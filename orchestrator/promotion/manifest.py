@@ -31,7 +31,7 @@ from orchestrator.sweep.ledger import SPEC, Ledger, MeasuredProgram, SweepFile
 from orchestrator.sweep.state import SweepState, Trial, find_trial
 from orchestrator.tracking.mlflow_store import MAX_DESCRIPTION_CHARS, Registered
 from orchestrator.watermark import watermark, watermark_line
-from trials.codec import digest, from_json, to_json
+from trials.files import digest, from_json, to_json
 from trials.outcome import Measurement
 from trials.secrets import redact, redact_all
 from trials.spec import Candidate, Workload

@@ -54,8 +54,7 @@ from orchestrator.tracking.mlflow_store import Registry
 from orchestrator.tracking.mlflow_tracker import Tracker
 from orchestrator.units import trial_id
 from orchestrator.watermark import Virtual
-from trials.codec import from_json, to_json
-from trials.files import write_atomically
+from trials.files import from_json, to_json, write_atomically
 from trials.outcome import GangLost, Measurement, NotBelieved, TimedOut
 from trials.spec import Candidate, Precision, ScriptModel, Workload
 

@@ -25,7 +25,7 @@ from orchestrator.space.rules import OwnMemory, Pruner
 from orchestrator.space.space import LargeSpace, Lookup, without_effect
 from orchestrator.sweep.events import CandidatesPruned, PredictedResult, Suggestion
 from orchestrator.sweep.state import SweepState, Trial
-from trials.codec import digest
+from trials.files import digest
 from trials.outcome import Diverged, Infeasible, NotBelieved, OutOfMemory
 from trials.spec import Candidate
 

@@ -21,8 +21,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from trials.legality import FP32_MAX, FP32_TINY, has_sane_chunks, pattern_problem
+from trials.sizes import virtual_stage
 from trials.spec import Counts, Layout, LoaderTuning, LossScale, Precision, Recompute, Schedule, SelectiveRecompute
-from trials.stages import virtual_stage
 
 # Building blocks of the sections of a sweep file: base class, faults, and annotations for short forms and lists
 

@@ -17,7 +17,7 @@ import numpy as np
 from cluster.candidate_table import FIELDS, CandidateTable, Codes
 from orchestrator.space.file_types import ALL_LAYERS, LayerCount, RecomputeChoice, StageSplit, even_split
 from orchestrator.space.knobs import INHERITED, KNOBS, own_text
-from trials.codec import digest
+from trials.files import digest
 from trials.spec import (
     Candidate,
     Counts,

@@ -18,7 +18,7 @@ from cluster.node.agent import Agent
 from cluster.node.hang import judge, main_thread
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
 from tests.trials.tiny import tiny_spec
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import GangLost, Measured, TimedOut
 from trials.spec import Kernels, Layout
 

@@ -28,7 +28,7 @@ from tests.orchestrator.frameworks.commands import as_it_stands, differing, erro
 from tests.orchestrator.frameworks.configurations import MODEL, WORKLOAD
 from tests.orchestrator.frameworks.matrix import table
 from tests.support import ROOT
-from trials.codec import from_json
+from trials.files import from_json
 from trials.outcome import RankReport
 from trials.script.logs import make_parser
 from trials.spec import (

@@ -14,7 +14,7 @@ from tests.goldens import frameworks as goldens
 from tests.orchestrator.frameworks import facts, source_facts
 from tests.orchestrator.frameworks.configurations import MODEL, configurations, errors
 from tests.orchestrator.frameworks.real_packages import FACTS
-from trials.flops import num_parameters
+from trials.sizes import num_parameters
 
 NEEDS = {**FACTS, "torchtitan": ("torchtitan", "triton")}
 OF_PACKAGE = {package: name for name, packages in FACTS.items() for package in packages}

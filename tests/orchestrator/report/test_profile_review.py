@@ -21,7 +21,7 @@ from orchestrator.sweep.events import ProfileRun
 from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.sweep.state import Attempt, Trial
 from orchestrator.terminal.result_screen import render_profile
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.outcome import Measured, Measurement, StepBreakdown
 from trials.reports import (
     FOLDER,

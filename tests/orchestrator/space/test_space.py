@@ -15,7 +15,7 @@ from orchestrator.space.notation import diff, flat_params, short_name
 from orchestrator.space.space import make_space
 from tests.orchestrator.space.candidate_strategies import CANDIDATES, MODELS, SEEDS, canonicalize, random_candidate
 from tests.support.sweep_files import FULL, SMALL, write
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.spec import (
     Candidate,
     Kernels,
