@@ -26,7 +26,7 @@ from orchestrator.space.file_types import (
     resolve_recompute,
     resolve_stage_layers,
 )
-from orchestrator.space.knobs import canonical_kernels
+from orchestrator.space.space import canonical_part
 from tests.orchestrator.frameworks import commands, programs
 from tests.orchestrator.frameworks.configurations import MODEL, WORKLOAD, random_configuration, random_workload
 from tests.orchestrator.space.candidate_strategies import canonicalize, random_candidate, random_kernels, random_loader
@@ -392,7 +392,7 @@ def _precision(rng, base):
 
 
 def _kernels(rng, base):
-    drawn = canonical_kernels(random_kernels(rng), MODEL)
+    drawn = canonical_part(random_kernels(rng), MODEL)
     attention = rng.choice(["auto", "flash", "math", "cudnn", "efficient"])
     plain = Kernels(compile=rng.choice(["off", "block", "model"]), attention=attention)
     return rng.choice([plain, drawn, dataclasses.replace(base.kernels, attention=attention)])

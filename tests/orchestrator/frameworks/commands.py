@@ -11,7 +11,7 @@ from orchestrator.frameworks.catalog import training
 from orchestrator.frameworks.edit import OverlayRequest, Run, values_of
 from orchestrator.frameworks.spelling import candidate_of
 from orchestrator.program.user_program import canonical_reading
-from orchestrator.space.knobs import canonical_layout, canonical_loader, canonical_precision
+from orchestrator.space.space import canonical_part, canonical_precision
 from tests.orchestrator.frameworks.configurations import MODEL
 
 BATCH = 96
@@ -132,8 +132,8 @@ def as_it_stands(run, name, num_ranks=8):
 def canonical(candidate):
     return dataclasses.replace(
         candidate,
-        layout=canonical_layout(candidate.layout),
-        loader=canonical_loader(candidate.loader),
+        layout=canonical_part(candidate.layout),
+        loader=canonical_part(candidate.loader),
         precision=canonical_precision(candidate.precision),
     )
 

@@ -20,7 +20,7 @@ from orchestrator.frameworks.catalog import export, export_all, formats, recipe,
 from orchestrator.frameworks.edit import Overlay
 from orchestrator.frameworks.spelling import Recipe, audited, candidate_of, differences, flatten, is_at_or_below
 from orchestrator.frameworks.torchtitan_config import settings_of
-from orchestrator.space.knobs import canonical_loader
+from orchestrator.space.space import canonical_part
 from tests.goldens import frameworks as goldens
 from tests.orchestrator.frameworks import commands, programs
 from tests.orchestrator.frameworks.all_fields import all_paths, handled, parts
@@ -74,7 +74,7 @@ def test_an_export_says_what_was_asked_for_or_has_a_note_of_its_own(name):
 def test_what_an_export_says_is_said_again_without_loss(name):
     known, count = recipe(name), 0
     for candidate, workload in goldens.configurations()[::3]:
-        candidate = replace(candidate, loader=canonical_loader(replace(candidate.loader, tuning=None)))
+        candidate = replace(candidate, loader=canonical_part(replace(candidate.loader, tuning=None)))
         made = known.export(candidate, workload)
         if not errors(made):
             said = known.parse(made.files).candidate
