@@ -1,4 +1,4 @@
-"""The messages between controller, agent, warden and rank: JSON lines, made by :mod:`trials.codec`."""
+"""The messages between controller, agent, warden and rank: JSON lines, made by :mod:`trials.files`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from cluster.base import Deadlines, GangLaunch
 from cluster.hardware.topology import DeviceHandle, Node
 from trials.accelerator.kinds import DeviceKind
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Phase, RankReport
 from trials.reports import Disturbance
 

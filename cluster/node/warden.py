@@ -67,9 +67,8 @@ from cluster.node.ranks import (
     with_program_memory,
 )
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
-from trials.codec import from_json
 from trials.failure import of_host
-from trials.files import make_private_folder
+from trials.files import from_json, make_private_folder
 from trials.script.command import remove_scratch, report_folder
 from trials.secrets import VARIABLES, keep_secret, redact_file
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.knobs import BaselineSection
+from orchestrator.config.settings import BaselineSection
 from orchestrator.config.sweep import load_sweep
 from orchestrator.draft.machine import DraftedMachine, comment, safe_name, sweep_text, value_text, words_text
 from orchestrator.draft.model_config import DraftedModel
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.catalog import training
 from orchestrator.search.predictor import Prediction, UnpredictableError, make_predictor, predict
-from orchestrator.space.knobs import build_candidate
 from orchestrator.space.rules import check
+from orchestrator.space.space import build_candidate
 from orchestrator.units import num_bytes
 from trials.files import write_atomically
 from trials.legality import DATA_OF_MODEL

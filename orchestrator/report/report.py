@@ -56,7 +56,7 @@ from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.units import is_wide, trial_id
 from orchestrator.watermark import watermark
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Measurement, NotBelieved
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from orchestrator.sweep.state import (
 from orchestrator.text import plain, tail
 from orchestrator.units import count, signal_name, trial_id
 from orchestrator.watermark import Virtual
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -47,7 +47,7 @@ from trials.outcome import (
     StoppedEarly,
     TimedOut,
 )
-from trials.shapes import ScriptModel
+from trials.spec import ScriptModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from orchestrator import process_support
 from orchestrator.sweep.events import ControllerStarted, LedgerEvent
-from trials.codec import CodecError, from_json, to_json
-from trials.files import is_disk_full, make_private_folder
+from trials.files import CodecError, from_json, is_disk_full, make_private_folder, to_json
 
 if TYPE_CHECKING:
     from orchestrator.sweep.snapshot import Home

@@ -11,7 +11,7 @@ from cluster.gang.gang_outcome import recover
 from cluster.gang.messages import NodeFailing, NodeGone, NodeProgress, RankFailure, line
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Device, Placement
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Crashed, GangLost
 
 NODES = ("a", "b")

@@ -30,7 +30,7 @@ from tests.cluster.gangs import (
     wait_until,
 )
 from tests.trials.tiny import tiny_spec
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import GangLost, Measured, TimedOut
 from trials.spec import Kernels, Layout
 

@@ -13,7 +13,7 @@ from orchestrator.sweep.state import SweepState
 from tests.support.long_story import all_kinds, candidate, events, speeds, state
 from tests.support.proof_story import proof_events
 from tests.support.story import failures, measured
-from trials.codec import from_json
+from trials.files import from_json
 from trials.spec import Candidate, ImageFolderData, ResNetModel, Workload
 
 

@@ -31,8 +31,8 @@ from trials.dryrun.small import (
     shorter_ranks,
     with_microbatches,
 )
-from trials.flops import num_parameters
 from trials.legality import violations
+from trials.sizes import num_parameters, virtual_stage
 from trials.spec import (
     Candidate,
     Kernels,
@@ -45,7 +45,6 @@ from trials.spec import (
     TrialSpec,
     Workload,
 )
-from trials.stages import virtual_stage
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
