@@ -13,7 +13,6 @@ from orchestrator.diagnosis.values import (
     PART_NAMES,
     Bottleneck,
     Diagnosis,
-    Importance,
     KnobEffect,
     Part,
     PartName,
@@ -34,7 +33,6 @@ from trials.outcome import Evidence
 # the predictions were.
 
 
-MAX_KNOBS = 8
 MAX_EFFECTS = 8
 MAX_OTHERS = 4
 BAR_WIDTH = 10
@@ -69,7 +67,7 @@ def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
     sections.append(
         section(
             "Which knob matters",
-            Group(_knobs(explained.importance, explained.effects, explained.unit), *_left_out(explained)),
+            Group(_effects(explained.effects, explained.unit), *_left_out(explained)),
         )
     )
     sections.append(section(f"Expected and {explained.virtual or 'measured'}", _predictions(explained.predictions)))
@@ -236,35 +234,9 @@ def _gain(one: Bottleneck) -> str:
     return f"at least {units.floor(gain)}x, {trial} was measured {how}{more}"
 
 
-def _knobs(importance: Importance, effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
-    parts: list[RenderableType] = [_importance(importance)]
-    if effects:
-        parts += [Text(""), _effects(effects, unit)]
-    return Group(*parts)
-
-
-def _importance(importance: Importance) -> RenderableType:
-    if importance.reason:
-        return Text(importance.reason)
-    columns = (
-        Column(title="", name="knob", min_width=20),
-        Column(title="", name="share", is_number=True),
-        Column(title="", name="interval", priority=6, mood="rest"),
-        Column(title="", name="bars", priority=5),
-    )
-    grid = FittedTable(columns=columns)
-    for knob in importance.knobs[:MAX_KNOBS]:
-        bar = Text("█" * round(2 * BAR_WIDTH * knob.share), style="cyan")
-        interval = f"{knob.low:.0%} {units.DASH} {knob.high:.0%}"
-        grid.add_row(" + ".join(knob.knobs), f"{knob.share:.0%}", interval, bar)
-    rest = len(importance.knobs) - MAX_KNOBS
-    bounds = f", {importance.num_bounds} of them stopped early" if importance.num_bounds else ""
-    note = f"share of the variance of log step time, {importance.num_trials} trials{bounds}; 95 % by bootstrap"
-    more = [Text(f"and {rest} more knobs", style="dim")] if rest > 0 else []
-    return Group(grid, *more, Text(note, style="dim"))
-
-
 def _effects(effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
+    if not effects:
+        return Text("no two trials show what a single knob did")
     columns = (
         Column(title="", name="change", min_width=24),
         Column(title="", name="speed", is_number=True),

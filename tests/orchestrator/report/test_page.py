@@ -15,7 +15,7 @@ from jinja2 import UndefinedError
 from configs import CONFIGS
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
-from orchestrator.diagnosis.values import KnobImportance, Part, StepParts
+from orchestrator.diagnosis.values import KnobEffect, Part, StepParts
 from orchestrator.planning.planner import make_plan, plan_document
 from orchestrator.report import curves, words
 from orchestrator.report.curves import History, ParallelCoordinates, SpeedPoint
@@ -118,7 +118,10 @@ def test_every_plot_draws_any_number_of_trials_and_stays_small(num_trials: int):
     found = many(num_trials)
     step = StepParts(trial=1, step_time_s=0.1, parts=(Part("compute", 0.1, "measured"),))
     steps = [(HOSTILE, step)] * min(num_trials, 2)
-    knobs = [KnobImportance(knobs=(f"knob{i}",), share=0.3, low=0.1, high=0.5) for i in range(min(num_trials, 30))]
+    effects = [
+        KnobEffect(knobs=(f"knob{i}",), before=(1,), after=(2,), ratio=1.5, low=1.2, high=1.9, num_pairs=1)
+        for i in range(max(1, min(num_trials, 30)))
+    ]
     state = fold(proof_events())
     rounds = curves.finalists(state) if num_trials else []
     drawn = {
@@ -126,7 +129,7 @@ def test_every_plot_draws_any_number_of_trials_and_stays_small(num_trials: int):
         "pareto": lambda: charts.plot_pareto(found.measured, "tokens/s/p", 2**30),
         "parallel": lambda: charts.plot_coordinates(lines(num_trials), "tokens/s/p"),
         "breakdown": lambda: charts.plot_breakdown(steps),
-        "importance": lambda: charts.plot_importance(knobs),
+        "effects": lambda: charts.plot_effects(effects, "tokens/s/p"),
         "rounds": lambda: plots_proof.plot_rounds(rounds, HOSTILE),
     }
     for name, draw in drawn.items():
