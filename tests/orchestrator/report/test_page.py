@@ -23,7 +23,7 @@ from orchestrator.report.page.page import environment, page_html
 from orchestrator.report.plots import charts, style
 from orchestrator.report.plots import charts as plots_proof
 from orchestrator.report.plots.gallery import gallery
-from orchestrator.report.report import Report, make_report, report_markdown
+from orchestrator.report.report import Report, make_report
 from orchestrator.report.sources import PlanFacts, Sources, rejected_csv
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.fold import fold
@@ -229,20 +229,6 @@ def test_a_sweep_without_anything_measured_has_a_page_too():
         page = page_html(made(state))
         checked(page)
         assert "Nothing was measured." in page
-
-
-def test_terminal_and_note_tell_the_proof():
-    state = fold(proof_events())
-    shown = text(result_screen.render_report(made(state)), 140)
-    said = "Confirmed: 1.25x (1.20x – 1.30x) the speed of your present configuration, and it trains the same: t001"  # noqa: RUF001
-    assert said in shown
-    assert re.search(r"t002 +1.01x .* not shown faster", shown)
-    assert re.search(r"t001 +passed: loss: median 0.04 % off, all 20 steps within their limits", shown)
-    assert "3 of 20 steps beyond their limits (up to 10 may be)" in " ".join(shown.split())
-    assert len(re.findall(r"^ +t\d{3}  .*(measured|memory|infeasible|diverged|timed|crashed|lost)", shown, re.M)) == 9
-    lines = report_markdown(made(state)).splitlines()
-    assert lines[0].startswith("**Confirmed: 1.25x")
-    assert "- Confirmation of t002: 1.01x (1.005x – 1.01x), not shown faster" in lines  # noqa: RUF001
 
 
 def test_every_outcome_and_every_purpose_has_words():
