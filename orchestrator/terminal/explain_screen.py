@@ -26,7 +26,7 @@ from orchestrator.status.explanation import AttemptExplanation, Explanation
 from orchestrator.sweep.state import Trial, nodes_of
 from orchestrator.terminal.fitted import FittedTable, indented, label_grid, mark, section, status_text
 from orchestrator.text import one_line, plain
-from orchestrator.units import chance, count, signal_name
+from orchestrator.units import count
 from trials.outcome import Evidence
 
 # The explanation of a sweep on the terminal: where the time goes, what holds it back, which knob matters, how good
@@ -332,11 +332,8 @@ def _proposed(explained: Explanation) -> RenderableType:
     grid.add_row("why", Text(plain(trial.reason)))
     if explained.changed:
         grid.add_row("changed", Text(units.changes_words(explained.changed)))
-    if expected := trial.expected:
-        words = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
-        peak = "" if expected.peak_bytes is None else f"peak {units.num_bytes(expected.peak_bytes)}, "
-        memory = f"{peak}fits with a probability of {chance(expected.probability_fits)}"
-        grid.add_row("expected", Text(f"{words}, {memory}"))
+    if explained.expected:
+        grid.add_row("expected", Text(explained.expected))
     if measured:
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
         peak = f", peak {peak_memory(measured)}" if measured.peak_bytes else ""
@@ -365,7 +362,7 @@ def _attempt(explanation: AttemptExplanation) -> Iterable[RenderableType]:
     charged = f", {units.device_time(attempt.device_seconds)} charged" if attempt.outcome else " so far"
     grid.add_row("took", Text(f"{units.duration(explanation.duration_s)}{charged}"))
     if explanation.evidence:
-        for label, words in _evidence(explanation.evidence, is_blameless=explanation.is_blameless):
+        for label, words in _evidence(explanation.evidence, explanation.blamed):
             grid.add_row(label, words)
     for i, line in enumerate(explanation.consequences):
         grid.add_row("so" if i == 0 else "", Text(line))
@@ -374,12 +371,8 @@ def _attempt(explanation: AttemptExplanation) -> Iterable[RenderableType]:
     yield indented(grid)
 
 
-def _evidence(evidence: Evidence, *, is_blameless: bool) -> Iterable[tuple[str, Text]]:
-    rank = f"rank {evidence.rank}" if evidence.rank is not None else ""
-    where = " on ".join(part for part in (rank, evidence.node or "") if part)
-    ended = signal_name(evidence.exit_code) or (f"exit code {evidence.exit_code}" if evidence.exit_code else "")
-    blamed = ", ".join(part for part in (where, plain(evidence.error_type or ""), ended) if part)
-    if blamed and not is_blameless:
+def _evidence(evidence: Evidence, blamed: str) -> Iterable[tuple[str, Text]]:
+    if blamed:
         yield "blamed", Text(blamed)
     yield "because", Text(plain(evidence.message.strip()), style="red")
     for i, line in enumerate(evidence.log_tail[-MAX_LOG_LINES:]):
