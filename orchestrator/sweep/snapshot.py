@@ -68,10 +68,6 @@ class Lease:
     at_s: float | None = None
     priority: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        names = ("wanted", "waiting", "at_s", "priority")
-        return {"nodes": list(self.nodes), **{name: getattr(self, name) for name in names}}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
