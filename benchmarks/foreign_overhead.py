@@ -31,7 +31,7 @@ from cluster.hardware.topology import Pool, cpu_model
 from cluster.local import LocalCluster
 from configs import CONFIGS
 from orchestrator.program.candidate_command import RUNNER
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Measured
 from trials.script.command import ScriptCommand
 from trials.spec import Protocol

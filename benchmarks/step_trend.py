@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from trials.step_times import trend
+from trials.outcome import trend
 
 Series = NDArray[np.float64]
 NUM_STEPS = (8, 12, 16, 32, 64, 128)

@@ -20,7 +20,7 @@ from cluster.cost.step_time import matmul_flops_per_s
 from cluster.hardware.accelerators import Accelerator, ClusterDescription
 from cluster.hardware.topology import Device, Node, Placement
 from trials.accelerator.kinds import DeviceKind
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Measured, Outcome
 from trials.reports import Link, MatmulRate, MessageTime, Part, RankRates, Rate, probe_spec
 

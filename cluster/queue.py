@@ -19,8 +19,7 @@ from filelock import FileLock
 
 from cluster.hardware.topology import Node, path_safe
 from cluster.processes import process_info
-from trials.codec import CodecError, from_json, to_json
-from trials.files import make_private_folder, write_atomically
+from trials.files import CodecError, from_json, make_private_folder, to_json, write_atomically
 
 # Which of the sweeps that share a cluster may hold how many of its nodes. Pure and deterministic but for the protocol.
 #

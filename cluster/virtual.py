@@ -28,10 +28,10 @@ from cluster.hardware.accelerators import ClusterDescription
 from cluster.hardware.topology import Device, Node, Topology
 from cluster.probing import RUNNER as PROBE
 from cluster.queue import Admission, Unlimited
-from trials.codec import from_json, to_json
-from trials.flops import model_flops_per_token
+from trials.files import from_json, to_json
 from trials.outcome import Measured, Measurement, Outcome, StepBreakdown, probe_report
 from trials.reports import Link, MatmulRate, MessageTime, ProbeSpec, RankRates, Rate
+from trials.sizes import model_flops_per_token
 from trials.spec import Candidate, TrialSpec, decoder_of
 
 # The base of simulated clusters: gangs are scripts, and a virtual clock jumps from event to event.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from orchestrator.config.notify import NotifySection
+from orchestrator.config.settings import NotifySection
 from orchestrator.errors import ConfigError
 from orchestrator.process_support import environment, pause_s
 from orchestrator.report.result_schema import SCHEMA_VERSION
@@ -36,7 +36,7 @@ from trials.outcome import GangLost, Outcome
 from trials.secrets import redact, redact_all
 
 if TYPE_CHECKING:
-    from orchestrator.config.notify import NotifyEvent
+    from orchestrator.config.settings import NotifyEvent
 
 
 # What is worth a notification, and what it says. Pure functions of the ledger.

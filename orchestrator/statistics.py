@@ -4,7 +4,7 @@ All intervals cover the noise between the steps of one run. Noise between runs (
 in them, which is why :func:`compare` also asks for a difference of at least :data:`MIN_DIFFERENCE`, and why the best
 of many trials is measured again before it is trusted in production.
 
-Where the steps of a run became slower or faster, only the last ones count (:mod:`trials.step_times`).
+Where the steps of a run became slower or faster, only the last ones count (:mod:`trials.outcome`).
 
 Step times that a program printed are known to their last digit only, however often it is the same: no spread and no
 interval of theirs is narrower than the difference of two neighbouring values, the resolution.

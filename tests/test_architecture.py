@@ -86,7 +86,7 @@ def test_planning_needs_neither_torch_nor_a_service():
 
 
 def test_trial_types_need_the_standard_library_only():
-    types = "trials.spec, trials.outcome, trials.flops, trials.codec, trials.failure, trials.files, trials.secrets"
+    types = "trials.spec, trials.outcome, trials.sizes, trials.failure, trials.files, trials.secrets"
     assert loaded_by(f"import {types}") - loaded_by("") - set(sys.stdlib_module_names) == {"trials"}
 
 

@@ -32,8 +32,7 @@ from orchestrator.sweep.snapshot import Home, check_name
 from orchestrator.tracking import mlflow_server
 from tests.support import leaky_runner, sweeps
 from tests.support.mlflow_store import new_store
-from trials.codec import to_json
-from trials.files import make_private_folder, write_atomically
+from trials.files import make_private_folder, to_json, write_atomically
 from trials.secrets import (
     MASK,
     VARIABLES,

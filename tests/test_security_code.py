@@ -23,7 +23,7 @@ MAY_IMPORT = {
 WRITES = {"write_text", "write_bytes"}
 MAY_WRITE = {
     "cluster/processes.py": "/proc",
-    "trials/training/rank_device.py": "/proc",
+    "trials/training/measure.py": "/proc",
     "cluster/node/load_watch.py": "what nvidia-smi prints, read after its end",
     "cluster/ray/connection.py": "a token that nobody reads yet",
     "orchestrator/config/schema.py": "generated documents of the repository",

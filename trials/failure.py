@@ -547,7 +547,7 @@ def classify(error: BaseException, device: str = "cpu", *, is_memory_full: bool 
 
     The innermost error with a kind of its own wins. "connection" means collateral: some peer of the gang failed first,
     so it counts only when nothing in the chain says more; "error" is everything not recognised. A rank on the CPU has
-    the host's memory (its share, by :func:`trials.training.rank_device.limit_memory`) for a device's: for it there
+    the host's memory (its share, by :func:`trials.training.measure.limit_memory`) for a device's: for it there
     is no "host_oom".
 
     Args:

@@ -1,16 +1,24 @@
-"""Files written so that nobody reads half of one, and folders that only their owner reads. Standard library only."""
+"""Files that other processes read, and the JSON that dataclasses become in them. Standard library only."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import errno
+import functools
+import hashlib
 import json
 import os
 import stat
 import sys
-from collections.abc import Iterable
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, TypeVar, Union
 from uuid import uuid4
+
+# ---- Files written so that nobody reads half of one, and folders that only their owner reads. Standard library only
 
 FULL_BYTES = 1 << 20
 """A disk with less free space counts as full: the next file of any size may be cut off."""
@@ -92,3 +100,213 @@ def make_private_folder(path: Path) -> Path:
     for folder in reversed(missing):
         folder.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+# ---- Frozen dataclasses to plain JSON values and back, strictly
+#
+# Members of a union carry a ``kind`` class variable; it is written into the JSON object and selects the class on the
+# way back. Everything that crosses a process boundary or reaches the disk goes through here: nothing is pickled.
+
+T = TypeVar("T")
+
+_SCALARS = (bool, int, float, str)
+
+
+class CodecError(ValueError):
+    """The JSON value does not describe the wanted type; the message starts with the path to the bad part."""
+
+
+def to_json(value: Any) -> Any:
+    """Turn ``value`` (dataclasses, tuples, mappings, string enums, paths, scalars) into JSON-compatible values."""
+    if isinstance(value, enum.StrEnum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if (names := _field_names(value.__class__)) is not None:
+        body = {name: to_json(getattr(value, name)) for name in names}
+        kind = getattr(type(value), "kind", None)
+        return {"kind": kind, **body} if isinstance(kind, str) else body
+    raise TypeError(f"cannot encode {type(value).__name__}")
+
+
+def fields_json(value: Any, *names: str) -> dict[str, Any]:
+    """The fields and properties of these names, as JSON values."""
+    return {name: to_json(getattr(value, name)) for name in names}
+
+
+def from_json(cls: type[T] | Any, data: Any, path: str = "$") -> T:
+    """Build ``cls`` (a dataclass, a union of them, a string enum, or a scalar, tuple or dict type) from JSON values.
+
+    Raises:
+        CodecError: for an unknown or missing key, an unknown ``kind`` or a value of the wrong type.
+    """
+    try:
+        return typing.cast(T, _decoder(typing.cast(Any, cls))(data))
+    except _MismatchError as wrong:
+        raise CodecError("; ".join(f"{path}{part}: {message}" for part, message in wrong.found)) from None
+
+
+def canonical_json(value: Any) -> str:
+    """The one text for a value: sorted keys, no spaces, no NaN. Hashes are taken of this."""
+    return json.dumps(to_json(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of :func:`canonical_json`, as 64 hexadecimal digits."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+_Decode = Callable[[Any], Any]
+
+
+class _MismatchError(Exception):
+    """JSON values that do not fit: messages, each with the path to the bad part as far as it is known by now.
+
+    Paths are put together only when something is wrong: a ledger has far more good values than bad ones.
+    """
+
+    def __init__(self, *found: tuple[str, str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def below(self, part: str) -> _MismatchError:
+        return _MismatchError(*((part + path, message) for path, message in self.found))
+
+
+@functools.cache
+def _decoder(cls: Any) -> _Decode:
+    """The function that builds a ``cls`` from JSON values, or raises :class:`_MismatchError`; made once per type."""
+    origin, args = typing.get_origin(cls), typing.get_args(cls)
+    if cls is Any:
+        return lambda data: data
+    if origin in (Union, types.UnionType):
+        return _union_decoder(args)
+    if origin is Literal:
+        return lambda data: _expect(any(data == arg and type(data) is type(arg) for arg in args), data, cls)
+    if origin is tuple:
+        return _tuple_decoder(cls, args[0])
+    if origin in (dict, Mapping):
+        return _mapping_decoder(cls, args[1])
+    if dataclasses.is_dataclass(cls):
+        return _dataclass_decoder(cls)
+    if isinstance(cls, type) and issubclass(cls, enum.StrEnum):
+        return _enum_decoder(cls)
+    return _scalar_decoder(cls)
+
+
+def _enum_decoder(cls: type[enum.StrEnum]) -> _Decode:
+    members = {member.value: member for member in cls}
+    return lambda data: members[_expect(isinstance(data, str) and data in members, data, cls)]
+
+
+def _scalar_decoder(cls: Any) -> _Decode:
+    if cls is type(None):
+        return lambda data: _expect(data is None, data, cls)
+    if cls is float:
+        return lambda data: float(_expect(isinstance(data, int | float) and not isinstance(data, bool), data, cls))
+    if cls is int:
+        return lambda data: _expect(isinstance(data, int) and not isinstance(data, bool), data, cls)
+    return lambda data: _expect(isinstance(data, cls), data, cls)
+
+
+def _tuple_decoder(cls: Any, item: Any) -> _Decode:
+    decode_item = _decoder(item)
+
+    def decode(data: Any) -> tuple[Any, ...]:
+        _expect(isinstance(data, list | tuple), data, cls)
+        items: list[Any] = []
+        try:
+            for value in data:
+                items.append(decode_item(value))
+        except _MismatchError as wrong:
+            raise wrong.below(f"[{len(items)}]") from None
+        return tuple(items)
+
+    return decode
+
+
+def _mapping_decoder(cls: Any, value_type: Any) -> _Decode:
+    decode_value = _decoder(value_type)
+
+    def decode(data: Any) -> dict[Any, Any]:
+        return _decoded_values(_expect(isinstance(data, Mapping), data, cls), lambda _: decode_value)
+
+    return decode
+
+
+def _union_decoder(members: tuple[Any, ...]) -> _Decode:
+    optional = type(None) in members
+    all_members = [_decoder(member) for member in members]
+    kinds = [getattr(member, "kind", None) for member in members]
+    of_any_kind = [decode for decode, own in zip(all_members, kinds, strict=True) if own is None]
+    of_kind = {
+        kind: [decode for decode, own in zip(all_members, kinds, strict=True) if own in (kind, None)] for kind in kinds
+    }
+
+    def decode(data: Any) -> Any:
+        if data is None and optional:
+            return None
+        kind = data.get("kind") if isinstance(data, Mapping) else None
+        possible = all_members if kind is None else of_kind.get(kind if isinstance(kind, str) else None, of_any_kind)
+        found: list[tuple[str, str]] = []
+        for decode_member in possible:
+            try:
+                return decode_member(data)
+            except _MismatchError as wrong:
+                found += wrong.found
+        raise _MismatchError(*(found or [("", f"unknown kind {kind!r}")]))
+
+    return decode
+
+
+def _dataclass_decoder(cls: Any) -> _Decode:
+    @functools.cache
+    def decoders() -> dict[str, _Decode]:
+        """Decoder of every field, by its name."""
+        hints = typing.get_type_hints(cls)
+        return {field.name: _decoder(hints[field.name]) for field in dataclasses.fields(cls)}
+
+    def decode(data: Any) -> Any:
+        by_name = decoders()
+        body = _expect(isinstance(data, Mapping), data, cls)
+        if "kind" in body and "kind" not in by_name:
+            body = {key: value for key, value in body.items() if key != "kind"}
+        if unknown := body.keys() - by_name.keys():
+            known = ", ".join(sorted(by_name))
+            raise _MismatchError(("", f"unknown key {min(unknown)!r} for {cls.__name__}; known: {known}"))
+        decoded = _decoded_values(body, by_name.__getitem__)
+        try:
+            return cls(**decoded)
+        except TypeError as error:
+            raise _MismatchError(("", str(error))) from None
+
+    return decode
+
+
+def _decoded_values(data: Mapping[Any, Any], decoder_of: Callable[[Any], _Decode]) -> dict[Any, Any]:
+    decoded = {}
+    key: Any = None
+    try:
+        for key, value in data.items():
+            decoded[key] = decoder_of(key)(value)
+    except _MismatchError as wrong:
+        raise wrong.below(f".{key}") from None
+    return decoded
+
+
+@functools.cache
+def _field_names(cls: Any) -> tuple[str, ...] | None:
+    """Names of a dataclass's fields; None for every other type."""
+    return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
+
+
+def _expect(condition: bool, data: Any, cls: Any) -> Any:
+    if not condition:
+        raise _MismatchError(("", f"expected {getattr(cls, '__name__', cls)}, got {data!r}"))
+    return data

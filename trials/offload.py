@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from trials.accelerator.device import current_stream, is_host, new_stream, on_stream
 from trials.models.model import TrainModel
 from trials.operators import leaves_in
-from trials.parallel.shards import stored_part
+from trials.parallel.mesh import stored_part
+from trials.sizes import Chunk
 from trials.spec import Offload
-from trials.stages import Chunk
 
 # Host memory beside a device's: where it is allocated, and copies that run beside the device's other work.
 #

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from trials.accelerator.device import capability, installed_kind, is_host, open_device, synchronize, widest_float
 from trials.accelerator.kinds import FAMILIES, DeviceKind
-from trials.codec import from_json, to_json
-from trials.files import write_json
+from trials.files import from_json, to_json, write_json
 from trials.outcome import ProgressSink, ignore_progress, probe_report
 from trials.parallel.mesh import RankIdentity, process_group
 from trials.precision import MIN_CAPABILITY, matmul_precision

@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 from trials.accelerator.device import Mark, mark, seconds_between
 from trials.models.model import TrainModel
 from trials.operators import leaves_in, map_leaves, operator_name
-from trials.parallel.shards import local_part, stored_part
+from trials.parallel.mesh import local_part, stored_part
 from trials.reports import PatternEffect
+from trials.sizes import Chunk, count_at
 from trials.spec import Counts, Recompute
-from trials.stages import Chunk, count_at
 
 # Recipes that compute a tensor again that was dropped after the forward pass.
 #

@@ -30,27 +30,24 @@ if _problem := torch_support.problem(torch_support.installed_version()):
         sys.exit(f"error: {_problem}. {torch_support.REMEDY}")
     raise ImportError(_problem)
 
-from trials import flops
+from trials import sizes
 from trials.accelerator.device import device_name, is_host, open_device
-from trials.codec import from_json, to_json
-from trials.datasets import Share, StepBatches, build_dataset
+from trials.datasets import Share, StepBatches, build_dataset, stream_batches, tune_loader, with_verdict
 from trials.failure import NonFiniteLoss
-from trials.files import write_json
+from trials.files import from_json, to_json, write_json
 from trials.kernels import CompileBeats, KernelTuner, compilations, forget_compilations, graph_report, kernel_settings
 from trials.legality import LEVEL as FLOAT8
 from trials.legality import check
-from trials.loader import stream_batches, tune_loader, with_verdict
 from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group
 from trials.precision import check_device, check_float8
 from trials.profiling.profiler import Profiler, check_profile, folder_of_environment, long_enough
 from trials.reports import FOLDER_VARIABLE, Findings, LoaderTuningReport
+from trials.sizes import coordinates, data_parallel_rank
 from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload
-from trials.stages import coordinates, data_parallel_rank
-from trials.training.measure import Measurer, Recording
-from trials.training.rank_device import PeakMemory, RankDevice
-from trials.training.step import Trainer, max_over_ranks, settle_memory_format
+from trials.training.loop import Trainer, max_over_ranks, settle_memory_format
+from trials.training.measure import Measurer, PeakMemory, RankDevice, Recording
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -214,9 +211,9 @@ def _report(
         num_warmup_steps=len(recording.warmup_times_s),
         losses=tuple(result.loss for result in recording.results),
         grad_norms=tuple(result.grad_norm for result in recording.results),
-        model_flops_per_token=flops.model_flops_per_token(workload.model, workload.seq_length),
+        model_flops_per_token=sizes.model_flops_per_token(workload.model, workload.seq_length),
         device_name="" if is_host(device) else device_name(device),
-        matmul_format=flops.matmul_format(trial.candidate),
+        matmul_format=sizes.matmul_format(trial.candidate),
         samples_per_step=workload.global_batch_size,
         step_memory_bytes=tuple(recording.memory_bytes),
         num_skipped_steps=sum(result.skipped for result in recording.results),

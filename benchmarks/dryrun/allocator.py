@@ -16,10 +16,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trials.dryrun.simulate import batch
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group
+from trials.sizes import coordinates
 from trials.spec import TrialSpec
-from trials.stages import coordinates
-from trials.training.pipeline import SilentMarker
-from trials.training.step import Trainer
+from trials.training.loop import SilentMarker, Trainer
 
 CPU = torch.device("cpu")
 _MEASURED = "measured step"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.runner.gang import RankError, gang, receive
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.spec import TrialSpec
 
 

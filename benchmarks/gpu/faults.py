@@ -15,7 +15,7 @@ from cluster.base import Deadlines, GangEnded, GangLaunch, GangProgress
 from cluster.hardware.discovery import discover_node
 from cluster.hardware.topology import Pool
 from cluster.local import LocalCluster
-from trials.codec import to_json
+from trials.files import to_json
 from trials.spec import Layout, TrialSpec
 
 STALL_S = 12.0

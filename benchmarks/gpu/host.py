@@ -87,7 +87,7 @@ def weights(setting: Setting) -> None:
 
     from trials.accelerator.device import open_device, synchronize
     from trials.models.model import Draws, Initial
-    from trials.parallel.shards import Piece, fill
+    from trials.parallel.mesh import Piece, fill
 
     device = open_device(setting.device, 0)
     size = torch.Size((1 << 9, 1 << 13) if setting.is_small else (1 << 16, 1 << 13))

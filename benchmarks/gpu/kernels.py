@@ -15,8 +15,8 @@ from benchmarks.gpu.parts import Setting
 from benchmarks.gpu.ranks import GIB
 from trials.accelerator.device import open_device, synchronize
 from trials.models import build_model
+from trials.sizes import all_chunks
 from trials.spec import Layout
-from trials.stages import all_chunks
 from trials.training.optimizer import has_fused_adamw
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.child import environment
 from benchmarks.gpu.parts import LEFT_OUT, NotHereError, Setting
 from benchmarks.gpu.ranks import ALLOCATED, MIB
 from trials.accelerator.kinds import without_devices
-from trials.codec import to_json
+from trials.files import to_json
 from trials.spec import TrialSpec
 
 ENDING_S = 2.0

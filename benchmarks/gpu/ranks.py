@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from benchmarks.gpu.child import environment
 from benchmarks.gpu.parts import LEFT_OUT, Setting
-from trials.codec import to_json
+from trials.files import to_json
 from trials.spec import TrialSpec
 
 GIB = 2**30

@@ -12,8 +12,8 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.parts import Setting
 from benchmarks.gpu.ranks import GIB, Run, caches, figures, run_ranks, run_trial
 from cluster.base import Deadlines
-from trials.codec import from_json
 from trials.failure import InfeasibleSpec
+from trials.files import from_json
 from trials.legality import check
 from trials.reports import RankRates, Rate
 from trials.spec import Kernels

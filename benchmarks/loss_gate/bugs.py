@@ -19,9 +19,9 @@ def half_a_bucket_not_reduced() -> None:
     """DDP reduces the first half of every bucket only."""
     import torch.distributed as dist
 
-    from trials.training import build
+    from trials.training import loop
 
-    apply_ddp = build.apply_ddp
+    apply_ddp = loop.apply_ddp
 
     def hook(group, bucket):  # noqa: ANN001, ANN202  # DDP would look at annotations
         buffer = bucket.buffer()
@@ -34,7 +34,7 @@ def half_a_bucket_not_reduced() -> None:
         module.register_comm_hook(None, hook)
         return module
 
-    build.apply_ddp = broken
+    loop.apply_ddp = broken
 
 
 def one_layer_not_reduced() -> None:
@@ -54,7 +54,7 @@ def one_layer_not_reduced() -> None:
 
 def last_micro_batch_dropped() -> None:
     """Each rank trains on all its micro-batches but the last, and takes the mean over those."""
-    from trials.training.pipeline import Accumulation
+    from trials.training.loop import Accumulation
 
     run = Accumulation.run
 
@@ -67,10 +67,10 @@ def last_micro_batch_dropped() -> None:
 
 def gradients_summed_over_micro_batches() -> None:
     """Gradients are the sum over micro-batches instead of their mean, which AdamW does not mind."""
-    from trials.training import pipeline
+    from trials.training import loop
 
-    split = pipeline.torch.split
-    backward = pipeline.torch.autograd.backward
+    split = loop.torch.split
+    backward = loop.torch.autograd.backward
     number = [1]
 
     def counting_split(tensor: Any, size: Any, *args: Any) -> Any:
@@ -78,8 +78,8 @@ def gradients_summed_over_micro_batches() -> None:
         number[0] = len(parts)
         return parts
 
-    pipeline.torch.split = counting_split
-    pipeline.torch.autograd.backward = lambda loss, seed: backward(loss, seed * number[0])
+    loop.torch.split = counting_split
+    loop.torch.autograd.backward = lambda loss, seed: backward(loss, seed * number[0])
 
 
 def _with_optimizer(**changes: float) -> None:
@@ -114,7 +114,7 @@ def second_moment_forgotten_sooner() -> None:
 
 
 def every_fourth_update_skipped() -> None:
-    from trials.training.step import Trainer
+    from trials.training.loop import Trainer
 
     update = Trainer._update
     count = [0]
@@ -131,8 +131,8 @@ def update_one_step_late() -> None:
     """Asynchronous SGD: the gradients of a step are applied in the next one."""
     import torch
 
-    from trials.parallel.shards import gradients_of
-    from trials.training.step import Trainer
+    from trials.parallel.mesh import gradients_of
+    from trials.training.loop import Trainer
 
     update = Trainer._update
     kept: list[Any] = []
@@ -176,16 +176,16 @@ def ranks_share_rows() -> None:
 
 def other_weights() -> None:
     """Initial values drawn with another seed."""
-    from trials.training import build
+    from trials.training import loop
 
-    init = build.init_parameters
-    build.init_parameters = lambda model, seed, *rest: init(model, seed + 1, *rest)
+    init = loop.init_parameters
+    loop.init_parameters = lambda model, seed, *rest: init(model, seed + 1, *rest)
 
 
 def _with_attention(wrap: Callable[[Any], Any]) -> None:
-    from trials.models import llama
+    from trials.models import built_in
 
-    llama.causal_attention = wrap(llama.causal_attention)
+    built_in.causal_attention = wrap(built_in.causal_attention)
 
 
 def attention_gradient_detached() -> None:
@@ -215,7 +215,7 @@ def attention_window_of_half_the_sequence() -> None:
 
 
 def norm_gains_not_trained() -> None:
-    from trials.training.step import Trainer
+    from trials.training.loop import Trainer
 
     clear = Trainer._update
 
@@ -249,8 +249,8 @@ def gradients_in_8_bits() -> None:
     """Gradients are rounded to float8 (e4m3), scaled per tensor, before the update."""
     import torch
 
-    from trials.parallel.shards import gradients_of
-    from trials.training.step import Gradients
+    from trials.parallel.mesh import gradients_of
+    from trials.training.loop import Gradients
 
     complete = Gradients.complete
 
@@ -268,8 +268,8 @@ def tenth_of_the_gradients_kept() -> None:
     """Gradients keep the largest tenth of each tensor, without feedback of the rest."""
     import torch
 
-    from trials.parallel.shards import gradients_of
-    from trials.training.step import Gradients
+    from trials.parallel.mesh import gradients_of
+    from trials.training.loop import Gradients
 
     complete = Gradients.complete
 
@@ -286,7 +286,7 @@ def tenth_of_the_gradients_kept() -> None:
 
 def loss_scale_left_in() -> None:
     """Gradients are not divided by the loss scale."""
-    from trials.training.step import Gradients
+    from trials.training.loop import Gradients
 
     Gradients.unscale = lambda *_: None
 

@@ -1,7 +1,7 @@
 """How much of tensor-parallel communication computation hides, with the micro-batch whole and in two copies.
 
 A gang of gloo ranks trains a model under the local tensor-parallel engine; torch's profiler records its steps, and
-:mod:`trials.profiling.trace` tells the time with a collective in flight from the time with an operator at work.
+:mod:`trials.profiling.profiler` tells the time with a collective in flight from the time with an operator at work.
 
     python -m benchmarks.runner.copies_overlap --json
 """
@@ -57,9 +57,8 @@ def _profile_rank(pipe: Connection, layout: Layout, num_steps: int, folder: str)
     import torch
 
     from trials.parallel.mesh import RankIdentity, build_mesh, process_group
-    from trials.stages import coordinates
-    from trials.training.pipeline import SilentMarker
-    from trials.training.step import Trainer
+    from trials.sizes import coordinates
+    from trials.training.loop import SilentMarker, Trainer
     from trials.worker import open_dataset
 
     identity, device = RankIdentity.from_env(), torch.device("cpu")
@@ -80,7 +79,7 @@ def _profile_rank(pipe: Connection, layout: Layout, num_steps: int, folder: str)
 
 
 def _step_times(trace: Path) -> list[dict[str, Any]]:
-    from trials.profiling.trace import lasting, load_trace, step_times
+    from trials.profiling.profiler import lasting, load_trace, step_times
 
     return [{**asdict(times), "overlap": times.overlap} for times in step_times(lasting(load_trace(trace)))]
 

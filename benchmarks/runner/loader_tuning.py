@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from trials.datasets import Share, StepBatches, build_dataset
-from trials.loader import Point, climb, grid, time_batches
+from trials.datasets import Point, Share, StepBatches, build_dataset, climb, grid, time_batches
 from trials.spec import ImageFolderData, LlamaModel, Loader, ResNetModel, TextData, Workload
 
 GOAL = {"throughput_ratio": 0.95, "share_of_points": 0.4}

@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from trials.models.llama import Llama
+from trials.models.built_in import Llama
+from trials.sizes import Chunk, all_chunks, chunks_of_stage
 from trials.spec import Layout, LlamaModel, TrialSpec
-from trials.stages import Chunk, all_chunks, chunks_of_stage
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # they are torch's own, of what else is there

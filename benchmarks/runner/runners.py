@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import ProgressSink, RankReport, StepBreakdown
 
 STAMP = "TUNE_CLUSTER_BENCH_STAMP"

@@ -330,7 +330,7 @@ def _spec(case: Case, layout: Layout, plan: Plan) -> TrialSpec:
 
 
 def _batches(spec: TrialSpec, rank: int) -> Iterator[Any]:
-    from trials.loader import stream_batches
+    from trials.datasets import stream_batches
     from trials.worker import open_dataset
 
     return stream_batches(open_dataset(spec, rank), spec.candidate.loader, pin_memory=False)
@@ -341,9 +341,9 @@ def _our_loop(spec: TrialSpec, rank: int) -> Loop:
     import torch
 
     from trials.parallel.mesh import build_mesh
-    from trials.stages import coordinates
+    from trials.sizes import coordinates
+    from trials.training.loop import Trainer
     from trials.training.measure import Measurer
-    from trials.training.step import Trainer
 
     device = torch.device("cpu")
     layout = spec.candidate.layout
@@ -363,7 +363,7 @@ def _peer_loop(peer: PeerName, spec: TrialSpec, rank: int, plan: Plan) -> Loop:
     import torch
 
     from benchmarks.runner.peers import peer_step
-    from trials.training.step import max_over_ranks
+    from trials.training.loop import max_over_ranks
 
     step = peer_step(peer, spec, _batches(spec, rank), clips=plan.grad_norm)
 

@@ -22,8 +22,8 @@ from cluster.cost.inputs import (
 )
 from cluster.cost.work import selective_shares
 from cluster.hardware.accelerators import Accelerator, ClusterDescription, outruns_flash_attention_2
-from trials.flops import matmul_format
 from trials.legality import holds_plain
+from trials.sizes import matmul_format
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
 
 

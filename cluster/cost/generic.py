@@ -26,7 +26,7 @@ from cluster.cost.usual import (
 )
 from cluster.hardware.accelerators import ClusterDescription
 from trials.dryrun.estimate import DryRunEstimate
-from trials.flops import activation_elements, model_flops_per_token, num_kernels, num_parameters
+from trials.sizes import activation_elements, model_flops_per_token, num_kernels, num_parameters
 from trials.spec import Candidate, ImageFolderData, LinearModel, OwnModel, PythonData, ResNetModel, Workload
 
 

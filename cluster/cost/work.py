@@ -194,7 +194,7 @@ class Operator:
 
 
 def operators_of(model: LlamaModel, seq_length: int) -> dict[str, Operator]:
-    """Operators of :class:`trials.models.llama.Block` by their paths; fused attention skips the masked half."""
+    """Operators of :class:`trials.models.built_in.Block` by their paths; fused attention skips the masked half."""
     h, f = model.hidden_size, model.ffn_hidden_size
     kv = h // model.num_heads * model.num_kv_heads
     return {

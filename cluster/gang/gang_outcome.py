@@ -23,11 +23,14 @@ from typing import Any, TypeVar
 from cluster.gang.blame import verdict
 from cluster.gang.messages import RankFailure, RankPlace, RankResult, RankSight, RankSuccess
 from cluster.hardware.accelerators import dense_peak
-from trials.codec import CodecError, from_json
 from trials.failure import TREATMENTS, Treatment
+from trials.files import CodecError, from_json
 from trials.outcome import (
+    SLACK_S,
+    Contradiction,
     Crashed,
     Diverged,
+    Elapsed,
     Evidence,
     Failure,
     GangLost,
@@ -40,6 +43,7 @@ from trials.outcome import (
     OutOfMemory,
     RankReport,
     TimedOut,
+    contradicted,
 )
 from trials.reports import (
     LOAD_SUFFIX,
@@ -56,7 +60,6 @@ from trials.reports import (
     worst_memory,
 )
 from trials.secrets import redact
-from trials.step_times import SLACK_S, Contradiction, Elapsed, contradicted
 
 MIN_STEP_S = 1e-6
 """Shortest step that is believed, in seconds: clocks resolve less than that only in name, and to launch a single kernel

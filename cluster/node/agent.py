@@ -22,8 +22,7 @@ from cluster.gang.environment import cache_folder
 from cluster.gang.messages import Beat, GangOrder, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, line
 from cluster.node.guardian import SELF_CLEANING_VARIABLE
 from cluster.processes import python_module
-from trials.codec import from_json
-from trials.files import make_private_folder
+from trials.files import from_json, make_private_folder
 from trials.secrets import for_ranks, redact
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from cluster.node.memory_watch import MIN_SHARED_BYTES, shared_memory_shortage
 from cluster.node.warden import warden_main
 from cluster.processes import adopt_orphans, children, collapse_pages, kill, kill_descendants
 from trials import torch_support
-from trials.codec import CodecError, from_json
+from trials.files import CodecError, from_json
 from trials.outcome import RankReport, StepBreakdown
 from trials.secrets import redact
 

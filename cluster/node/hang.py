@@ -24,8 +24,7 @@ from cluster.gang.messages import Blame, FlightRecord, GroupPlace, PendingCall, 
 from cluster.node.guardian import environment_of
 from cluster.processes import blocking, catches, descendants, is_pending, process_info
 from trials.accelerator.kinds import DeviceKind
-from trials.codec import CodecError, from_json, to_json
-from trials.files import write_atomically
+from trials.files import CodecError, from_json, to_json, write_atomically
 from trials.secrets import redact
 
 # A rank's Flight Recorder, torch's ring of the latest collectives: reads it, and tells it from a thread on request.

@@ -20,8 +20,7 @@ from urllib.parse import quote
 from cluster.hardware.topology import DeviceHandle, read_or_empty
 from cluster.node import cpu_load
 from cluster.node.cpu_load import MIN_WINDOW_S, CpuLook
-from trials.codec import to_json
-from trials.files import write_atomically
+from trials.files import to_json, write_atomically
 from trials.outcome import Phase
 from trials.reports import LOAD_SUFFIX, Disturbance, reasons_in
 

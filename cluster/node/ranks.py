@@ -46,9 +46,8 @@ from cluster.node.memory_watch import (
 )
 from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
 from trials.accelerator.kinds import DeviceKind, family_of
-from trials.codec import from_json, to_json
 from trials.failure import cause_in_log, classify, of_host, tells_of_abort
-from trials.files import is_disk_full, write_atomically
+from trials.files import from_json, is_disk_full, to_json, write_atomically
 from trials.outcome import Phase, ProgressSink, RankReport
 from trials.reports import FOLDER as PROFILE
 from trials.reports import FOLDER_VARIABLE as PROFILE_VARIABLE

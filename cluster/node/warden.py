@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster.base import GangProgress
 from cluster.gang.environment import rank_folder, with_master
 from cluster.gang.gang_outcome import MAY_HAVE_A_CAUSE
 from cluster.gang.messages import (
@@ -32,7 +33,6 @@ from cluster.gang.messages import (
     NodeFailing,
     NodeGone,
     NodeLaunch,
-    NodeProgress,
     Order,
     PeerCompiles,
     RankFailure,
@@ -67,9 +67,8 @@ from cluster.node.ranks import (
     with_program_memory,
 )
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
-from trials.codec import from_json
 from trials.failure import of_host
-from trials.files import make_private_folder
+from trials.files import from_json, make_private_folder
 from trials.script.command import remove_scratch, report_folder
 from trials.secrets import VARIABLES, keep_secret, redact_file
 
@@ -406,7 +405,7 @@ class Warden:
             self._load.enter(slowest.phase)
             os.utime(self._launch.directory)  # shows for how long it held its devices, should the controller die
             self._link.tell(
-                NodeProgress(
+                GangProgress(
                     attempt_id=self._launch.attempt_id,
                     token=self._launch.token,
                     phase=slowest.phase,

@@ -41,7 +41,7 @@ from cluster.ray.connection import (
     within,
 )
 from cluster.ray.leases import LeaseStatus, NodeSlot, RayLease, Wanted
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 
 if TYPE_CHECKING:
     from cluster.base import ClusterRequest

@@ -89,9 +89,9 @@ def cluster_names(ctx: click.Context) -> list[str]:
 
 def format_names(_ctx: click.Context) -> list[str]:
     """Names of the frameworks that configurations are exported to."""
-    from orchestrator.frameworks.catalog import FORMATS
+    from orchestrator.frameworks.catalog import formats
 
-    return sorted(FORMATS)
+    return sorted(formats())
 
 
 COUNT_TRIALS = "SELECT count(*) FROM events WHERE kind = 'trial_proposed'"

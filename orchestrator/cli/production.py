@@ -18,7 +18,7 @@ from orchestrator.text import echo, echo_file
 from trials.files import write_atomically
 
 if TYPE_CHECKING:
-    from orchestrator.frameworks import Export
+    from orchestrator.frameworks.spelling import Export
     from orchestrator.promotion.references import VersionDescription
     from orchestrator.promotion.verify import Kind
 
@@ -74,7 +74,7 @@ def ui(
       tune-cluster ui quickstart
       tune-cluster ui quickstart --page-only --port 8000
     """
-    from orchestrator.live.serve import Served, serve
+    from orchestrator.live.page_server import Served, serve
     from orchestrator.sweep.snapshot import Home
 
     what = Served(sweep=sweep, port=port, with_mlflow=not page_only, mlflow_host=mlflow_host, mlflow_port=mlflow_port)
@@ -375,7 +375,7 @@ def export(
       tune-cluster export quickstart:winner --format accelerate
       tune-cluster export my-script@production --out train
     """
-    from orchestrator import frameworks
+    from orchestrator.frameworks import catalog
 
     if lists:
         _print_formats(as_json)
@@ -383,7 +383,7 @@ def export(
     if reference is None:
         raise click.UsageError("missing REFERENCE: export NAME@production --format FORMAT; --formats lists the formats")
     if name not in (None, COMMAND):
-        frameworks.recipe(name)
+        catalog.recipe(name)
 
     from orchestrator.promotion import references
     from orchestrator.sweep.snapshot import Home
@@ -411,8 +411,9 @@ def export(
 
 def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool) -> Export:
     """The export in that format; a training program of the user's own is exported as its own command by default."""
-    from orchestrator import frameworks
     from orchestrator.errors import ConfigError
+    from orchestrator.frameworks import catalog
+    from orchestrator.frameworks.spelling import Export, Note
     from orchestrator.program.candidate_command import START
     from orchestrator.program.program_export import artifact
 
@@ -425,10 +426,10 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool)
     if name is None and script is None:
         raise click.UsageError("missing --format; --formats lists the formats")
     if script is None or name not in (None, COMMAND):
-        return frameworks.export(str(name), described.candidate, described.workload, allow_lossy=allow_lossy)
+        return catalog.export(str(name), described.candidate, described.workload, allow_lossy=allow_lossy)
     made = artifact(script, described.candidate, described.label)
-    notes = tuple(frameworks.Note(knob=script.training.name, message=note, severity="warning") for note in made.notes)
-    return frameworks.Export(format=COMMAND, files=made.files, command=f"sh {START}", notes=notes)
+    notes = tuple(Note(knob=script.training.name, message=note, severity="warning") for note in made.notes)
+    return Export(format=COMMAND, files=made.files, command=f"sh {START}", notes=notes)
 
 
 def _with_variables(made: Export, described: VersionDescription) -> Export:
@@ -439,9 +440,9 @@ def _with_variables(made: Export, described: VersionDescription) -> Export:
 
 
 def _print_formats(as_json: bool) -> None:
-    from orchestrator import frameworks
+    from orchestrator.frameworks import catalog
 
-    titles = {name: frameworks.recipe(name).title for name in frameworks.FORMATS}
+    titles = {name: catalog.recipe(name).title for name in catalog.formats()}
     print_result(
         as_json, {"formats": titles}, lambda: "\n".join(f"{name:<12} {title}" for name, title in titles.items())
     )

@@ -19,10 +19,9 @@ from cluster.hardware.accelerators import CatalogueError, load_cluster
 from cluster.hardware.topology import Topology, uniform_topology
 from cluster.probing import NodeRates, Profile, probe
 from cluster.probing import Progress as probing_Progress
-from orchestrator.config.scalars import ByteSize
+from orchestrator.config.settings import ByteSize
 from orchestrator.config.sweep import SweepSpec, load_sweep
-from orchestrator.config.validation import to_config_error
-from orchestrator.config.yaml_source import YamlSource, parse_yaml
+from orchestrator.config.yaml_source import YamlSource, parse_yaml, to_config_error
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dry_runs import DryRunCache, DryRunEstimates, Progress, estimate_all, load_estimates
 from orchestrator.planning.hardware import (
@@ -40,8 +39,8 @@ from orchestrator.search.predictor import MAX_CANDIDATES, UnpredictableError
 from orchestrator.space.notation import describe, short_name
 from orchestrator.sweep.snapshot import Home
 from trials.accelerator.kinds import DeviceKind
-from trials.codec import to_json
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, Mode, RunFailure, context_bytes
+from trials.files import to_json
 from trials.reports import Link
 from trials.spec import Candidate, OwnModel, Workload
 

@@ -11,35 +11,38 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, Val
 
 from cluster.base import Deadlines
 from cluster.hardware.topology import Topology
-from orchestrator.config.knobs import BaselineSection, SpaceSection
-from orchestrator.config.notify import NotifySection
-from orchestrator.config.own_module.python import PythonSection
-from orchestrator.config.profile import ProfileSection
-from orchestrator.config.proof import ConfirmSection, ConfirmValue, GateSection, GateValue
-from orchestrator.config.scalars import Identifier, is_there
-from orchestrator.config.sections import (
+from orchestrator.config.settings import (
+    BaselineSection,
     BudgetSection,
     ClusterSection,
+    ConfirmSection,
+    ConfirmValue,
     DeadlinesSection,
+    GateSection,
+    GateValue,
+    Identifier,
     MeasureSection,
+    NotifySection,
+    ProfileSection,
     SearchSection,
+    SpaceSection,
     TrackingSection,
     check_runner,
+    is_there,
 )
 from orchestrator.config.training_program import ScriptSection, ScriptSweep, refuse_for_scripts, resolve_script
-from orchestrator.config.validation import refuse_secrets, to_config_error
-from orchestrator.config.workload import MODEL_SECTIONS, WorkloadSection
-from orchestrator.config.yaml_source import KeyPath, YamlSource, dotted, read_yaml
+from orchestrator.config.workload import MODEL_SECTIONS, PythonSection, WorkloadSection
+from orchestrator.config.yaml_source import KeyPath, YamlSource, dotted, read_yaml, refuse_secrets, to_config_error
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective, ObjectiveName
 from orchestrator.program.candidate_command import problem, rule_of
 from orchestrator.program.user_program import Script
 from orchestrator.space.file_types import Section, ShortForms, fault
-from orchestrator.space.knobs import build_candidate
-from orchestrator.space.own_knobs import OwnKnob, OwnScalar
+from orchestrator.space.knobs import OwnKnob, OwnScalar
 from orchestrator.space.rules import Filters, check
+from orchestrator.space.space import build_candidate
 from orchestrator.sweep.events import Budget, ProofSettings, SweepCreated
-from trials.codec import digest
+from trials.files import digest
 from trials.spec import Candidate, Protocol, Workload
 
 OPERATIONAL = frozenset({"address", "min_nodes", "max_wait", "queue", "priority"})

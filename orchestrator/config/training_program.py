@@ -25,10 +25,18 @@ from pydantic import (
     model_validator,
 )
 
-from orchestrator.config.knobs import BaselineSection, SpaceSection
-from orchestrator.config.scalars import Environment, Size, VariableName, is_there, resolve, word
+from orchestrator.config.settings import (
+    BaselineSection,
+    Environment,
+    Size,
+    SpaceSection,
+    VariableName,
+    is_there,
+    resolve,
+    word,
+)
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.catalog import TRAININGS, training
+from orchestrator.frameworks.catalog import training, trainings
 from orchestrator.frameworks.decoder_config import decoder_said
 from orchestrator.frameworks.edit import Reading, Run, Training
 from orchestrator.frameworks.launchers import program_of, without_launcher
@@ -44,8 +52,8 @@ from orchestrator.program.user_program import (
     values_of,
 )
 from orchestrator.space.file_types import Section, fault, show
-from orchestrator.space.knobs import KNOB_NAMES, Rest, build_candidate
-from orchestrator.space.own_knobs import OwnKnob, OwnScalar, in_order
+from orchestrator.space.knobs import KNOB_NAMES, OwnKnob, OwnScalar, in_order
+from orchestrator.space.space import Rest, build_candidate
 from trials.files import open_regular
 from trials.script.command import LogFormat, is_seen_anyway
 from trials.secrets import keep_secret, redactor
@@ -181,7 +189,7 @@ def _quoted(word: str) -> str:
     return word if is_plain else '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-RecipeName = Annotated[str, AfterValidator(_known_recipe), WithJsonSchema({"enum": list(TRAININGS)})]
+RecipeName = Annotated[str, AfterValidator(_known_recipe), WithJsonSchema({"enum": trainings()})]
 Words = Annotated[
     tuple[str, ...],
     BeforeValidator(_words),

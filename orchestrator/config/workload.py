@@ -1,36 +1,210 @@
-"""Section ``workload`` of a sweep file: model, data and optimiser; checks that the data are there to be read."""
+"""Section ``workload`` of a sweep file that our runner trains: built-in models, decoders of transformers and
+PyTorch modules of the user's, with data and optimiser; checks that the data are there to be read.
+"""
 
 from __future__ import annotations
 
 import fnmatch
+import functools
+import json
 import os
+import subprocess
 import sys
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from orchestrator.config.own_module.hugging_face import HuggingFaceSection
-from orchestrator.config.scalars import Positive, Size, is_there, resolve
-from orchestrator.space.file_types import Section, fault
-from trials.files import open_regular
+from cluster.processes import python_module
+from orchestrator.config.settings import Positive, Size, is_there, resolve
+from orchestrator.space.file_types import Section, fault, show
+from trials.accelerator.kinds import without_devices
+from trials.files import from_json, open_regular, to_json
 from trials.legality import DATA_OF_MODEL
+from trials.own_code import FUNCTION, RESERVED
+from trials.secrets import for_ranks
 from trials.spec import (
     AdamW,
+    Data,
     HuggingFaceModel,
     ImageFolderData,
     LinearModel,
     LlamaModel,
     Model,
+    ModuleFacts,
+    OwnModel,
+    PythonData,
+    PythonModel,
     RandomData,
     ResNetModel,
     TextData,
     TokenFileData,
     Workload,
 )
+
+# Counting a module in an interpreter of its own: planning imports neither torch nor anything of the user's
+
+TIMEOUT_S = 600.0
+
+
+class CountedSection(Section):
+    """What building the module once, when the sweep was submitted, told of it."""
+
+    num_layers: Size = Field(description="Layers in the list.")
+    num_parameters: int = Field(default=0, ge=0, description="Trained parameters; 0: not known.")
+    flops_per_sample: float = Field(default=0.0, ge=0, description="Forward and backward FLOPs of a sample.")
+    activation_elements: int = Field(default=0, ge=0, description="Elements kept for the backward pass of a sample.")
+    num_kernels: int = Field(default=0, ge=0, description="Operators of a forward pass.")
+    has_batch_norm: bool = Field(default=False, description="Whether it normalises over the samples of a micro-batch.")
+    no_pipeline: str | None = Field(default=None, description="Why a pipeline cannot split it; null: it can.")
+    no_tensor_parallel: str | None = Field(default=None, description="Why tp cannot split it; null: it can.")
+    head: str | None = Field(
+        default=None, description="Module that makes a decoder's logits, and can make its loss; null: there is none."
+    )
+    shape: dict[str, float] | None = Field(
+        default=None, description="Dimensions of the decoder like it, by which its time is predicted; null: none."
+    )
+
+    def to_facts(self) -> ModuleFacts:
+        return ModuleFacts(**self.model_dump(exclude={"shape"}))
+
+    def to_shape(self) -> LlamaModel | None:
+        if self.shape is None:
+            return None
+        whole = {key: int(value) for key, value in self.shape.items() if key not in ("rope_theta", "norm_eps")}
+        return LlamaModel(**{**self.shape, **whole})  # type: ignore[arg-type]
+
+
+def count_module(model: OwnModel, data: Data, seq_length: int) -> CountedSection:
+    """Build the module in a child process without devices, and take a sample through it.
+
+    Raises:
+        PydanticCustomError: it cannot be built, or fails; says why.
+    """
+    request = {"model": to_json(model), "data": to_json(data), "seq_length": seq_length}
+    reply = _ask(json.dumps(request))
+    if reply.get("problem") is not None:
+        raise fault(None, str(reply["problem"]), "Correct it; docs/python-workload.md says what trials need.")
+    facts: ModuleFacts = from_json(ModuleFacts, reply["facts"])
+    shape = reply.get("shape")
+    if shape is not None:
+        shape = {key: value for key, value in shape.items() if key != "kind"}
+    return CountedSection(**to_json(facts), shape=shape)
+
+
+@functools.lru_cache(maxsize=4)
+def _ask(request: str) -> dict[str, Any]:
+    """The child's reply; a file is read more than once while it is submitted, but its code is looked at once."""
+    environment = {**without_devices(for_ranks(os.environ)), "TRANSFORMERS_VERBOSITY": "error"}
+    command = python_module("trials.models.module_facts")
+    try:
+        done = subprocess.run(
+            command, input=request, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        message = f"building the model and one step on a sample took longer than {TIMEOUT_S:.0f} s"
+        raise fault(None, message, "Write `counted: {num_layers: N}` to leave it out.") from None
+    try:
+        reply: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        words = done.stderr.strip().splitlines()
+        said = words[-1][:300] if words else "it said nothing"
+        message = f"building the model ended with status {done.returncode}: {said}"
+        raise fault(None, message, "Is there enough memory here? `counted: {num_layers: N}` leaves it out.") from None
+    return reply
+
+
+# Decoders that transformers builds from a ``config.json``, without weights
+
+MAX_BYTES = 1 << 20
+_NAME_CONFIG = "Name the config.json of a decoder, relative to the sweep file."
+
+
+class _OrPath:
+    """Annotation: the schema also allows the path of a file, whose content takes its place."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(schema), {"type": "string"}]}
+
+
+class HuggingFaceSection(Section):
+    """A decoder of the transformers package, with initial weights of its own."""
+
+    kind: Literal["huggingface"] = Field(description="Model family.")
+    config: Annotated[dict[str, Any], _OrPath()] = Field(
+        description="Path of the model's config.json, relative to the sweep file, or its content."
+    )
+    counted: CountedSection | None = Field(
+        default=None, description="What building it once here told of it; found out when left out."
+    )
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
+        """The content of the file, where it is one."""
+        if not isinstance(value, str):
+            return value
+        file = resolve(value, info)
+        try:
+            with open_regular(Path(str(file))) as stream:
+                content = json.loads(stream.read(MAX_BYTES))
+        except OSError as error:
+            raise fault(None, f"{file} cannot be read: {error.strerror or error}", _NAME_CONFIG) from None
+        except ValueError as error:
+            raise fault(None, f"{file} is no JSON: {error}", _NAME_CONFIG) from None
+        return content
+
+    @field_validator("config")
+    @classmethod
+    def _check(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(value.get("model_type"), str):
+            raise fault(None, "no 'model_type'", _NAME_CONFIG)
+        return value
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids.
+
+        Raises:
+            PydanticCustomError: the configuration has none.
+        """
+        text = self.config.get("text_config")
+        found = self.config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+        if not isinstance(found, int) or found < 1:
+            raise fault("model.config", f"vocab_size is {show(found)}", _NAME_CONFIG)
+        return found
+
+    def count(self, data: Data, seq_length: int) -> None:
+        """Find out what is not known, once.
+
+        Raises:
+            PydanticCustomError: transformers is not installed here, or cannot build the model.
+        """
+        if self.counted is None:
+            self.__dict__["counted"] = count_module(self.to_model(), data, seq_length)
+
+    def to_model(self) -> HuggingFaceModel:
+        counted = self.counted
+        return HuggingFaceModel(
+            config=json.dumps(self.config, sort_keys=True),
+            vocab_size=self.vocab_size,
+            shape=counted.to_shape() if counted else None,
+            facts=counted.to_facts() if counted else ModuleFacts(num_layers=1),
+        )
+
+
+# Built-in models, data and optimiser
 
 
 class LlamaSection(Section):
@@ -188,13 +362,6 @@ MODEL_SECTIONS: Mapping[str, type[Section]] = {
 
 
 _MODELS: Mapping[str, type[Model]] = {cls.kind: cls for cls in DATA_OF_MODEL}
-
-
-class _OrPath:
-    """Annotation: the schema also allows a path; the loader puts the file's content in its place."""
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler(schema), {"type": "string"}]}
 
 
 class WorkloadSection(Section):
@@ -368,3 +535,106 @@ def _size(path: Path) -> int:
             return stream.seek(0, os.SEEK_END)
     except OSError as error:
         raise fault("data.path", f"{path} cannot be read: {error.strerror or error}", _REMEDY) from None
+
+
+# A PyTorch module of the user's, trained by our runner
+
+
+def _function(value: str) -> str:
+    if FUNCTION.fullmatch(value) is None:
+        raise fault(None, f"{show(value)} does not name a function", "Write module:function, like my_model:build.")
+    package = value.partition(":")[0].partition(".")[0]
+    if package in RESERVED:
+        raise fault(None, f"a module of yours cannot be called {package!r}: it is one of ours", "Rename the file.")
+    return value
+
+
+FunctionName = Annotated[
+    str, AfterValidator(_function), WithJsonSchema({"type": "string", "pattern": FUNCTION.pattern})
+]
+ModulePath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
+ModulePattern = Annotated[str, Field(pattern=r"^(\w+|\*)(\.(\w+|\*))*$")]
+Style = Literal["colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"]
+
+
+class PythonSection(Section):
+    """A PyTorch module of your own, which the runner parallelises. See docs/python-workload.md."""
+
+    TAG: ClassVar[str] = "python"
+    kind: Literal["python"] = Field(description="That it is one.")
+    model: FunctionName = Field(description="Function that builds the module, without arguments: `my_model:build`.")
+    loss: FunctionName = Field(description="Function of outputs and targets that gives the mean loss, a scalar.")
+    data: FunctionName = Field(
+        description="Function that gives the data set, without arguments: samples by number, pairs of input and target."
+    )
+    layers: ModulePath = Field(
+        description="Where the module keeps its list of layers (ModuleList), dotted: unit of pp, recompute, FSDP and "
+        "compile."
+    )
+    before: list[ModulePath] | None = Field(
+        default=None, description="Modules that do all the work before the layers; pp needs it, also when empty."
+    )
+    after: list[ModulePath] | None = Field(
+        default=None, description="Modules that do all the work after the layers; pp needs it, also when empty."
+    )
+    tensor_parallel: dict[ModulePattern, Style] = Field(
+        default={}, description="How tp splits modules, by path, * for any one part: {layers.*.up: colwise}."
+    )
+    cwd: str = Field(
+        default=".",
+        validate_default=True,
+        description="Folder of the code, relative to the sweep file; ranks work in it.",
+    )
+    seq_length: Size | None = Field(default=None, description="Tokens per sample; null: speeds count samples.")
+    global_batch_size: Size = Field(description="Samples per optimiser step over all ranks.")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of weights and data order.")
+    counted: CountedSection | None = Field(
+        default=None, description="What building it once here told of it; found out when left out."
+    )
+
+    _resolve = field_validator("cwd")(resolve)
+
+    @model_validator(mode="after")
+    def _count(self, info: ValidationInfo) -> PythonSection:
+        """Look at the code once, where it is; on a cluster elsewhere it may lie on the nodes only."""
+        context: Any = info.context or {}
+        if self.counted is not None or not context.get("check_files", True):
+            return self
+        if not is_there(Path(self.cwd)):
+            if not context.get("is_remote", False):
+                raise fault("cwd", f"there is no folder {self.cwd}", "The path is relative to the sweep file.")
+            message = "the code is not here, so nobody knows how many layers it has"
+            raise fault("counted", message, "Write counted: {num_layers: N}.")
+        self.__dict__["counted"] = count_module(self.to_model(), self.to_data(), self.tokens_per_sample)
+        return self
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens in one sample; 1 where samples are no sequences."""
+        return self.seq_length or 1
+
+    def to_model(self) -> PythonModel:
+        return PythonModel(
+            model=self.model,
+            loss=self.loss,
+            layers=self.layers,
+            cwd=self.cwd,
+            before=None if self.before is None else tuple(self.before),
+            after=None if self.after is None else tuple(self.after),
+            tensor_parallel=tuple(self.tensor_parallel.items()),
+            facts=self.counted.to_facts() if self.counted else ModuleFacts(num_layers=1),
+        )
+
+    def to_data(self) -> PythonData:
+        return PythonData(dataset=self.data, cwd=self.cwd)
+
+    def to_workload(self) -> Workload:
+        return Workload(
+            model=self.to_model(),
+            data=self.to_data(),
+            seq_length=self.tokens_per_sample,
+            global_batch_size=self.global_batch_size,
+            optimizer=self.optimizer.to_optimizer(),
+            seed=self.seed,
+        )

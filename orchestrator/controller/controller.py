@@ -12,11 +12,10 @@ from typing import Any
 from cluster.base import Cluster, ClusterLostError, ClusterRequest, OwnClusterLostError
 from cluster.connect import clock_of, connect
 from cluster.hardware.topology import Topology
-from cluster.node.agent import PRELOAD, SCRIPT_PRELOAD
 from orchestrator.config.sweep import SweepSpec, check_same
 from orchestrator.controller.leasing import LeaseManager, Waiting, WithdrawnError
 from orchestrator.controller.observer import Heartbeat, Observers, Projection
-from orchestrator.controller.runtime import Runtime, SteadyClock, make_launcher
+from orchestrator.controller.runtime import Runtime, SteadyClock, make_launcher, preload
 from orchestrator.controller.step import apply_requests
 from orchestrator.errors import ConfigError
 from orchestrator.notifications import Notifier, check_notify
@@ -33,8 +32,8 @@ from orchestrator.search.knob_effects import RelativePredictor
 from orchestrator.search.predictor import Predictor, UnknownDimensionsError, UnpredictableError
 from orchestrator.search.search import Search
 from orchestrator.search.transfer import EarlierTrial, num_sweeps, same_program
+from orchestrator.space.knobs import memory_ranks
 from orchestrator.space.notation import flat_params
-from orchestrator.space.own_knobs import memory_ranks
 from orchestrator.sweep.events import Hardware, SweepCreated
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import PLAN, SPEC, Ledger, MeasuredProgram, Recorded, SweepFile, Tracking, tracking_uri
@@ -42,8 +41,7 @@ from orchestrator.sweep.snapshot import Home, Observer, read_snapshot
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.mlflow_store import earlier_trials
 from orchestrator.tracking.mlflow_tracker import Tracker
-from trials.codec import digest
-from trials.files import is_disk_full
+from trials.files import digest, is_disk_full
 from trials.secrets import redact
 from trials.spec import ProfileSpec, ScriptModel
 
@@ -353,12 +351,10 @@ class _Controller:
         observer = Observers([self.observer, heartbeat, *_profile_copies(self.spec, ledger)])
         request = cluster_request(self.spec, self.home, address=self.address)
         waiting = Waiting(ledger, observer)
-        is_script = isinstance(self.spec.to_workload().model, ScriptModel)
-        preload = SCRIPT_PRELOAD if is_script else PRELOAD
-        num_lost, num_ended = 0, -1
+        num_lost, num_ended, modules = 0, -1, preload(self.spec)
         while True:
             try:
-                with connect(request, workdir=_attempts(ledger), on_wait=waiting, preload=preload) as cluster:
+                with connect(request, workdir=_attempts(ledger), on_wait=waiting, preload=modules) as cluster:
                     self._runtime(ledger, cluster, request, observer, waiting.num_requests, num_lost).run()
                     return _result(ledger, self.home)
             except OwnClusterLostError as error:

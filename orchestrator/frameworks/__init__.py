@@ -2,8 +2,3 @@
 
 Knows the specification of trials and the knobs: nothing of sweeps or of what was measured.
 """
-
-from orchestrator.frameworks.catalog import FORMATS, export, export_all, recipe
-from orchestrator.frameworks.spelling import Export, Note, Parsed, Recipe
-
-__all__ = ["FORMATS", "Export", "Note", "Parsed", "Recipe", "export", "export_all", "recipe"]

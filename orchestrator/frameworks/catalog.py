@@ -4,22 +4,54 @@ from __future__ import annotations
 
 import importlib
 import typing
+from dataclasses import dataclass
 
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.edit import Run, Training
 from orchestrator.frameworks.spelling import Export, Recipe, audited
 from trials.spec import Candidate, Workload
 
-FORMATS = {
-    "megatron": "orchestrator.frameworks.megatron",
-    "torchtitan": "orchestrator.frameworks.torchtitan",
-    "deepspeed": "orchestrator.frameworks.deepspeed",
-    "mindformers": "orchestrator.frameworks.mindformers",
-    "paddlenlp": "orchestrator.frameworks.paddlenlp",
-    "accelerate": "orchestrator.frameworks.accelerate",
-    "torchrun": "orchestrator.frameworks.torchrun",
-}
-"""Module of each format, imported when asked for; its recipe is called ``RECIPE``."""
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """A module of this package by its name, imported when it is needed."""
+
+    name: str
+    exports: bool = True
+    """Whether configurations are exported to it: its module has a ``RECIPE``."""
+    programs: bool = True
+    """Whether its programs are tuned: its module has a ``TRAINING``."""
+
+    def load(self, part: str) -> object:
+        return getattr(importlib.import_module(f"{__package__}.{self.name.replace('-', '_')}"), part)
+
+
+FRAMEWORKS = (
+    Framework("megatron"),
+    Framework("torchtitan"),
+    Framework("mindformers"),
+    Framework("paddlenlp"),
+    Framework("llamafactory", exports=False),
+    Framework("ms-swift", exports=False),
+    Framework("lightning", exports=False),
+    Framework("transformers", exports=False),
+    Framework("accelerate"),
+    Framework("deepspeed"),
+    Framework("custom", exports=False),
+    Framework("torchrun", programs=False),
+)
+"""Specific ones stand before general ones: a program of LLaMA-Factory is one of transformers, too, and any program is
+one of ``custom``."""
+
+
+def formats() -> list[str]:
+    """Names of the frameworks that configurations are exported to."""
+    return [framework.name for framework in FRAMEWORKS if framework.exports]
+
+
+def trainings() -> list[str]:
+    """Names of the frameworks whose programs are tuned, in the order in which they are tried on a command."""
+    return [framework.name for framework in FRAMEWORKS if framework.programs]
 
 
 def recipe(format: str) -> Recipe:  # noqa: A002 - the word users type
@@ -28,9 +60,10 @@ def recipe(format: str) -> Recipe:  # noqa: A002 - the word users type
     Raises:
         ConfigError: there is no such format.
     """
-    if format not in FORMATS:
-        raise ConfigError(f"no format called {format!r}", remedy=f"Formats: {', '.join(FORMATS)}")
-    return typing.cast(Recipe, importlib.import_module(FORMATS[format]).RECIPE)
+    found = next((one for one in FRAMEWORKS if one.name == format and one.exports), None)
+    if found is None:
+        raise ConfigError(f"no format called {format!r}", remedy=f"Formats: {', '.join(formats())}")
+    return typing.cast(Recipe, found.load("RECIPE"))
 
 
 def export(format: str, candidate: Candidate, workload: Workload, *, allow_lossy: bool = False) -> Export:  # noqa: A002
@@ -53,29 +86,12 @@ def export(format: str, candidate: Candidate, workload: Workload, *, allow_lossy
 def export_all(candidate: Candidate, workload: Workload) -> dict[str, Export | ConfigError]:
     """Export by format, or the reason why there is none."""
     found: dict[str, Export | ConfigError] = {}
-    for name in FORMATS:
+    for name in formats():
         try:
             found[name] = export(name, candidate, workload)
         except ConfigError as error:
             found[name] = error
     return found
-
-
-TRAININGS = {
-    "megatron": "orchestrator.frameworks.megatron",
-    "torchtitan": "orchestrator.frameworks.torchtitan",
-    "mindformers": "orchestrator.frameworks.mindformers",
-    "paddlenlp": "orchestrator.frameworks.paddlenlp",
-    "llamafactory": "orchestrator.frameworks.llamafactory",
-    "ms-swift": "orchestrator.frameworks.ms_swift",
-    "lightning": "orchestrator.frameworks.lightning",
-    "transformers": "orchestrator.frameworks.transformers",
-    "accelerate": "orchestrator.frameworks.accelerate",
-    "deepspeed": "orchestrator.frameworks.deepspeed",
-    "custom": "orchestrator.frameworks.custom",
-}
-"""Module of each, imported when asked for; what it knows is called ``TRAINING``. Specific ones stand before general
-ones: a program of LLaMA-Factory is one of transformers, too, and any program is one of ``custom``."""
 
 
 def training(name: str) -> Training:
@@ -84,14 +100,15 @@ def training(name: str) -> Training:
     Raises:
         ConfigError: there is no such framework.
     """
-    if name not in TRAININGS:
-        raise ConfigError(f"no recipe called {name!r}", key="recipe", remedy=f"Recipes: {', '.join(TRAININGS)}")
-    return typing.cast(Training, importlib.import_module(TRAININGS[name]).TRAINING)
+    found = next((one for one in FRAMEWORKS if one.name == name and one.programs), None)
+    if found is None:
+        raise ConfigError(f"no recipe called {name!r}", key="recipe", remedy=f"Recipes: {', '.join(trainings())}")
+    return typing.cast(Training, found.load("TRAINING"))
 
 
 def recognise(run: Run) -> Training | None:
     """The first framework that a command looks like one of; None where it looks like none of them."""
-    for name in TRAININGS:
+    for name in trainings():
         if name != "custom" and (found := training(name)).recognises(run):
             return found
     return None

@@ -31,7 +31,7 @@ from orchestrator.frameworks.spelling import (
     is_at_or_below,
 )
 from orchestrator.space.file_types import layers_of
-from orchestrator.space.knobs import canonical_layout, canonical_loader, canonical_precision
+from orchestrator.space.space import canonical_part, canonical_precision
 from trials.script.command import Expected, LogFormat
 from trials.spec import Candidate, LlamaModel, ScriptData, ScriptModel, Workload
 
@@ -301,57 +301,6 @@ def _placed(word: str, run: Run) -> str:
     return word
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlayPart:
-    """Fields that belong together: where one of them changes, ``write`` says all of them."""
-
-    paths: tuple[str, ...]
-    write: Callable[[Edit, OverlayRequest], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Laying:
-    """How candidates are laid over the commands of one framework."""
-
-    parts: tuple[OverlayPart, ...]
-    """Those of the layout before those whose meaning depends on it."""
-    read: Callable[[Edit], Reading]
-    batch: Callable[[Edit, OverlayRequest], None]
-    """Writes how many micro-batches a step has, or samples."""
-    seed: Callable[[Edit, int], None]
-    check: Callable[[Edit, OverlayRequest], None]
-    """Notes what the framework itself would refuse, and what it needs besides."""
-    copies_files: bool = True
-    """Whether configuration files that the arguments point to are changed in copies; else arguments say it all."""
-
-    def overlay(self, run: Run, request: OverlayRequest) -> Overlay:
-        """The command with the candidate laid over it; errors among the notes say what it does not say."""
-        edit = Edit.of_run(run, copies_files=self.copies_files)
-        reading = self._write(edit, request)
-        self.check(edit, request)
-        said = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
-        spoken = [note.knob for note in edit.notes if note.severity == "error"]
-        wrong = [note for note in contradictions(request, reading) if not any(_touch(note.knob, k) for k in spoken)]
-        edit.notes = list(dict.fromkeys([*edit.notes, *said, *wrong]))
-        return edit.overlay()
-
-    def _write(self, edit: Edit, request: OverlayRequest) -> Reading:
-        """Write what changes; what the command says then."""
-        asked, now = values_of(request.candidate), request
-        for part in self.parts:
-            if any(now.changes(path, asked.get(path)) for path in _below(part.paths, asked, now.reading.values)):
-                part.write(edit, now)
-                now = replace(now, reading=_again(request, self.read(edit)))
-        if _batch(request, now.reading) or (now.reading.global_batch_size, now.reading.num_microbatches) == (
-            None,
-            None,
-        ):
-            self.batch(edit, now)
-        if request.seed is not None and request.seed != request.reading.seed:
-            self.seed(edit, request.seed)
-        return _again(request, self.read(edit))
-
-
 def _below(paths: Iterable[str], *known: Mapping[str, Any]) -> Iterator[str]:
     """The paths, and those below them that are known."""
     for path in paths:
@@ -380,20 +329,29 @@ class FrameworkTable:
 
     def overlay(self, run: Run, request: OverlayRequest) -> Overlay:
         """The command with the candidate laid over it; errors among the notes say what it does not say."""
-        parts = tuple(
-            OverlayPart(paths=one.paths, write=functools.partial(self._write, one))
-            for one in self.rows
-            if one.overlay == "written"
-        )
-        laying = Laying(
-            parts=parts,
-            read=self.reading,
-            batch=functools.partial(self._write_workload, "workload.global_batch_size"),
-            seed=lambda edit, _: self._write_workload("workload.seed", edit, request),
-            check=self.check,
-            copies_files=self.copies_files,
-        )
-        return laying.overlay(run, request)
+        edit = Edit.of_run(run, copies_files=self.copies_files)
+        reading = self._lay(edit, request)
+        self.check(edit, request)
+        said = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
+        spoken = [note.knob for note in edit.notes if note.severity == "error"]
+        wrong = [note for note in contradictions(request, reading) if not any(touch(note.knob, k) for k in spoken)]
+        edit.notes = list(dict.fromkeys([*edit.notes, *said, *wrong]))
+        return edit.overlay()
+
+    def _lay(self, edit: Edit, request: OverlayRequest) -> Reading:
+        """Write what changes, each row in whole; what the command says then."""
+        asked, now = values_of(request.candidate), request
+        for one in self.rows:
+            paths = _below(one.paths, asked, now.reading.values)
+            if one.overlay == "written" and any(now.changes(path, asked.get(path)) for path in paths):
+                self._write(one, edit, now)
+                now = replace(now, reading=_again(request, self.reading(edit)))
+        counts = (now.reading.global_batch_size, now.reading.num_microbatches)
+        if _batch(request, now.reading) or counts == (None, None):
+            self._write_workload("workload.global_batch_size", edit, now)
+        if request.seed is not None and request.seed != request.reading.seed:
+            self._write_workload("workload.seed", edit, request)
+        return _again(request, self.reading(edit))
 
     def reading(self, edit: Edit) -> Reading:
         found = Found(self.command(edit), self.defaults, is_export=False)
@@ -475,7 +433,7 @@ def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
         _error(path, "this framework is not told of it")
         for path, value in asked.items()
         if not _is_said(path, said.values)
-        and any(_touch(path, name) for name in request.named)
+        and any(touch(path, name) for name in request.named)
         and value != defaults().get(path)
         and path not in (*_LEFT_OVER, *request.told)
     ]
@@ -512,11 +470,11 @@ def _of_candidate(values: Mapping[str, Any]) -> dict[str, Any]:
 def _canonical(candidate: Candidate) -> Candidate:
     """The candidate in canonical form as far as that is the same for every model."""
     return Candidate(
-        layout=canonical_layout(candidate.layout),
+        layout=canonical_part(candidate.layout),
         micro_batch_size=candidate.micro_batch_size,
         recompute=candidate.recompute,
         precision=canonical_precision(candidate.precision),
-        loader=canonical_loader(candidate.loader),
+        loader=canonical_part(candidate.loader),
         kernels=candidate.kernels,
     )
 
@@ -525,7 +483,7 @@ def _is_said(path: str, values: Mapping[str, Any]) -> bool:
     return path in values or any(is_at_or_below(known, path) for known in values)
 
 
-def _touch(one: str, other: str) -> bool:
+def touch(one: str, other: str) -> bool:
     return is_at_or_below(one, other) or is_at_or_below(other, one)
 
 
@@ -549,12 +507,3 @@ def draft_of(request: OverlayRequest) -> Draft:
     )
     values = {**values_of(request.candidate), "workload.seed": request.seed}
     return Draft(request.candidate, workload, values)
-
-
-def written(edit: Edit, request: OverlayRequest, settings: Iterable[Setting]) -> dict[str, Any]:
-    """What these settings of the framework's exports say of the candidate; their notes become the edit's."""
-    draft = draft_of(request)
-    for setting in settings:
-        setting.write(draft)
-    edit.notes += draft.notes
-    return draft.settings

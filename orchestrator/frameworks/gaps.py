@@ -4,14 +4,12 @@ frameworks with coarser settings count them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.frameworks.spelling import (
     WORKLOAD,
     Draft,
     Found,
-    Note,
     Setting,
     Settings,
     custom,
@@ -20,8 +18,8 @@ from orchestrator.frameworks.spelling import (
     lacking,
 )
 from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, layers_of, resolve_recompute
+from trials.sizes import all_chunks
 from trials.spec import Candidate, Counts, Layout, Recompute
-from trials.stages import all_chunks
 
 
 def present(draft: Draft) -> Counts:
@@ -81,39 +79,6 @@ def refuse_stages(draft: Draft, message: str) -> None:
 def num_microbatches(draft: Draft) -> int:
     candidate: Candidate = draft.candidate
     return candidate.num_microbatches(draft.workload.global_batch_size)
-
-
-@dataclass(slots=True)
-class ReadingDraft:
-    """Values by path, and notes, of a reading in the making."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    notes: list[Note] = field(default_factory=list)
-
-    def say(self, values: Mapping[str, Any]) -> None:
-        """Values by path; one of None could not be understood and is left out."""
-        self.values |= {path: value for path, value in values.items() if value is not None}
-
-    def unread(self, knob: str, what: str) -> None:
-        """``what`` was not understood: the field keeps what the command says, and the service does not know it."""
-        self.notes.append(Note(knob=knob, message=f"not understood, left as it is: {what}", severity="warning"))
-
-    def warn(self, knob: str, message: str) -> None:
-        self.notes.append(Note(knob=knob, message=message, severity="warning"))
-
-    def refuse(self, knob: str, message: str) -> None:
-        self.notes.append(Note(knob=knob, message=message, severity="error"))
-
-    def whole(self, knob: str, name: str, given: Any, default: int | None = None) -> int | None:
-        """A whole number that an argument or key gives; None for a placeholder, or what is none, which is noted."""
-        if given is None or given == "":
-            return default
-        try:
-            return int(str(given).replace("_", ""))
-        except ValueError:
-            if "{" not in str(given):
-                self.unread(knob, f"{name} {given}")
-            return None
 
 
 def without_pipeline() -> dict[str, Any]:

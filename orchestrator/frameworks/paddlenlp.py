@@ -46,8 +46,8 @@ from orchestrator.frameworks.spelling import (
 )
 from trials.files import read_regular
 from trials.script.command import Expected, LogFormat
+from trials.sizes import all_chunks
 from trials.spec import Counts, Layout, LlamaModel, LossScale, SelectiveRecompute
-from trials.stages import all_chunks
 
 FILE, MODEL_FILE, SCRIPT = "paddlenlp.json", "model/config.json", "paddlenlp.sh"
 MODEL = "model:"

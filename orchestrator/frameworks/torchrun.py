@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.frameworks.spelling import WORKLOAD, Draft, Recipe, Setting, Settings, custom, flatten
 from trials.accelerator.kinds import FAMILIES
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.spec import Candidate, TrialSpec, Workload
 
 SPEC, SCRIPT = "spec.json", "run.sh"

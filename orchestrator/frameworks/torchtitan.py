@@ -53,8 +53,8 @@ from orchestrator.frameworks.torchtitan_config import (
     settings_of,
 )
 from trials.script.command import Expected, LogFormat
+from trials.sizes import all_chunks
 from trials.spec import Layout, LlamaModel
-from trials.stages import all_chunks
 
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 REPLICAS, SHARDS = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"

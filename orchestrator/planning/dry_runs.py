@@ -24,7 +24,6 @@ from orchestrator.planning.hardware import device_kind, memory_limit_bytes
 from orchestrator.space.rules import Case, Rule
 from orchestrator.units import num_bytes
 from trials.accelerator.kinds import without_devices
-from trials.codec import CodecError, digest, from_json, to_json
 from trials.dryrun.estimate import (
     COMMUNICATOR_BYTES,
     CUDA_CONTEXT_BYTES,
@@ -41,7 +40,7 @@ from trials.dryrun.estimate import (
     num_communicators,
 )
 from trials.dryrun.small import StagePlan, UnknownOrderError, plan_small_runs
-from trials.files import make_private_folder, write_atomically
+from trials.files import CodecError, digest, from_json, make_private_folder, to_json, write_atomically
 from trials.spec import Candidate, TrialSpec, Workload
 
 # Dry runs kept on disk, by what they depend on

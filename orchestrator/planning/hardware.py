@@ -29,8 +29,7 @@ from orchestrator.frameworks.shell import VARIABLES, assignments
 from orchestrator.invocation import user_name
 from orchestrator.sweep.snapshot import Home
 from trials.accelerator.kinds import DeviceKind
-from trials.codec import CodecError, digest, from_json, to_json
-from trials.files import make_private_folder, write_atomically
+from trials.files import CodecError, digest, from_json, make_private_folder, to_json, write_atomically
 
 # What is known of a hardware: profiles kept in the home, one per kind with the nodes probed so far, and fingerprints
 

@@ -26,8 +26,7 @@ from cluster.hardware.accelerators import CatalogueError, describe_topology
 from cluster.hardware.topology import Topology
 from cluster.probing import Profile
 from orchestrator.config.sweep import SweepSpec
-from orchestrator.config.validation import to_config_error
-from orchestrator.config.yaml_source import YamlSource
+from orchestrator.config.yaml_source import YamlSource, to_config_error
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
 from orchestrator.planning.dry_runs import DryRunEstimates
@@ -47,8 +46,8 @@ from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.notation import describe, diff, flat_params, short_name
 from orchestrator.space.rules import Violation, check
 from orchestrator.sweep.ledger import Document, Ledger
-from trials.codec import from_json, to_json
 from trials.dryrun.estimate import DryRunEstimate
+from trials.files import from_json, to_json
 from trials.spec import Candidate, Workload
 
 # Predictions for a whole plan: its best candidates with the terms of their figures, and what the sweep would cost

@@ -15,9 +15,9 @@ from orchestrator.frameworks.documents import ABSENT, edited, load, value_at
 from orchestrator.frameworks.edit import Overlay, OverlayRequest, Run
 from orchestrator.frameworks.spelling import Note
 from orchestrator.program.user_program import Script, filled_run, names_in, placeholder_values
-from orchestrator.space.own_knobs import OwnKnob, OwnScalar, argument_text
+from orchestrator.space.knobs import OwnKnob, OwnScalar, argument_text
 from orchestrator.space.rules import Case, Rule
-from trials import flops
+from trials import sizes
 from trials.script.command import CommandFile, ScriptCommand
 from trials.spec import Candidate, Protocol
 
@@ -266,6 +266,6 @@ def script_command(
         expected=script.training.expected(request_of(script, candidate, device)),
         device=device,
         memory_limit_bytes=memory_limit_bytes,
-        model_flops_per_token=0.0 if shape is None else flops.model_flops_per_token(shape, workload.seq_length),
+        model_flops_per_token=0.0 if shape is None else sizes.model_flops_per_token(shape, workload.seq_length),
         cache_dir=cache_dir,
     )

@@ -14,7 +14,7 @@ import yaml
 from orchestrator import units
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks import export_all
+from orchestrator.frameworks.catalog import export_all
 from orchestrator.frameworks.shell import with_exports
 from orchestrator.objective import Objective, noun_of
 from orchestrator.program.candidate_command import START
@@ -31,7 +31,7 @@ from orchestrator.sweep.ledger import SPEC, Ledger, MeasuredProgram, SweepFile
 from orchestrator.sweep.state import SweepState, Trial, find_trial
 from orchestrator.tracking.mlflow_store import MAX_DESCRIPTION_CHARS, Registered
 from orchestrator.watermark import watermark, watermark_line
-from trials.codec import digest, from_json, to_json
+from trials.files import digest, from_json, to_json
 from trials.outcome import Measurement
 from trials.secrets import redact, redact_all
 from trials.spec import Candidate, Workload

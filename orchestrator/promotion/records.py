@@ -26,7 +26,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder
 from orchestrator.process_support import pause_s
 from orchestrator.tracking.mlflow_store import Registry
-from trials.codec import digest, from_json
+from trials.files import digest, from_json
 from trials.secrets import redact
 
 if TYPE_CHECKING:

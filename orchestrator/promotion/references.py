@@ -38,7 +38,7 @@ from orchestrator.sweep.state import find_trial
 from orchestrator.tracking.mlflow_store import Registered, Registry
 from orchestrator.tracking.mlflow_tracker import Tracker
 from orchestrator.units import trial_id
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.spec import Candidate, Workload
 
 # The history of a name so far, and the records that can follow on it.

@@ -22,7 +22,7 @@ import yaml
 
 from cluster.base import ClusterError
 from orchestrator import units
-from orchestrator.config.knobs import BaselineSection
+from orchestrator.config.settings import BaselineSection
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller import controller
 from orchestrator.errors import ConfigError
@@ -45,7 +45,8 @@ from orchestrator.proof.script_gate import ScriptRuns, judge_script
 from orchestrator.report import curves, words
 from orchestrator.report.summary import interval_json
 from orchestrator.space.file_types import RecomputeChoice, StageSplit
-from orchestrator.space.knobs import KNOBS, knob_values
+from orchestrator.space.knobs import KNOBS
+from orchestrator.space.space import knob_values
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.events import GateSettings, PromotedRounds
 from orchestrator.sweep.snapshot import Home, Observer
@@ -54,8 +55,7 @@ from orchestrator.tracking.mlflow_store import Registry
 from orchestrator.tracking.mlflow_tracker import Tracker
 from orchestrator.units import trial_id
 from orchestrator.watermark import Virtual
-from trials.codec import from_json, to_json
-from trials.files import write_atomically
+from trials.files import from_json, to_json, write_atomically
 from trials.outcome import GangLost, Measurement, NotBelieved, TimedOut
 from trials.spec import Candidate, Precision, ScriptModel, Workload
 

@@ -20,8 +20,7 @@ from orchestrator.proof.progress import BASELINE, gate_report, gate_runs
 from orchestrator.sweep.events import Evaluation, GateReport
 from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
-from trials.codec import to_json
-from trials.files import make_private_folder, write_atomically
+from trials.files import make_private_folder, to_json, write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from cluster.gang.environment import MAX_BYTES_PER_RANK
 from orchestrator import units
 from orchestrator.report.view import ALWAYS, Column, ShownTable, table_of
 from orchestrator.sweep.state import Trial
-from trials.codec import to_json
+from trials.files import to_json
 from trials.reports import CollectiveCount, OperatorTime, RankProfile, Redundancy
 
 MAX_OPERATORS = 10

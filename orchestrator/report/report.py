@@ -56,7 +56,7 @@ from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.units import is_wide, trial_id
 from orchestrator.watermark import watermark
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Measurement, NotBelieved
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,8 @@ def make_report(
         invocation: how to write commands.
     """
     sources = sources or Sources()
-    order = [name for knob in explanation.importance.knobs for name in knob.knobs] if explanation else []
+    effects = explanation.effects if explanation else ()
+    order = list(dict.fromkeys(name for effect in effects for name in effect.knobs))
     recorded, uri = sources.recorded, summary.tracking_uri
     short = make_short_report(state, summary, explanation)
     return Report(

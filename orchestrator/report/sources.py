@@ -23,8 +23,7 @@ from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.text import tail
 from orchestrator.units import trial_id
-from trials.codec import to_json
-from trials.files import make_private_folder
+from trials.files import make_private_folder, to_json
 from trials.outcome import Evidence, Measured, StoppedEarly
 from trials.reports import FOLDER
 

@@ -31,9 +31,8 @@ from orchestrator.sweep.events import CandidatesPruned, ProfileRun, RatioInterva
 from orchestrator.sweep.snapshot import Phase
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
 from orchestrator.watermark import Virtual, predicted_words, watermark_line
-from trials.codec import to_json
-from trials.outcome import NotBelieved
-from trials.step_times import duration
+from trials.files import to_json
+from trials.outcome import NotBelieved, duration
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
 """Statuses a trial can end in, in the order they are reported."""

@@ -36,8 +36,8 @@ from orchestrator.objective import Objective
 from orchestrator.search.acquisition import ErrorModel, Posterior
 from orchestrator.search.memory_belief import Array, MemoryBelief, Structured
 from orchestrator.search.transfer import EarlierTrial, nearest, same_program
+from orchestrator.space.knobs import INHERITED
 from orchestrator.space.notation import Features, Scalar, feature_columns
-from orchestrator.space.own_knobs import INHERITED
 from trials.spec import Candidate, Workload
 
 # What is believed of the effects of knobs before any trial, in the form that the Gaussian process takes

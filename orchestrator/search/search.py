@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
 from orchestrator.search.guided import GuidedSearch, OpenCandidates
+from orchestrator.space.knobs import INHERITED
 from orchestrator.space.notation import FeatureColumns, Features, Scalar, feature_columns
-from orchestrator.space.own_knobs import INHERITED
 from orchestrator.space.rules import OwnMemory, Pruner
 from orchestrator.space.space import LargeSpace, Lookup, without_effect
 from orchestrator.sweep.events import CandidatesPruned, PredictedResult, Suggestion
 from orchestrator.sweep.state import SweepState, Trial
-from trials.codec import digest
+from trials.files import digest
 from trials.outcome import Diverged, Infeasible, NotBelieved, OutOfMemory
 from trials.spec import Candidate
 

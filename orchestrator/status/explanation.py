@@ -31,7 +31,7 @@ from orchestrator.sweep.state import (
 from orchestrator.text import plain, tail
 from orchestrator.units import count, signal_name, trial_id
 from orchestrator.watermark import Virtual
-from trials.codec import to_json
+from trials.files import fields_json, to_json
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -47,7 +47,7 @@ from trials.outcome import (
     StoppedEarly,
     TimedOut,
 )
-from trials.shapes import ScriptModel
+from trials.spec import ScriptModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,17 @@ class AttemptExplanation:
     def evidence(self) -> Evidence | None:
         """Where and how it failed; None while it runs and where it was measured."""
         return getattr(self.attempt.outcome, "evidence", None)
+
+    @property
+    def blamed(self) -> str:
+        """Where and how it failed: ``rank 3 on node1, RuntimeError, exit code 1``; empty if it was ended on purpose."""
+        evidence = self.evidence
+        if evidence is None or self.is_blameless:
+            return ""
+        rank = f"rank {evidence.rank}" if evidence.rank is not None else ""
+        where = " on ".join(filter(None, (rank, evidence.node)))
+        code = signal_name(evidence.exit_code) or (f"exit code {evidence.exit_code}" if evidence.exit_code else "")
+        return plain(", ".join(filter(None, (where, evidence.error_type, code))))
 
     def to_json(self) -> dict[str, Any]:
         """Its part of ``explain --json``."""
@@ -117,6 +128,16 @@ class Explanation:
     @property
     def measurement(self) -> Measurement | None:
         return self.trial.measurement
+
+    @property
+    def expected(self) -> str:
+        """The step time and memory expected when it was proposed; empty where nothing was predicted."""
+        expected = self.trial.expected
+        if expected is None:
+            return ""
+        step = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
+        peak = "" if expected.peak_bytes is None else f"peak {units.num_bytes(expected.peak_bytes)}, "
+        return f"{step}, {peak}fits with a probability of {units.chance(expected.probability_fits)}"
 
     @property
     def surprise(self) -> float | None:
@@ -385,8 +406,7 @@ class RankLog:
     """Byte after the last line read."""
 
     def to_json(self) -> dict[str, Any]:
-        names = ("rank", "node", "is_here", "is_root_cause", "is_whole")
-        return {**{name: getattr(self, name) for name in names}, "path": str(self.path), "lines": list(self.lines)}
+        return fields_json(self, "rank", "node", "is_here", "is_root_cause", "is_whole", "path", "lines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,12 +423,8 @@ class AttemptLogs:
     """What the ledger keeps of a failure, wherever the logs lie."""
 
     def to_json(self) -> dict[str, Any]:
-        names = ("sweep", "trial", "attempt", "outcome")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "ranks": [log.to_json() for log in self.ranks],
-            "evidence": to_json(self.evidence),
-        }
+        ranks = [log.to_json() for log in self.ranks]
+        return {**fields_json(self, "sweep", "trial", "attempt", "outcome", "evidence"), "ranks": ranks}
 
 
 def attempt_logs(

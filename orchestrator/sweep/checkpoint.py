@@ -29,7 +29,7 @@ from orchestrator.sweep.fold import apply, is_retriable
 from orchestrator.sweep.ledger import Ledger, LedgerEntry, Request
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.vector import Block, LazyBlock, Vector
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 
 MIN_EVENTS = 256
 """New events that are worth another copy; fewer are quickly decoded."""
@@ -38,7 +38,7 @@ CODE = (
     *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "state")),
     "orchestrator.objective",
     "orchestrator.vector",
-    *(f"trials.{name}" for name in ("codec", "outcome", "reports", "shapes", "spec", "step_times")),
+    *(f"trials.{name}" for name in ("files", "outcome", "reports", "spec")),
     "cluster.hardware.topology",
 )
 """Modules that say what a state is and what events make of it. A copy holds for their very text."""

@@ -11,7 +11,7 @@ from cluster.hardware.topology import Device, Topology
 from orchestrator.objective import Objective
 from orchestrator.watermark import ClusterKind, Virtual
 from trials.accelerator.kinds import DeviceKind
-from trials.codec import digest, to_json
+from trials.files import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
 

@@ -16,7 +16,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
 from orchestrator.search.transfer import MAX_PER_SWEEP, MAX_TRIALS, EarlierTrial, same_hardware
 from orchestrator.tracking.mlflow_tracker import Tracker
-from trials.codec import from_json
+from trials.files import from_json
 from trials.outcome import Outcome
 from trials.secrets import redact
 from trials.spec import Candidate, Workload

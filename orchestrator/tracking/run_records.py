@@ -32,7 +32,7 @@ from orchestrator.sweep.ledger import Ledger, MeasuredProgram
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.units import rounded
 from orchestrator.watermark import watermark, watermark_line
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Measured, Measurement, Outcome, StoppedEarly
 from trials.reports import Findings
 from trials.secrets import redact_all

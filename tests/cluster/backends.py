@@ -11,7 +11,7 @@ from cluster.hardware.topology import uniform_topology
 from cluster.local import LocalCluster
 from cluster.virtual import Behaviour, Cost, SimulatedCluster
 from tests.cluster import gangs
-from trials.codec import to_json
+from trials.files import to_json
 from trials.spec import Candidate, Layout, LlamaModel, Protocol, Recompute, TextData, TrialSpec, Workload
 
 GB = 10**9

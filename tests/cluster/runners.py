@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import RankReport, StepBreakdown
 
 FOREVER_S = 600

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.node.agent import SCRIPT_PRELOAD
-from trials.codec import to_json
+from trials.files import to_json
 from trials.script.command import LogFormat, ScriptCommand
 from trials.spec import Protocol
 

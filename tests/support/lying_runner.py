@@ -3,7 +3,7 @@
 import os
 import time
 
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import RankReport, StepBreakdown
 
 

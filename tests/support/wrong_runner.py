@@ -13,7 +13,7 @@ def run_rank(spec, progress):
 
 
 def _skip_every_other_backward():
-    from trials.training import pipeline
+    from trials.training import loop
 
     backward, calls = torch.autograd.backward, []
 
@@ -22,4 +22,4 @@ def _skip_every_other_backward():
         if len(calls) % 2:
             backward(*args, **kwargs)
 
-    pipeline.torch.autograd.backward = broken
+    loop.torch.autograd.backward = broken

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runner.gang import RankError, gang, receive
-from trials.codec import from_json, to_json
 from trials.failure import classify
+from trials.files import from_json, to_json
 from trials.outcome import RankReport
 from trials.spec import TrialSpec
 

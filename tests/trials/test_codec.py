@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trials.codec import CodecError, canonical_json, digest, from_json, to_json
+from trials.files import CodecError, canonical_json, digest, from_json, to_json
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.trials.tiny import SHAPE
-from trials import flops
-from trials.models.llama import Llama
-from trials.models.resnet import ResNet
+from trials import sizes
+from trials.models.built_in import Llama, ResNet
+from trials.sizes import Chunk, all_chunks
 from trials.spec import Candidate, Kernels, Layout, LinearModel, LlamaModel, Precision, ResNetModel
-from trials.stages import Chunk, all_chunks
 
 
 def whole(shape: LlamaModel) -> Chunk:
@@ -26,11 +25,11 @@ LLAMA2_7B = LlamaModel(
 def test_counts_the_parameters_of_the_model(shape: LlamaModel) -> None:
     with torch.device("meta"):
         model = Llama(shape, 16, whole(shape))
-    assert flops.num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
+    assert sizes.num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_llama2_7b_has_the_published_size() -> None:
-    assert flops.num_parameters(LLAMA2_7B) == 6_738_415_616
+    assert sizes.num_parameters(LLAMA2_7B) == 6_738_415_616
 
 
 def test_flops_match_what_torch_counts() -> None:
@@ -47,7 +46,7 @@ def test_flops_match_what_torch_counts() -> None:
     gains = 6 * shape.hidden_size * (2 * shape.num_layers + 1)
     attention = 12 * shape.num_layers * shape.hidden_size * length
     counted = counter.get_total_flops() / length
-    expected = flops.model_flops_per_token(shape, length) - gains
+    expected = sizes.model_flops_per_token(shape, length) - gains
     # Torch's CPU attention kernel may be counted or not, according to the version.
     assert counted == pytest.approx(expected, rel=0.05) or counted == pytest.approx(expected - attention, rel=0.05)
 
@@ -60,22 +59,22 @@ def test_resnet_figures_match_the_model(depth: Literal[18, 50], size: int) -> No
     shape = ResNetModel(depth=depth, image_size=size)
     with torch.device("meta"):
         model = ResNet(shape, all_chunks(Layout(), shape.num_layers)[0])
-    assert flops.num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
+    assert sizes.num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
     with FlopCounterMode(display=False) as counter:
         model(torch.empty(2, 3, size, size, device="meta"))
-    assert counter.get_total_flops() / 2 == pytest.approx(flops.model_flops_per_token(shape, 1) / 3)
+    assert counter.get_total_flops() / 2 == pytest.approx(sizes.model_flops_per_token(shape, 1) / 3)
 
 
 def test_resnet50_has_the_published_size_and_cost() -> None:
     shape = ResNetModel()
-    assert flops.num_parameters(shape) == 25_557_032
-    assert flops.model_flops_per_token(shape, 1) / 6 == pytest.approx(4.09e9, rel=1e-3)
+    assert sizes.num_parameters(shape) == 25_557_032
+    assert sizes.model_flops_per_token(shape, 1) / 6 == pytest.approx(4.09e9, rel=1e-3)
 
 
 def test_the_linear_chain_multiplies_its_weights() -> None:
     shape = LinearModel(num_layers=9, size=8192)
-    assert flops.num_parameters(shape) == 9 * 8192**2
-    assert flops.model_flops_per_token(shape, 1) == 6 * 9 * 8192**2
+    assert sizes.num_parameters(shape) == 9 * 8192**2
+    assert sizes.model_flops_per_token(shape, 1) == 6 * 9 * 8192**2
 
 
 @pytest.mark.parametrize(
@@ -90,4 +89,4 @@ def test_the_linear_chain_multiplies_its_weights() -> None:
     ],
 )
 def test_matrix_products_have_a_number_format(precision: Precision, kernels: Kernels, expected: str) -> None:
-    assert flops.matmul_format(Candidate(precision=precision, kernels=kernels)) == expected
+    assert sizes.matmul_format(Candidate(precision=precision, kernels=kernels)) == expected

@@ -30,10 +30,10 @@ def _check_initial_values() -> None:
     from torch.distributed.tensor import DTensor
 
     from trials.models.model import Draws
-    from trials.parallel.shards import Piece, fill, plain_name
-    from trials.training import step
+    from trials.parallel.mesh import Piece, fill, plain_name
+    from trials.training import loop
 
-    parallelize = step.parallelize
+    parallelize = loop.parallelize
 
     def checked(spec, mesh, device, *, stage):
         parts = parallelize(spec, mesh, device, stage=stage)
@@ -47,7 +47,7 @@ def _check_initial_values() -> None:
             assert torch.equal(whole, wanted.part), name
         return parts
 
-    step.parallelize = checked
+    loop.parallelize = checked
 
 
 def test_every_sharding_starts_from_the_same_values(tmp_path: Path) -> None:
@@ -111,16 +111,16 @@ def test_a_memory_limit_makes_allocation_fail_in_the_rank(tmp_path: Path) -> Non
 
 
 def _break_rank_one() -> None:
-    from trials.training import step
+    from trials.training import loop
 
-    train = step.Trainer.step
+    train = loop.Trainer.step
 
     def broken(self, inputs, targets, marker):
         if os.environ["RANK"] == "1":
             raise MemoryError("out of luck")
         return train(self, inputs, targets, marker)
 
-    step.Trainer.step = broken
+    loop.Trainer.step = broken
 
 
 @pytest.mark.representative("zero3")

@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.parity]
 def _gradients_times_four() -> None:
     import torch
 
-    from trials.training import pipeline as accumulation
+    from trials.training import loop as accumulation
 
     backward = torch.autograd.backward
     accumulation.torch.autograd.backward = lambda loss, seed: backward(loss, 4.0 * seed)
 
 
 def _gradients_not_reduced() -> None:
-    from trials.training import pipeline as accumulation
+    from trials.training import loop as accumulation
 
     begin_backward = accumulation.begin_backward
     accumulation.begin_backward = lambda module, **_: begin_backward(module, is_last=False, each=False)
@@ -35,7 +35,7 @@ def _gradients_not_reduced() -> None:
 def _partial_sums_taken_for_whole() -> None:
     from torch.distributed.tensor import DTensor
 
-    from trials.training.step import Gradients
+    from trials.training.loop import Gradients
 
     def broken(self):
         for parameter in self._tensor_parallel:
@@ -50,23 +50,23 @@ def _partial_sums_taken_for_whole() -> None:
 
 
 def _norms_not_summed_over_tp() -> None:
-    from trials.training import step
+    from trials.training import loop
 
-    step._sum_in_place = lambda tensors, group: None
+    loop._sum_in_place = lambda tensors, group: None
 
 
 def _divided_once_more_by_the_schedule() -> None:
     """Averages as the default does, for losses that are not divided yet."""
-    from trials.training import pipeline
+    from trials.training import loop
 
-    build = pipeline.build_schedule
+    build = loop.build_schedule
 
     def broken(*args):
         schedule = build(*args)
         schedule.scale_grads = True
         return schedule
 
-    pipeline.build_schedule = broken
+    loop.build_schedule = broken
 
 
 def _reduced_over_dp_without_cp() -> None:
@@ -76,7 +76,7 @@ def _reduced_over_dp_without_cp() -> None:
 
 
 def _split_backward_loses_sharded_weights() -> None:
-    from trials.training.pipeline import Stage
+    from trials.training.loop import Stage
 
     Stage._gather_weights = lambda self: None
 

@@ -6,7 +6,7 @@ from benchmarks.step_trend import DRIFTING, HONEST, share
 from orchestrator.objective import Objective
 from orchestrator.statistics import median, speed
 from tests.support.story import measured
-from trials.step_times import MIN_STEPS, trend
+from trials.outcome import MIN_STEPS, trend
 
 
 @pytest.mark.parametrize("name", HONEST)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.trials.gang import differences, run_gang
 from tests.trials.tiny import tiny_spec
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.outcome import RankReport
 from trials.spec import Kernels, Layout
 from trials.worker import run_rank

@@ -239,7 +239,7 @@ def profiler_activity(device: torch.device) -> ProfilerActivity | None:
 
 
 # Memory of a device as its allocator and its driver count it. For the CPU, which has no such allocator, see
-# :mod:`trials.training.rank_device`.
+# :mod:`trials.training.measure`.
 #
 # Asked of the device's module rather than of ``torch.accelerator``: those who add a device to torch all have its
 # names.

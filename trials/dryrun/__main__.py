@@ -18,9 +18,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from trials.codec import from_json, to_json
 from trials.dryrun.estimate import DryRunRequest, RankRun, Reply, RunFailure
 from trials.failure import classify
+from trials.files import from_json, to_json
 
 Work = Callable[[DryRunRequest], RankRun]
 

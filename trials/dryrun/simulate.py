@@ -28,14 +28,11 @@ from trials.legality import check
 from trials.models.model import DEVICE_TILE_WORDS
 from trials.operators import in_backward
 from trials.parallel.data_parallel import finish_gradients
-from trials.parallel.mesh import build_mesh
-from trials.parallel.shards import stored_part
+from trials.parallel.mesh import build_mesh, stored_part
 from trials.precision import parameter_dtype
+from trials.sizes import coordinates
 from trials.spec import LinearModel, LlamaModel, Recompute, ResNetModel, TrialSpec
-from trials.stages import coordinates
-from trials.training.build import ModelPart
-from trials.training.pipeline import Pipeline, Stage
-from trials.training.step import Trainer
+from trials.training.loop import ModelPart, Pipeline, Stage, Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from trials.dryrun.estimate import BUILD, PassKind, PassRun, Peak, RankRun, Traffic
+from trials.sizes import Chunk, chunks_of_stage, count_at, num_virtual_stages_total, virtual_stage
 from trials.spec import Counts, Layout, LinearModel, LlamaModel, Recompute, ResNetModel, TrialSpec
-from trials.stages import Chunk, chunks_of_stage, count_at, num_virtual_stages_total, virtual_stage
 
 # Runs of equal layers: neighbouring layers of a chunk that recompute alike. Standard library only.
 
@@ -150,7 +150,7 @@ def _entry(read: Callable[[RankRun], Mapping[str, int]], name: str, run: RankRun
 
 # In which order a pipeline rank runs its passes, and what is around each of them. Standard library only.
 #
-# The orders are those of torch's schedules, whose names :func:`trials.training.pipeline.build_schedule` maps.
+# The orders are those of torch's schedules, whose names :func:`trials.training.loop.build_schedule` maps.
 
 
 class Pass(NamedTuple):

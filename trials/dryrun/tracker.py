@@ -28,12 +28,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 import trials.models
 import trials.offload
 import trials.precision
-import trials.training.build
+import trials.training.loop
 from trials.dryrun.estimate import CATEGORIES, Category, Peak, Traffic
 from trials.models.model import Draws, Tile, TrainModel
 from trials.operators import in_backward
 from trials.parallel import data_parallel
-from trials.parallel.shards import Piece, ShardMap, fill, plain_name, stored_part
+from trials.parallel.mesh import Piece, ShardMap, fill, plain_name, stored_part
 
 _DEVICE = torch.ops.prim.device.default
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
@@ -348,8 +348,8 @@ def storage_from(mode: contextlib.AbstractContextManager[Any], tile_words: int |
             draw_first_tile(model, seed, shard_map, perturbation, tile_words)
 
     with (
-        replaced(trials.training.build, "build_model", build_model),
-        replaced(trials.training.build, "init_parameters", _inside(mode, init_parameters)),
+        replaced(trials.training.loop, "build_model", build_model),
+        replaced(trials.training.loop, "init_parameters", _inside(mode, init_parameters)),
     ):
         yield
 
@@ -454,8 +454,8 @@ def ddp_as_buckets(tracker: MemoryTracker, mode: contextlib.AbstractContextManag
         return Replica(model, tracker)
 
     with (
-        replaced(trials.training.build, "apply_ddp", _inside(mode, apply_ddp)),
-        replaced(trials.training.build, "apply_buckets", _inside(mode, data_parallel.apply_buckets)),
+        replaced(trials.training.loop, "apply_ddp", _inside(mode, apply_ddp)),
+        replaced(trials.training.loop, "apply_buckets", _inside(mode, data_parallel.apply_buckets)),
     ):
         yield
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trials.models.llama import Llama, next_token_loss
+from trials.models.built_in import LinearChain, Llama, ResNet, class_loss, next_token_loss, squared_error
 from trials.models.model import Initial, Loss, TrainModel
 from trials.models.own_model import Built, GivenModel, build_hugging_face, build_python, loss_of_python, part_of, seeded
-from trials.models.resnet import LinearChain, ResNet, class_loss, squared_error
 from trials.own_code import load_function
+from trials.sizes import Chunk
 from trials.spec import (
     HuggingFaceModel,
     LinearModel,
@@ -21,7 +21,6 @@ from trials.spec import (
     ScriptModel,
     Workload,
 )
-from trials.stages import Chunk
 
 __all__ = ["GivenModel", "Initial", "Loss", "TrainModel", "build_model", "build_own", "import_code", "loss_of"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trials.failure import InfeasibleSpec
-from trials.stages import Chunk
+from trials.sizes import Chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

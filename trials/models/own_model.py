@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from trials.failure import InfeasibleSpec
-from trials.models.llama import Head
+from trials.models.built_in import Head
 from trials.models.model import LayerList, Loss, TrainModel, cut, layers_in, pipeline_problem, plan_problem
 from trials.own_code import call_function, described, load_function
+from trials.sizes import Chunk
 from trials.spec import LlamaModel, PythonModel
-from trials.stages import Chunk
 
 Call = Callable[[nn.Module, Tensor], Any]
 """Runs a module on a batch of inputs and gives its outputs."""

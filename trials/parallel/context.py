@@ -22,7 +22,7 @@ from trials.attention import (
     plus_packed,
     unpacked,
 )
-from trials.models.llama import AttentionCore, Llama
+from trials.models.built_in import AttentionCore, Llama
 from trials.models.model import TrainModel
 from trials.parallel.mesh import Group, communicate, group_of
 from trials.spec import Layout

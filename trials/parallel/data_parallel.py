@@ -29,8 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trials.accelerator.device import current_stream, is_host, new_stream, on_stream
 from trials.legality import holds_plain
 from trials.models.model import TrainModel
-from trials.parallel.mesh import DATA_AXES, SHARD_AXES, flat_mesh, shard_mesh
-from trials.parallel.shards import HeldTensor, ShardMap, held_parameters
+from trials.parallel.mesh import DATA_AXES, SHARD_AXES, HeldTensor, ShardMap, flat_mesh, held_parameters, shard_mesh
 from trials.precision import mixed_precision_policy
 from trials.spec import Layout, Precision
 from trials.torch_support import parameter_groups, replicas_keep_buffers

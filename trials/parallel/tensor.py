@@ -24,10 +24,9 @@ from torch.overrides import wrap_torch_function
 
 from trials.failure import InfeasibleSpec
 from trials.models import GivenModel
-from trials.models.llama import Block, Head, Llama, SubLayer
+from trials.models.built_in import Block, Head, Llama, SubLayer
 from trials.models.model import SUM_GRADIENTS, TrainModel, matches
-from trials.parallel.mesh import Group, Pending, finish, group_of, launch, reduced, start, wait
-from trials.parallel.shards import LocalShard, ShardMap
+from trials.parallel.mesh import Group, LocalShard, Pending, ShardMap, finish, group_of, launch, reduced, start, wait
 from trials.spec import Layout, Precision
 
 # Tensor and sequence parallelism the way of Megatron: plain local tensors and explicit collectives.
@@ -335,7 +334,7 @@ def apply_copies(model: TrainModel, layout: Layout) -> None:
 
 
 def interleaved(block: Block, x: Tensor, rope: Tensor) -> Tensor:
-    """The :data:`~trials.models.llama.BlockSchedule` of two halves, the second one step behind the first.
+    """The :data:`~trials.models.built_in.BlockSchedule` of two halves, the second one step behind the first.
 
     Between any two steps of a half lies one of the other; ``~~~`` is a collective in flight::
 

@@ -20,10 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trials.operators import in_backward, leaves_in
-from trials.parallel.shards import plain_name
+from trials.parallel.mesh import plain_name
 from trials.reports import CollectiveCount, Redundancy
+from trials.sizes import coordinates
 from trials.spec import AXES, Layout
-from trials.stages import coordinates
 from trials.torch_support import parameter_groups
 
 GRADIENTS = "gradients"

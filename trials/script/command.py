@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from trials.codec import canonical_json, from_json
 from trials.failure import of_host
-from trials.files import make_private_folder, write_atomically
+from trials.files import canonical_json, from_json, make_private_folder, write_atomically
 from trials.outcome import Phase
 from trials.reports import FOLDER_VARIABLE
 from trials.secrets import is_secret_name

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
+from trials.outcome import SLACK_S, TOLERANCE, Contradiction, contradicted
 from trials.reports import ScriptFacts, ScriptReport, ScriptSource
-from trials.script.book import FILE, HOOK, LOG, PLAIN_HOOK, REPORT, StepBook, StepSeries, ToldError
 from trials.script.command import Expected, ScriptCommand
 from trials.script.logs import LogValue
+from trials.script.report_lines import FILE, HOOK, LOG, PLAIN_HOOK, REPORT, StepBook, StepSeries, ToldError
 from trials.secrets import redactor
-from trials.step_times import SLACK_S, TOLERANCE, Contradiction, contradicted
 
 NEEDLES = (
     b"Error",

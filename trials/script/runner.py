@@ -8,22 +8,30 @@ Also runs under plain torchrun::
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import errno
+import fcntl
+import glob
 import json
 import os
+import selectors
+import signal
 import socket
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trials.codec import from_json, to_json
 from trials.failure import NodeFault, of_host
-from trials.files import write_json
-from trials.outcome import ProgressSink, RankReport, StepBreakdown, ignore_progress
+from trials.files import from_json, is_disk_full, to_json, write_json
+from trials.outcome import Phase, ProgressSink, RankReport, StepBreakdown, ignore_progress
 from trials.reports import Findings
-from trials.script.child import Child
 from trials.script.command import (
+    OUT,
+    PeerWord,
     Places,
     ScriptCommand,
     ScriptRank,
@@ -32,9 +40,489 @@ from trials.script.command import (
     remember_secrets,
     remove_stale_locks,
 )
-from trials.script.judge import CommandError, Judge, MeasuredSteps
-from trials.script.lines import FolderTails
-from trials.script.watch import ProgramWatch, log_files
+from trials.script.judge import (
+    NEEDLES,
+    CommandError,
+    Judge,
+    MeasuredSteps,
+    NoMetricsError,
+    OutputWatch,
+    TooFewStepsError,
+    failure,
+    how_it_ended,
+)
+from trials.script.logs import LogParser, make_parser
+from trials.script.report_lines import BoundedLog, FolderTails, LineSplitter, StepBook
+
+# ---- The program as a process: started in a session of its own, ended with everything that it started
+#
+# The rank becomes the parent of whatever the program leaves orphaned, so nothing escapes by detaching itself; and the
+# kernel ends the program when the rank dies.
+
+TERM_GRACE_S = 2.0
+"""How long the program may take to end after SIGTERM before it is killed."""
+KILL_TIMEOUT_S = 30.0
+"""How long the kernel may take to end its processes: a driver may hold them."""
+PIPE_BYTES = 1 << 20
+"""Room for output that the rank has not read yet, so that programs that print much need not wait."""
+_SETTLE_S = 0.01
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Child:
+    """The running program.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, argv: Sequence[str], *, cwd: str, environment: Mapping[str, str]) -> None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._others = set(_children())
+        self._process = subprocess.Popen(
+            list(argv),
+            cwd=cwd,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=_die_with_rank,
+        )
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        assert self._process.stdout is not None
+        self.output: int = self._process.stdout.fileno()
+        os.set_blocking(self.output, False)
+        with contextlib.suppress(OSError):  # the user has many pipes already
+            fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def end(self) -> int | None:
+        """End the program and whatever it started; the exit code where it had ended by itself."""
+        code = self.exit_code
+        if code is None:
+            _signal_group(self.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(TERM_GRACE_S)
+        _signal_group(self.pid, signal.SIGKILL)
+        self._kill_adopted()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_TIMEOUT_S)
+        return code
+
+    def close(self) -> None:
+        """Let go of pipe and process; :meth:`end` comes first."""
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        os.close(self.pidfd)
+
+    def _kill_adopted(self) -> None:
+        """Kill and reap the program's descendants, which become children of this process as their parents die."""
+        give_up_s = time.monotonic() + KILL_TIMEOUT_S
+        while time.monotonic() < give_up_s:
+            left = [pid for pid in _children() if pid not in self._others and pid != self.pid]
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+            if not left and self.exit_code is not None:
+                return
+            time.sleep(_SETTLE_S)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _die_with_rank() -> None:
+    """Runs in the program's process before it becomes the program."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _children() -> list[int]:
+    """Pids of this process's children, adopted ones included."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(pid) for pid in (task / "children").read_text().split()]
+    return found
+
+
+# ---- Follows a running program until its steps are measured or it has ended: output, report files, log files, peers
+
+LOOK_S = 0.1
+"""How often files are looked at."""
+REPORTS_S = 0.02
+"""How often report files are: the arrival of their lines shows how long steps took."""
+PEERS_S = 0.2
+"""How often it is looked what the ranks of the node have told."""
+MAX_JUDGING = 0.05
+"""Share of the time that judging the reports may take: the more steps, the longer it takes."""
+LIFE_S = 5.0
+"""How often a program that prints but ends no step is told to be alive."""
+READ_BYTES = 1 << 18
+READS_PER_LOOK = 16
+DRAIN_S = 1.0
+"""How long the output of a program that has ended is read: what it left behind may print for ever."""
+GRACE_S = 2.0
+"""How long peers on other nodes may take to end the step in which this rank is done, beside two steps' time."""
+MAX_GRACE_S = 30.0
+"""How long a rank whose steps are there waits for those of its node, and at most for others."""
+PEER_WAIT_S = 5.0
+"""How long a rank that told nothing waits for one that speaks for it, after its program has ended well."""
+PEER_WAIT_AFTER_FAILURE_S = 0.5
+DISK_FULL_S = 2.0
+"""How long the disk may be full while the program runs: report files lose lines then."""
+
+
+class ProgramWatch:
+    """One rank's program, from its start to the end of its measured steps."""
+
+    def __init__(
+        self,
+        command: ScriptCommand,
+        rank: ScriptRank,
+        places: Places,
+        child: Child,
+        files: FolderTails,
+        progress: ProgressSink,
+    ) -> None:
+        self._command, self._rank, self._places, self._child = command, rank, places, child
+        self._progress = progress
+        self.book = StepBook(command)
+        self.judge = Judge(command, self.book)
+        self._errors = OutputWatch()
+        self._log = BoundedLog(1, is_own=places.has_own_log)
+        self._parser = make_parser(command.log)
+        self._lines = LineSplitter(_needles(self._parser))
+        self._reports = FolderTails([f"{glob.escape(str(places.report))}/rank*.jsonl"], look_again_s=LOOK_S)
+        self._files = files
+        self._file_parsers: dict[str, LogParser] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(child.output, selectors.EVENT_READ)
+        self._selector.register(child.pidfd, selectors.EVENT_READ)
+        self._output_bytes = 0
+        self._is_open = True
+        self._looked_at_s = self._heard_at_s = self._judge_at_s = 0.0
+        self._told_steps = -1
+        self._told_at_s = time.monotonic()
+        self._heard_bytes = 0
+        self._told_word: PeerWord | None = None
+        self._has_measured = False
+        self._peers: list[PeerWord] = []
+        self._asked_at_s = 0.0
+        self._disk_full_since_s: float | None = None
+
+    def follow(self) -> MeasuredSteps | None:
+        """Follow it until the measured steps are there, and peers have had theirs; None where another rank of this node
+        speaks for this one.
+
+        Raises:
+            NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`.
+            Exception: whatever ended the program before its steps were measured, by its own type.
+        """
+        times = None
+        while times is None:
+            if self._child.exit_code is not None:
+                return self._after_end()
+            if self._wait(LOOK_S):
+                begin_s = time.monotonic()
+                self._tell()
+                times = self._measured()
+                self._judge_at_s = time.monotonic() + (time.monotonic() - begin_s) / MAX_JUDGING
+                if times is None and self._is_spoken_for():
+                    return None
+        self._say_measured()
+        self._let_peers_finish(times)
+        return self._measured()
+
+    def close(self) -> None:
+        """Write what is left of the log."""
+        self._selector.close()
+        self._log.close()
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Sleep until the program prints or ends, at most so long, and read what is new. True: time to judge it, since
+        all files were read and the last time was long enough ago."""
+        for key, _ in self._selector.select(min(timeout_s, REPORTS_S) if self._reports.tails else timeout_s):
+            if key.fd == self._child.output:
+                self._read()
+            else:
+                self._selector.unregister(self._child.pidfd)
+        self._hear_reports()
+        is_due = time.monotonic() - self._looked_at_s >= LOOK_S
+        if is_due:
+            self._watch_disk()
+            self._look()
+        return is_due and time.monotonic() >= self._judge_at_s
+
+    def _read(self) -> bool:
+        """Take in what the program has printed; whether there may be more."""
+        for _ in range(READS_PER_LOOK):
+            try:
+                chunk = os.read(self._child.output, READ_BYTES)
+            except BlockingIOError:
+                return False
+            if not chunk:
+                self._selector.unregister(self._child.output)
+                self._is_open = False
+                return False
+            self._output_bytes += len(chunk)
+            self._heard_at_s = time.monotonic()
+            self._log.write(chunk)
+            for line in self._lines.feed(chunk):
+                self._hear(line, self._parser, "output", arrived_s=self._heard_at_s)
+        return True
+
+    def _hear(
+        self, line: str, parser: LogParser, origin: str, *, arrived_s: float, since_s: float | None = None
+    ) -> None:
+        self._errors.feed(line)
+        name = self._command.log.name
+        for record in parser.feed(line):
+            self.book.hear_log(record, format_name=name, origin=origin, arrived_s=arrived_s, since_s=since_s)
+
+    def _look(self, *, is_last: bool = False) -> None:
+        """Take in what has been appended to files."""
+        self._looked_at_s = time.monotonic()
+        self._hear_reports(is_last=is_last)
+        for path, line in self._files.new_lines(is_last=is_last):
+            if path not in self._file_parsers:
+                self._file_parsers[path] = make_parser(self._command.log)
+            tail = self._files.tails[path]
+            self._hear(line, self._file_parsers[path], path, arrived_s=tail.written_s, since_s=tail.since_s)
+        for path in (*self._reports.full, *self._files.full):
+            self.book.note(f"{Path(path).name} is not read to its end: it is too long")
+
+    def _hear_reports(self, *, is_last: bool = False) -> None:
+        for path, line in self._reports.new_lines(is_last=is_last):
+            tail = self._reports.tails[path]
+            self.book.hear_report(line, origin=Path(path).name, arrived_s=tail.written_s, since_s=tail.since_s)
+
+    def _measured(self) -> MeasuredSteps | None:
+        """Times of the measured steps, once they are there and nothing speaks against them."""
+        if self.judge.num_steps < max(1, self._command.num_warmup_steps):
+            return None
+        self.judge.check_finite()
+        self.judge.check_facts()
+        return self.judge.times() if self.judge.num_steps >= self._command.num_required_steps else None
+
+    def _tell(self) -> None:
+        """Report progress: new steps, or that the program is alive."""
+        if self._has_measured:
+            return
+        command, now_s = self._command, time.monotonic()
+        steps = min(self.judge.num_steps, command.num_required_steps)
+        is_alive = self._output_bytes > self._heard_bytes and now_s - self._told_at_s >= LIFE_S
+        if steps == 0:  # the first may compile for long: until it is over, the deadline of starting counts
+            self._tell_of_peers()
+            return
+        if steps <= self._told_steps and not is_alive:
+            return
+        self._told_steps, self._told_at_s, self._heard_bytes = max(steps, self._told_steps), now_s, self._output_bytes
+        is_warm = self._told_steps > command.num_warmup_steps
+        phase: Phase = "measuring" if is_warm else "warmup"
+        step = self._told_steps - (command.num_warmup_steps if is_warm else 0)
+        time_s = self.judge.last_step_time_s()
+        self._places.tell(PeerWord(state="training", phase=phase, step=step, step_time_s=time_s))
+        self._progress(phase, step=step, step_time_s=time_s)
+
+    def _tell_of_peers(self) -> None:
+        """Report the progress of a rank of this node that speaks for this one."""
+        if self._rank.local_slots == 1:
+            return
+        words = [word for word in self._words() if word.phase is not None]
+        furthest = max(words, key=lambda word: (word.phase == "measuring", word.step), default=None)
+        if furthest is not None and furthest.phase is not None and furthest != self._told_word:
+            self._told_word = furthest
+            self._progress(furthest.phase, step=furthest.step, step_time_s=furthest.step_time_s)
+
+    def _let_peers_finish(self, times: MeasuredSteps) -> None:
+        """Go on until all ranks of the node are done and others have had the time, or the program has ended."""
+        begin_s, are_all_here = time.monotonic(), self._rank.num_slots == self._rank.local_slots
+        grace_s = 0.0 if are_all_here else min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
+        while (waited_s := time.monotonic() - begin_s) < MAX_GRACE_S and self._child.exit_code is None:
+            if waited_s >= grace_s and self._num_done() >= self._rank.local_slots:
+                break
+            self._wait(LOOK_S)
+        self._finish_reading()
+
+    def _is_spoken_for(self) -> bool:
+        """Whether another rank of the node has measured, and this one has nothing to tell."""
+        if self._rank.local_slots == 1 or not self._is_measured_by_peer():
+            return False
+        if self.judge.last_step_time_s() is not None:
+            end_s = time.monotonic() + MAX_GRACE_S
+            while self._measured() is None and self._child.exit_code is None and time.monotonic() < end_s:
+                self._wait(LOOK_S)
+            if self._measured() is not None or self._child.exit_code is not None:
+                return False
+            self.book.note("this rank told of fewer steps than another one of its node, which speaks for it")
+        self._tell_of_peers()
+        self._places.tell(PeerWord(state="silent"))
+        return True
+
+    def _after_end(self) -> MeasuredSteps | None:
+        """The times that came with the program's last words, or the reason why there are none."""
+        self._finish_reading()
+        if (times := self._measured()) is not None:
+            self._say_measured()
+            return times
+        cause = self._failure()
+        if isinstance(cause, TooFewStepsError) and self._has_enough() and (times := self._measured()) is not None:
+            self._say_measured()
+            return times
+        is_good = self._child.exit_code == 0 and isinstance(cause, NoMetricsError | TooFewStepsError)
+        end_s = time.monotonic() + (PEER_WAIT_S if is_good else PEER_WAIT_AFTER_FAILURE_S)
+        while self._rank.local_slots > 1 and time.monotonic() < end_s:
+            if self._is_measured_by_peer():
+                self._places.tell(PeerWord(state="silent"))
+                return None
+            if self._num_done() >= self._rank.local_slots - 1:
+                break
+            time.sleep(LOOK_S)
+        if is_good and self._rank.num_slots > self._rank.local_slots and not self.book.series:
+            self._places.tell(PeerWord(state="silent"))
+            return None
+        raise cause
+
+    def _has_enough(self) -> bool:
+        """Whether the program ended well after fewer steps than it should run, but enough; then these are measured."""
+        command, fewest = self._command, self._command.fewest_steps
+        done = self.judge.num_steps - command.num_warmup_steps
+        if self._child.exit_code != 0 or fewest is None or not fewest <= done < command.protocol.num_steps:
+            return False
+        self._command = replace(command, protocol=replace(command.protocol, num_steps=done, max_steps=done))
+        self.judge = Judge(self._command, self.book)
+        return True
+
+    def _say_measured(self) -> None:
+        """Tell everybody that this rank has its steps; the last thing that they hear of it."""
+        self._tell()
+        self._has_measured = True
+        self._places.tell(PeerWord(state="measured", phase="measuring", step=self._command.protocol.num_steps))
+
+    def _words(self) -> list[PeerWord]:
+        """What the ranks of the node have told, as of late."""
+        if time.monotonic() - self._asked_at_s >= PEERS_S:
+            self._asked_at_s, self._peers = time.monotonic(), self._places.told()
+        return self._peers
+
+    def _is_measured_by_peer(self) -> bool:
+        return any(word.state == "measured" for word in self._words())
+
+    def _num_done(self) -> int:
+        """How many ranks of the node need their programs no more."""
+        return (
+            1
+            if self._rank.local_slots == 1
+            else sum(word.state != "training" or word.is_gone for word in self._words())
+        )
+
+    def _finish_reading(self) -> None:
+        """Take in what is left of output and files."""
+        end_s = time.monotonic() + DRAIN_S
+        while self._is_open and time.monotonic() < end_s and self._read():
+            pass
+        for line in self._lines.flush():
+            self._hear(line, self._parser, "output", arrived_s=self._heard_at_s)
+        self._look(is_last=True)
+        self._tell()
+
+    def _watch_disk(self) -> None:
+        """Note when the disk of the attempt's folder is full.
+
+        Raises:
+            OSError: it has been for too long.
+        """
+        if not is_disk_full(self._places.scratch):
+            return
+        now_s = time.monotonic()
+        self._disk_full_since_s = self._disk_full_since_s or now_s
+        if not self._has_measured and now_s - self._disk_full_since_s >= DISK_FULL_S:
+            raise self._disk_error()
+
+    def _disk_error(self) -> OSError:
+        return OSError(errno.ENOSPC, "the disk was full while the program ran", str(self._places.scratch))
+
+    def _failure(self) -> Exception:
+        """Why the program has ended too early."""
+        if self._disk_full_since_s is not None or is_disk_full(self._places.scratch):
+            return self._disk_error()
+        code, done = self._child.exit_code, min(self.judge.num_steps, self._command.num_required_steps)
+        found = failure(
+            told=self.book.errors,
+            file=self._places.error_file,
+            output=self._errors,
+            exit_code=code,
+            where=f"after {done} of {self._command.num_required_steps} steps",
+            is_megatron=self._command.log.name == "megatron",
+        )
+        if found is not None:
+            return found
+        if self.judge.num_steps == 0:
+            return NoMetricsError(self._nothing_told())
+        return TooFewStepsError(self._too_few())
+
+    def _nothing_told(self) -> str:
+        """How it could have told of its steps, and what was seen of each way."""
+        log, hooked = self._command.log, "the hook is off"
+        if self.book.facts or self.book.versions:
+            hooked = "the hook was loaded and saw no optimiser step"
+        elif self._command.hook:
+            hooked = "nothing was heard of the hook"
+        looked_at = f"{self._output_bytes} bytes of output and {len(self._file_parsers)} log files have no line that"
+        lines = f"{looked_at} looks like {log.name}'s"
+        if log.name in ("none", "pattern"):
+            lines = f"{looked_at} {log.pattern!r} matches" if log.pattern else "no log format is given"
+        return (
+            f"the command {how_it_ended(self._child.exit_code)} but told of no step. It can do so by `from"
+            f" tune_cluster_report import report` ({len(self._reports.tails)} report files are there), by the hook in"
+            f" its Python ({hooked}), or by a line that it prints ({lines})"
+        )
+
+    def _too_few(self) -> str:
+        """What is missing in the steps that it told of."""
+        needed, warm_up = self._command.num_required_steps, self._command.num_warmup_steps
+        told = f"{self.judge.num_steps} of {needed} steps ({warm_up} to warm up, {needed - warm_up} to measure)"
+        if self.judge.num_steps < needed:
+            return f"the command {how_it_ended(self._child.exit_code)} after {told}: have it train longer"
+        return (
+            f"the command told of {told}, but not how long each of them took: have it tell of each step, with its"
+            " time, or print each line as the step ends"
+        )
+
+
+def log_files(command: ScriptCommand, places: Places) -> FolderTails:
+    """The files that the program will log to, to be made before it starts: what they hold now is of earlier runs.
+
+    Raises:
+        ValueError: there is no such log format, or its pattern is none.
+    """
+    patterns = [_pattern(file, command, places) for file in command.log.files]
+    files = FolderTails(patterns, _needles(make_parser(command.log)))
+    files.skip_present()
+    return files
+
+
+def _needles(parser: LogParser) -> tuple[bytes, ...] | None:
+    return None if parser.needles is None else (*parser.needles, *NEEDLES)
+
+
+def _pattern(file: str, command: ScriptCommand, places: Places) -> str:
+    """The absolute pattern of a log file."""
+    filled = places.fill(file.replace(OUT, glob.escape(str(places.out))), command)
+    return filled if filled.startswith("/") else f"{glob.escape(command.cwd)}/{filled}"
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trials import offload
 from trials.offload import GRANULE_BYTES, CopyStream, Region, memory_beside
-from trials.parallel.shards import HeldTensor
+from trials.parallel.mesh import HeldTensor
 from trials.precision import LossScaler
 from trials.spec import AdamW
 

@@ -22,10 +22,9 @@ from benchmarks.search.made.shapes import (
 )
 from cluster.hardware.accelerators import catalogue
 from cluster.hardware.topology import Topology, uniform_topology
-from orchestrator.config.knobs import BaselineSection, SpaceSection
-from orchestrator.space.knobs import Rest
+from orchestrator.config.settings import BaselineSection, SpaceSection
 from orchestrator.space.rules import Filters, first_broken, rules_for
-from orchestrator.space.space import make_space
+from orchestrator.space.space import Rest, make_space
 from trials.spec import Candidate, LlamaModel, ScriptModel, TextData, Workload
 
 MIN_CANDIDATES, MAX_CANDIDATES = 50, 2000

@@ -15,7 +15,7 @@ from cluster.cost.usual import KnobColumns
 from cluster.cost.work import layers_params, selective_shares, tables_params, work_of
 from cluster.hardware.accelerators import load_cluster
 from tests.cluster.cost.rows import varied
-from trials.flops import model_flops_per_token, num_parameters
+from trials.sizes import model_flops_per_token, num_parameters
 from trials.spec import (
     Candidate,
     ImageFolderData,

@@ -8,7 +8,7 @@ from cluster.local import LocalCluster
 from cluster.node.hang import BUFFER_SIZE
 from tests.cluster.gangs import PRELOAD, run
 from tests.support import ROOT
-from trials.training.rank_device import DEFAULT_SETTINGS
+from trials.training.measure import DEFAULT_SETTINGS
 
 
 def test_several_nodes_meet_over_the_interface_by_which_they_reach_each_other():

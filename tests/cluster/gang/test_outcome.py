@@ -12,6 +12,7 @@ from orchestrator.sweep.fold import blamed_node
 from orchestrator.sweep.state import describe_failure
 from trials.failure import TREATMENTS
 from trials.outcome import (
+    Contradiction,
     Crashed,
     Diverged,
     GangLost,
@@ -25,7 +26,6 @@ from trials.outcome import (
     TimedOut,
 )
 from trials.reports import DeviceMemory, Findings, ScriptReport, ScriptSource
-from trials.step_times import Contradiction
 
 OOM_WINDOW_S = CAUSE_WINDOW_S["oom"]
 

@@ -14,7 +14,7 @@ from cluster.hardware.topology import Placement
 from cluster.probing import RUNNER, NodeRates, Profile, probe, slow_figures, slowest_link
 from cluster.virtual import Behaviour, SimulatedCluster
 from tests.cluster.gangs import end_of
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.outcome import Measured
 from trials.reports import Link, MatmulRate, MessageTime, ProbeSpec
 

@@ -24,7 +24,7 @@ from cluster.queue import (
     share,
     strictest,
 )
-from trials.codec import to_json
+from trials.files import to_json
 
 
 def host_queue(folder):

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.outcome import RankReport, StepBreakdown
 from trials.spec import Candidate, TrialSpec
 

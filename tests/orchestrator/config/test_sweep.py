@@ -11,7 +11,7 @@ import yaml
 
 from cluster.base import Deadlines
 from orchestrator.config.schema import DOCS_FILE, SCHEMA_FILE, schema_text, sweep_schema, with_table
-from orchestrator.config.sections import DeadlinesSection, MeasureSection
+from orchestrator.config.settings import DeadlinesSection, MeasureSection
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.config.workload import (
     ImageFolderSection,

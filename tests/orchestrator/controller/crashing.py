@@ -26,7 +26,7 @@ from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.support.story import WORKLOAD, created
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Evidence, GangLost
 from trials.spec import Candidate, Kernels, Layout, Loader, Protocol, TrialSpec
 

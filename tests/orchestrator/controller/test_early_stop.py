@@ -21,7 +21,7 @@ from orchestrator.sweep.state import end_of_search
 from tests.orchestrator.search import test_guided
 from tests.support.story import created, ended, failures, launched, measured, proposed
 from tests.support.virtual_sweeps import SWEEP, submit
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.outcome import Crashed, Evidence, GangLost, StoppedEarly
 from trials.spec import Candidate, Kernels, Protocol
 

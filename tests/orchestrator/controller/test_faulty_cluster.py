@@ -28,7 +28,7 @@ from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import DiskFullError, Ledger, LedgerGoneError
 from tests.support.story import created, ruled_out
 from tests.support.virtual_sweeps import Quiet
-from trials.codec import to_json
+from trials.files import to_json
 from trials.outcome import Evidence, GangLost
 from trials.spec import Candidate, Layout, LlamaModel, Precision, Protocol, Recompute, TextData, TrialSpec, Workload
 

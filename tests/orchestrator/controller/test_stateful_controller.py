@@ -35,7 +35,7 @@ from orchestrator.sweep.events import (
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import SweepState, end_of_search, spent_budget, spent_by_search
 from tests.support.story import created, evidence, failures, measured, proposed
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.outcome import Evidence, GangLost, HostOutOfMemory, StoppedEarly, TimedOut
 from trials.spec import Candidate
 

@@ -20,7 +20,7 @@ from orchestrator.sweep.events import (
 from orchestrator.sweep.fold import apply, fold
 from orchestrator.sweep.state import SweepState, TrialStatus
 from tests.support.story import created, ended, evidence, failures, launched, measured, not_believed, proposed
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.outcome import GangLost, Outcome
 
 

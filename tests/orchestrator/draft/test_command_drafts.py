@@ -12,7 +12,7 @@ from configs import CONFIGS
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
 from orchestrator.draft.machine import MAX_LINES
-from orchestrator.frameworks.catalog import TRAININGS
+from orchestrator.frameworks.catalog import trainings
 from orchestrator.space.knobs import KNOB_NAMES
 
 EXAMPLES = CONFIGS / "examples"
@@ -122,7 +122,7 @@ def test_commands_that_cannot_be_drafted_are_refused_with_a_remedy(folder, argum
     assert not (folder / "sweep.yaml").exists()
 
 
-@pytest.mark.parametrize("recipe", TRAININGS)
+@pytest.mark.parametrize("recipe", trainings())
 def test_a_recipe_alone_gives_a_file_to_fill_in(folder, recipe):
     assert run("init", "--recipe", recipe).exit_code == 0
     written = yaml.safe_load((folder / "sweep.yaml").read_text())

@@ -1,6 +1,6 @@
 """The table of ``docs/recipes.md``: ``python -m tests.orchestrator.frameworks.matrix`` prints it."""
 
-from orchestrator.frameworks import FORMATS, recipe
+from orchestrator.frameworks.catalog import formats, recipe
 from orchestrator.frameworks.spelling import is_at_or_below
 from tests.orchestrator.frameworks.all_fields import all_paths, handled, parts
 
@@ -27,9 +27,9 @@ def mark(name, row):
 
 
 def table():
-    head = ["field", *FORMATS]
+    head = ["field", *formats()]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    lines += [f"| `{row}` | {' | '.join(mark(name, row) for name in FORMATS)} |" for row in rows()]
+    lines += [f"| `{row}` | {' | '.join(mark(name, row) for name in formats())} |" for row in rows()]
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,7 @@ import sys
 import typing
 from pathlib import Path
 
-from orchestrator.frameworks import recipe
+from orchestrator.frameworks.catalog import recipe
 from tests.orchestrator.frameworks.facts import write
 
 PACKAGES = ("megatron-0.16", "megatron-0.19", "mindformers", "paddlenlp")

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from orchestrator.cli.main import CommandGroup
 from orchestrator.cli.production import export
-from orchestrator.frameworks import FORMATS, recipe
+from orchestrator.frameworks.catalog import formats, recipe
 from tests.support import long_story
 from tests.support.cli_homes import keep
 
@@ -26,7 +26,7 @@ def run(home, *arguments):
 
 def test_formats_are_listed(home):
     shown = run(home, "--formats", "--json")
-    assert list(json.loads(shown.stdout)["formats"]) == list(FORMATS)
+    assert list(json.loads(shown.stdout)["formats"]) == formats()
 
 
 def test_one_file_goes_to_stdout_and_everything_else_to_stderr(home):
@@ -52,7 +52,7 @@ def test_files_go_into_a_folder_and_never_over_others(home, tmp_path):
     assert (tmp_path / "new" / "run.sh").read_text() == "mine\n"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", formats())
 def test_every_format_writes_all_its_files_into_a_new_folder(home, tmp_path, name):
     shown = run(home, "ended:t000", "--format", name, "--allow-lossy", "--out", tmp_path / "a" / "b", "--json")
     assert shown.exit_code == 0, shown.output

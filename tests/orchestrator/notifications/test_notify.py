@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from cluster.hardware.topology import Device
 from orchestrator import notifications
 from orchestrator import notifications as notify
-from orchestrator.config.notify import EVENTS, NotifySection
+from orchestrator.config.settings import EVENTS, NotifySection
 from orchestrator.controller.step import decide
 from orchestrator.errors import ConfigError
 from orchestrator.notifications import Notifier, check_notify, notification
@@ -279,7 +279,7 @@ def test_what_a_killed_controller_has_not_delivered_the_next_one_does(
 ) -> None:
     """It dies while the receiver is told of the first of two events."""
     script = (
-        "import sys, time; from pathlib import Path; from orchestrator.config.notify import NotifySection; "
+        "import sys, time; from pathlib import Path; from orchestrator.config.settings import NotifySection; "
         "from orchestrator.notifications import Notifier; from orchestrator.sweep.ledger import Ledger; "
         "from orchestrator.sweep.fold import fold; ledger = Ledger(Path(sys.argv[1])); "
         "Notifier(NotifySection(webhook_env='TEST_WEBHOOK', after_failures=1)).sync(ledger, fold(ledger.events())); "

@@ -28,8 +28,8 @@ from orchestrator.planning.dry_runs import (
 from orchestrator.space.notation import short_name
 from orchestrator.space.rules import Case
 from orchestrator.sweep.snapshot import Home
-from trials.codec import from_json, to_json
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, StageEstimate
+from trials.files import from_json, to_json
 from trials.spec import Candidate, Layout
 
 QUICKSTART = CONFIGS / "sweeps" / "quickstart.yaml"

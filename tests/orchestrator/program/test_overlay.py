@@ -7,7 +7,7 @@ from orchestrator.config.sweep import load_sweep
 from orchestrator.planning.planner import make_plan
 from orchestrator.program.candidate_command import last_step, problem, render, script_command
 from tests.orchestrator.config.test_script import changed, write
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.script.command import ScriptCommand
 from trials.spec import Protocol
 

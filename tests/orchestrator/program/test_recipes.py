@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from orchestrator.config.sweep import load_sweep
-from orchestrator.frameworks.catalog import TRAININGS
+from orchestrator.frameworks.catalog import trainings
 from orchestrator.planning.planner import make_plan
 from orchestrator.program.candidate_command import render, script_command
 from orchestrator.space.notation import short_name
@@ -132,4 +132,6 @@ def test_what_is_planned_and_run(tmp_path, name):
 
 
 def test_every_framework_is_here():
-    assert {*SWEEPS, "torchtitan", "custom"} == set(TRAININGS)  # the configurations of torchtitan are Python, see there
+    assert {*SWEEPS, "torchtitan", "custom"} == set(
+        trainings()
+    )  # the configurations of torchtitan are Python, see there

@@ -21,7 +21,7 @@ from orchestrator.promotion.references import describe
 from orchestrator.promotion.release import Releases
 from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.orchestrator.promotion.proven import manifest, proven_home
-from trials.codec import digest
+from trials.files import digest
 
 NAME = "llama"
 

@@ -24,7 +24,7 @@ from orchestrator.sweep.snapshot import Home
 from orchestrator.tracking.mlflow_store import Registry
 from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.orchestrator.promotion.proven import manifest, proven_home
-from trials.codec import digest
+from trials.files import digest
 
 NAME = "llama"
 PROMOTING = ("files", "version", "number", "previous", "production", "finish")

@@ -22,7 +22,7 @@ from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.orchestrator.promotion.proven import FASTER, confirmed, gate, manifest, new_home, proof, proven_home, sweep
 from tests.support.long_story import candidate, events, fill, speeds
 from tests.support.story import WORKLOAD
-from trials.codec import digest, from_json
+from trials.files import digest, from_json
 from trials.spec import Candidate, Workload
 
 

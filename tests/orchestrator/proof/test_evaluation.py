@@ -22,7 +22,7 @@ from orchestrator.sweep.events import Evaluation, Event, FinalistsChosen, Finish
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import SweepState, attempt_id
 from tests.support.story import created, ended, launched, measured, proposed
-from trials.codec import to_json
+from trials.files import to_json
 from trials.spec import Candidate
 
 FACTS = {"trial": 4, "speedup": 1.25}

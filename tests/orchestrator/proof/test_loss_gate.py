@@ -28,7 +28,7 @@ from orchestrator.sweep.events import GateReport, GateSettings
 from tests.support import ROOT
 from tests.support.story import WORKLOAD, measured
 from tests.trials.parity_knobs import read_rows, spec_of
-from trials.codec import canonical_json, from_json, to_json
+from trials.files import canonical_json, from_json, to_json
 from trials.legality import violations
 from trials.spec import Candidate, ImageFolderData, Kernels, LossScale, Precision, Recompute, ResNetModel, Workload
 

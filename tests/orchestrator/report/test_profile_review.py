@@ -12,7 +12,7 @@ from rich.console import Console
 from cluster.gang.environment import MAX_BYTES_PER_RANK
 from cluster.gang.gang_outcome import merge_findings
 from cluster.hardware.topology import Device
-from orchestrator.config.profile import ProfileSection
+from orchestrator.config.settings import ProfileSection
 from orchestrator.errors import ConfigError
 from orchestrator.report.page.page import environment
 from orchestrator.report.profile_tables import profile_tables, remarks
@@ -21,7 +21,7 @@ from orchestrator.sweep.events import ProfileRun
 from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.sweep.state import Attempt, Trial
 from orchestrator.terminal.result_screen import render_profile
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.outcome import Measured, Measurement, StepBreakdown
 from trials.reports import (
     FOLDER,

@@ -22,7 +22,7 @@ from orchestrator.sweep.fold import fold
 from tests.support.story import created, ended, launched, measured, proposed
 from tests.support.virtual_sweeps import submit
 from trials.dryrun.estimate import DryRunEstimate, StageEstimate, Traffic
-from trials.flops import model_flops_per_token
+from trials.sizes import model_flops_per_token
 from trials.spec import (
     Candidate,
     ImageFolderData,

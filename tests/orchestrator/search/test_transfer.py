@@ -18,7 +18,7 @@ from orchestrator.sweep.snapshot import Home
 from tests.support.story import WORKLOAD, failures, measured
 from tests.support.sweep_files import changed, write
 from tests.support.virtual_sweeps import SWEEP, submit
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.spec import Candidate
 
 OTHER = changed(changed(SWEEP, ("workload", "seq_length"), 2048), ("name",), "second")

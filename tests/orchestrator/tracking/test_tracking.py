@@ -31,7 +31,7 @@ from tests.support.mlflow_store import new_store
 from tests.support.proof_story import proof_events
 from tests.support.story import FOUND, created, ended, evidence, failures, launched, measured
 from tests.support.virtual_sweeps import SWEEP, home, submit
-from trials.codec import from_json
+from trials.files import from_json
 from trials.outcome import Crashed, Evidence, StoppedEarly
 from trials.reports import Findings
 from trials.spec import Candidate, LinearModel, OwnChoice, RandomData, ResNetModel, Workload

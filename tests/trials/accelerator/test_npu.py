@@ -15,7 +15,7 @@ from tests.cluster.gangs import run
 from tests.cluster.hardware import vendors
 from tests.support import ROOT
 from tests.trials.tiny import tiny_spec
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.outcome import GangLost, Measured, RankReport
 
 STAND_IN = ROOT / "tests/support/ascend"

@@ -12,8 +12,7 @@ from tests.trials.tiny import tiny_spec
 from trials.attention import plan_attention
 from trials.dryrun.estimate import DryRunRequest
 from trials.kernels import attention_plan
-from trials.shapes import LlamaModel
-from trials.spec import Kernels, Precision
+from trials.spec import Kernels, LlamaModel, Precision
 
 GROUPED = LlamaModel(hidden_size=512, num_layers=1, num_heads=8, num_kv_heads=2, ffn_hidden_size=512)
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from benchmarks.runner.gang import gang, receive
-from trials.datasets import Batch, Share, StepBatches, TokenBatches
+from trials.datasets import Batch, Share, StepBatches, TokenBatches, stream_batches
 from trials.failure import DataError
-from trials.loader import stream_batches
 from trials.spec import Loader
 
 TOKENS = TokenBatches(

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 
 from tests.trials.gang import run_gang
 from tests.trials.tiny import tiny_spec
-from trials.datasets import Batch, Share, StepBatches
-from trials.loader import MAX_SHARE, Point, climb, grid, neighbours, tune_loader, with_verdict
+from trials.datasets import (
+    MAX_SHARE,
+    Batch,
+    Point,
+    Share,
+    StepBatches,
+    climb,
+    grid,
+    neighbours,
+    tune_loader,
+    with_verdict,
+)
 from trials.outcome import RankReport
 from trials.reports import LoaderPoint, LoaderTuningReport
 from trials.spec import Layout, Loader, LoaderTuning
@@ -93,7 +103,7 @@ class Slow(StepBatches):
 
 @pytest.mark.slow
 def test_tuning_finds_workers_for_slow_reading(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "trials.loader")
+    caplog.set_level(logging.INFO, "trials.datasets")
     wanted = Loader(persistent_workers=True, tuning=LoaderTuning(tuning_steps=24, max_workers=4))
     assert wanted.tuning is not None
     agreed: list[float] = []

@@ -31,8 +31,8 @@ from trials.dryrun.small import (
     shorter_ranks,
     with_microbatches,
 )
-from trials.flops import num_parameters
 from trials.legality import violations
+from trials.sizes import num_parameters, virtual_stage
 from trials.spec import (
     Candidate,
     Kernels,
@@ -45,7 +45,6 @@ from trials.spec import (
     TrialSpec,
     Workload,
 )
-from trials.stages import virtual_stage
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -162,18 +161,11 @@ def test_layers_are_extrapolated() -> None:
     _assert_extrapolation_is_exact(spec, [0])
 
 
-EVERY_STAGE = (
-    "1f1b",
-    "gpipe",
-    "interleaved",
-    "zbv",
-    "1f1b, uneven",
-    "1f1b, an empty stage",
-    "interleaved, uneven chunks",
-)
+EVERY_STAGE = ("1f1b, uneven", "1f1b, an empty stage", "gpipe", "interleaved, uneven chunks", "zbv")
 """Pipelines of which all stages are compared: one of each schedule, and those with unlike stages."""
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_are_extrapolated(name: str) -> None:

@@ -19,10 +19,10 @@ from trials.kernels import (
     graph_report,
     kernel_settings,
 )
-from trials.models.resnet import Layer
+from trials.models.built_in import Layer
 from trials.reports import GraphReport
 from trials.spec import Kernels, Layout, Precision, TrialSpec
-from trials.training.step import choose_format, convert_weights, format_by_rule
+from trials.training.loop import choose_format, convert_weights, format_by_rule
 
 CPU = torch.device("cpu")
 

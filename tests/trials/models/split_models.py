@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from tests.trials.tiny import SHAPE
 from trials.attention import causal_attention, plan_attention
-from trials.models.llama import Llama
+from trials.models.built_in import Llama
 from trials.parallel.context import apply_context_parallel, split_sequence
-from trials.parallel.shards import ShardMap, init_parameters, plain_name
+from trials.parallel.mesh import ShardMap, init_parameters, plain_name
 from trials.parallel.tensor import apply_copies, apply_tensor_parallel
 from trials.recompute import apply_recompute
+from trials.sizes import Chunk
 from trials.spec import Layout, LlamaModel, Recompute, SelectiveRecompute
-from trials.stages import Chunk
 
 WHOLE = Chunk(chunk=0, stage=0, virtual_stage=0, layer_ids=tuple(range(SHAPE.num_layers)), is_first=True, is_last=True)
 SEQ_LENGTH = 16
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def build(layout: Layout, chunk: Chunk = WHOLE, shape: LlamaModel = SHAPE, **options: Any) -> tuple[Llama, ShardMap]:
-    """The model split over tp and cp as :mod:`trials.training.build` does it, with its start values."""
+    """The model split over tp and cp as :mod:`trials.training.loop` does it, with its start values."""
     with torch.device("meta"):
         model = Llama(shape, options.get("seq_length", SEQ_LENGTH), chunk)
     model.to(options.get("dtype", torch.float32))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trials.models import model
 from trials.models.model import Draws, Initial, key_of, tiles
-from trials.parallel.shards import Piece, fill
+from trials.parallel.mesh import Piece, fill
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1

@@ -16,8 +16,8 @@ from tests.trials.test_own_parity import ENCODER, decoder
 from trials.datasets import OwnBatches, Share
 from trials.failure import DataError, InfeasibleSpec
 from trials.legality import violations
-from trials.models.counting import CountRequest, count
 from trials.models.model import pipeline_problem, plan_problem
+from trials.models.module_facts import CountRequest, count
 from trials.own_code import call_function, load_function
 from trials.spec import Candidate, Kernels, Layout, PythonData, TextData, Workload
 
@@ -182,8 +182,8 @@ def test_samples_that_make_no_batch_are_named(samples: list, words: str) -> None
 
 def test_perturbed_weights_differ_from_the_others_by_that_much() -> None:
     from trials.models import build_model
-    from trials.parallel.shards import perturb_parameters
-    from trials.stages import all_chunks
+    from trials.parallel.mesh import perturb_parameters
+    from trials.sizes import all_chunks
 
     workload = Workload(model=ENCODER, data=DATA, seq_length=1, global_batch_size=8)
     (chunk,) = all_chunks(Layout(), 3)

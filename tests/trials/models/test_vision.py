@@ -18,9 +18,10 @@ from torch import Tensor
 
 from tests.trials.gang import Result, differences, run_gang
 from tests.trials.tiny import FIVE_STEPS
-from trials.models.resnet import BatchNorm, ResNet
+from trials.models.built_in import BatchNorm, ResNet
 from trials.operators import in_backward
 from trials.outcome import RankReport
+from trials.sizes import all_chunks
 from trials.spec import (
     AdamW,
     Candidate,
@@ -37,7 +38,6 @@ from trials.spec import (
     TrialSpec,
     Workload,
 )
-from trials.stages import all_chunks
 
 IMAGES = Workload(
     model=ResNetModel(depth=18, num_classes=10, image_size=64, width=8),

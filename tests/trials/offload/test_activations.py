@@ -21,7 +21,7 @@ from trials.dryrun.estimate import DryRunRequest, RankRun
 from trials.dryrun.simulate import simulate
 from trials.failure import InfeasibleSpec
 from trials.legality import check
-from trials.models.llama import next_token_loss
+from trials.models.built_in import next_token_loss
 from trials.parallel.mesh import build_mesh
 from trials.spec import (
     ImageFolderData,
@@ -34,7 +34,7 @@ from trials.spec import (
     SelectiveRecompute,
     TrialSpec,
 )
-from trials.training.build import ModelPart, parallelize
+from trials.training.loop import ModelPart, parallelize
 
 CPU = torch.device("cpu")
 ON = Offload(activations=True)

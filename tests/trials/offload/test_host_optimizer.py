@@ -16,7 +16,7 @@ from tests.trials.gang import differences, run_gang
 from tests.trials.offload.test_activations import simulated
 from tests.trials.tiny import tiny_spec
 from trials import offload as host
-from trials.parallel.shards import HeldParameter
+from trials.parallel.mesh import HeldParameter
 from trials.spec import Layout, LossScale, Offload, Precision
 from trials.training import optimizer as adamw
 from trials.training.optimizer import HostAdamW, LocalAdamW

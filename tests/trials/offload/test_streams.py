@@ -15,11 +15,11 @@ from tests.trials.offload.test_activations import DEEP, O1, ON
 from tests.trials.tiny import tiny_spec
 from trials import offload
 from trials.dryrun.estimate import HOST_FRAGMENTATION
-from trials.models.llama import next_token_loss
+from trials.models.built_in import next_token_loss
 from trials.offload import CopyStream, HostMemory, Region
-from trials.parallel.shards import HeldParameter
+from trials.parallel.mesh import HeldParameter
 from trials.spec import Precision
-from trials.training.build import parallelize
+from trials.training.loop import parallelize
 from trials.training.optimizer import HostAdamW
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from tests.trials.tiny import tiny_spec
-from trials.parallel.shards import Piece, piece_of, plain_name
+from trials.parallel.mesh import Piece, piece_of, plain_name
 from trials.spec import TrialSpec, Workload
-from trials.training import step
-from trials.training.build import ModelPart, parallelize
+from trials.training import loop
+from trials.training.loop import ModelPart, parallelize
 
 Cut = tuple[slice, ...]
 
@@ -48,7 +48,7 @@ def checked(spec: TrialSpec, parts: Iterable[ModelPart]) -> list[tuple[str, Cut]
 
 def check_all() -> None:
     """Have every trainer of this process check its initial weights as it builds them."""
-    build = step.parallelize
+    build = loop.parallelize
 
     def parallelized(spec: TrialSpec, *args: Any, **options: Any) -> list[ModelPart]:
         parts = build(spec, *args, **options)
@@ -56,4 +56,4 @@ def check_all() -> None:
         assert checked(spec, parts) or not has_layers, "a rank with layers holds something"
         return parts
 
-    step.parallelize = parallelized
+    loop.parallelize = parallelized

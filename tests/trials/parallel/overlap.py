@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trials.models.split_models import SEQ_LENGTH, build
 from tests.trials.tiny import SHAPE
+from trials.sizes import Chunk
 from trials.spec import Layout
-from trials.stages import Chunk
 
 LAYERS = Chunk(chunk=0, stage=1, virtual_stage=1, layer_ids=(0, 1, 2), is_first=False, is_last=False)
 """A pipeline stage without embedding and head, which have nothing to hide their collectives behind."""

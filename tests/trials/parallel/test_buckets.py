@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trials.parallel.data_parallel import BucketedReplica, Kind, Peers, _dealt_out
-from trials.parallel.shards import HeldParameter
+from trials.parallel.mesh import HeldParameter
 from trials.training.optimizer import LocalAdamW
 
 HELD_BY_ALL, HELD_BY_HALF = Kind(torch.float32, 2, False), Kind(torch.float32, 1, False)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.trials.models.split_models import Result, differences, many
 from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE
-from trials.models.llama import rotary_table
+from trials.models.built_in import rotary_table
 from trials.parallel.context import by_holder, in_order, split_sequence
 from trials.spec import Layout
 

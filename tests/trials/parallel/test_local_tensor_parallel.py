@@ -20,12 +20,11 @@ from tests.trials.models.split_models import CPU, SEQ_LENGTH, WHOLE, Result, bui
 from tests.trials.parallel.overlap import LAYERS, orders
 from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE
-from trials.models.llama import Llama
-from trials.parallel.mesh import group_of
-from trials.parallel.shards import LocalShard, ShardMap
+from trials.models.built_in import Llama
+from trials.parallel.mesh import LocalShard, ShardMap, group_of
 from trials.parallel.tensor import apply_tensor_parallel, gather_sequence, scatter_sequence, start_gather
+from trials.sizes import Chunk
 from trials.spec import Layout
-from trials.stages import Chunk
 
 pytestmark = pytest.mark.slow
 

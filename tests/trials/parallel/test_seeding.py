@@ -16,12 +16,11 @@ from tests.trials.tiny import SHAPE, tiny_spec
 from trials.dryrun.estimate import BUILD, DryRunRequest
 from trials.dryrun.simulate import simulation
 from trials.dryrun.tracker import fake_process_group
-from trials.parallel.mesh import build_mesh
-from trials.parallel.shards import local_part, stored_part
+from trials.parallel.mesh import build_mesh, local_part, stored_part
+from trials.sizes import coordinates
 from trials.spec import Layout, LlamaModel, Precision
-from trials.stages import coordinates
-from trials.training.build import parallelize
-from trials.training.rank_device import PeakMemory
+from trials.training.loop import parallelize
+from trials.training.measure import PeakMemory
 
 CPU = torch.device("cpu")
 PERTURBATION = 1e-3

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 from tests.trials.parallel.simulated import simulated_peaks
 from tests.trials.test_own_parity import decoder
 from trials.dryrun.tracker import fake_process_group
-from trials.models.llama import projected_loss
+from trials.models.built_in import projected_loss
 from trials.parallel import tensor
 from trials.parallel.mesh import build_mesh
 from trials.parallel.tensor import chunked_loss
 from trials.spec import Candidate, Kernels, Layout, LlamaModel, Precision, TextData, TrialSpec, Workload
-from trials.training.build import parallelize
+from trials.training.loop import parallelize
 
 VOCABULARY, POSITIONS = 32768, 4096
 MODEL = LlamaModel(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_hidden_size=64, vocab_size=VOCABULARY)

@@ -14,12 +14,12 @@ from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials.models import TrainModel, build_model
 from trials.operators import operator_name
 from trials.outcome import RankReport
-from trials.parallel.shards import ShardMap, init_parameters
+from trials.parallel.mesh import ShardMap, init_parameters
 from trials.precision import CastMeter, apply_autocast_lists, autocast
 from trials.recompute import apply_recompute
 from trials.reports import OperatorCast
+from trials.sizes import chunks_of_stage
 from trials.spec import Layout, Precision, Recompute, SelectiveRecompute
-from trials.stages import chunks_of_stage
 
 TOKENS = torch.randint(0, 256, (4, WORKLOAD.seq_length), generator=torch.Generator().manual_seed(0))
 NUM_LINEARS = 4 * SHAPE.num_layers + 1

@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.legality import check
-from trials.models.llama import next_token_loss
+from trials.models.built_in import next_token_loss
 from trials.precision import autocast, check_float8
 from trials.spec import ImageFolderData, Layout, Precision, Recompute, ResNetModel, SelectiveRecompute, TrialSpec
-from trials.training.build import ModelPart, parallelize
+from trials.training.loop import ModelPart, parallelize
 
 FLOAT8 = Precision(level="O1-fp8", dtype="bfloat16")
 WIDE = dataclasses.replace(WORKLOAD, model=dataclasses.replace(SHAPE, hidden_size=64, ffn_hidden_size=96))

@@ -12,7 +12,7 @@ from tests.trials.gang import run_gang
 from tests.trials.tiny import tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
-from trials.parallel.shards import HeldParameter
+from trials.parallel.mesh import HeldParameter
 from trials.precision import LossScaler, check_device
 from trials.spec import Layout, LossScale, Precision
 from trials.training.optimizer import LocalAdamW

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support import ROOT
 from trials import probe
-from trials.codec import from_json
+from trials.files import from_json
 from trials.probe import neighbours_of
 from trials.reports import Link, MessageTime, RankRates, fit_line, probe_spec
 

@@ -15,8 +15,15 @@ from tests.trials.gang import RankFailure, run_gang
 from tests.trials.tiny import SHAPE, tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
-from trials.profiling.profiler import check_profile, long_enough, profiled_ranks
-from trials.profiling.trace import lasting, load_trace, mean_times, step_times
+from trials.profiling.profiler import (
+    check_profile,
+    lasting,
+    load_trace,
+    long_enough,
+    mean_times,
+    profiled_ranks,
+    step_times,
+)
 from trials.reports import FOLDER_VARIABLE, RankProfile
 from trials.spec import Kernels, Layout, ProfileSpec, Protocol, TrialSpec
 

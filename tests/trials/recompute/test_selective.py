@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from tests.trials.tiny import WORKLOAD
 from trials.models import build_model
-from trials.models.resnet import ResNet
-from trials.parallel.shards import ShardMap, init_parameters
+from trials.models.built_in import ResNet
+from trials.parallel.mesh import ShardMap, init_parameters
 from trials.recompute import Handle, PatternTally, Rebuild, apply_recompute, recompute_selected, storage_of
 from trials.reports import PatternEffect
+from trials.sizes import chunks_of_stage
 from trials.spec import Layout, Recompute, ResNetModel, SelectiveRecompute
-from trials.stages import chunks_of_stage
 
 TOKENS = torch.randint(0, 256, (4, WORKLOAD.seq_length), generator=torch.Generator().manual_seed(0))
 

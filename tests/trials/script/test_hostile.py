@@ -17,7 +17,7 @@ from cluster.hardware.topology import Pool
 from cluster.local import LocalCluster
 from cluster.node.agent import SCRIPT_PRELOAD
 from tests.support import ROOT
-from trials.codec import to_json
+from trials.files import to_json
 from trials.script.command import API_FOLDER, Expected, LogFormat, ScriptCommand, ScriptRank, child_environment
 from trials.spec import Protocol
 

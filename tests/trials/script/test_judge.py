@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trials.failure import InfeasibleSpec, NonFiniteLoss, classify
-from trials.script.book import StepBook, ToldError
 from trials.script.command import Expected, ScriptCommand
 from trials.script.judge import Judge, OutputWatch, failure
 from trials.script.logs import LogRecord, LogValue
+from trials.script.report_lines import StepBook, ToldError
 from trials.spec import Protocol
 
 COMMAND = ScriptCommand(

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trials.script.command import LogFormat
-from trials.script.lines import LineSplitter
 from trials.script.logs import PARSERS, LogValue, make_parser, number, significant
+from trials.script.report_lines import LineSplitter
 
 FOLDER = Path(__file__).parent / "logs"
 NANO = r"iter (?P<step>\d+): loss (?P<loss>\S+), time (?P<step_ms>[\d.]+)ms"

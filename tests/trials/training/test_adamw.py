@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trials.parallel.shards import HeldParameter
+from trials.parallel.mesh import HeldParameter
 from trials.training import optimizer as adamw
 from trials.training.optimizer import LocalAdamW
 

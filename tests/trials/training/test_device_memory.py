@@ -9,8 +9,8 @@ import torch
 
 from trials.accelerator import device as accelerator
 from trials.reports import DeviceMemory, worst_memory
-from trials.training import rank_device as device_memory
-from trials.training.rank_device import DEFAULT_SETTINGS, MemoryLimit, set_up_allocator
+from trials.training import measure as device_memory
+from trials.training.measure import DEFAULT_SETTINGS, MemoryLimit, set_up_allocator
 
 DEVICE = torch.device("meta")
 GIB = 1 << 30

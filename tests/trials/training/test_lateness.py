@@ -19,9 +19,9 @@ from trials.datasets import Batch
 from trials.outcome import RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, process_group
 from trials.spec import Layout, Protocol
+from trials.training import loop as steps
 from trials.training import measure as clock
 from trials.training import measure as feed
-from trials.training import step as steps
 from trials.training.measure import Measurer, Recording
 
 THREE_AND_FOUR = Protocol(min_warmup_steps=3, max_warmup_steps=3, num_steps=4, max_steps=4)

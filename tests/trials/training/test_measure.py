@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trials.tiny import tiny_spec
-from trials.codec import from_json, to_json
 from trials.failure import InfeasibleSpec
+from trials.files import from_json, to_json
 from trials.outcome import RankReport
 from trials.spec import ImageFolderData, Kernels, Protocol, ResNetModel, TrialSpec, Workload
-from trials.training.measure import PHASES, StepClock, is_enough, is_stable, relative_spread
-from trials.training.rank_device import PeakMemory
+from trials.training.measure import PHASES, PeakMemory, StepClock, is_enough, is_stable, relative_spread
 from trials.worker import run_rank
 
 PROTOCOL = Protocol(min_warmup_steps=2, max_warmup_steps=5, warmup_tolerance=0.2, num_steps=4, max_steps=6)

@@ -17,9 +17,9 @@ from tests.trials.gang import run_gang
 from tests.trials.tiny import tiny_spec
 from trials.outcome import RankReport
 from trials.reports import OperatorCast, PatternEffect
+from trials.sizes import all_chunks, chunks_of_stage, coordinates, count_at, data_parallel_rank
 from trials.spec import AXES, Layout, Loader, LoaderTuning
-from trials.stages import all_chunks, chunks_of_stage, coordinates, count_at, data_parallel_rank
-from trials.training.step import merged_casts, merged_effects
+from trials.training.loop import merged_casts, merged_effects
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_findings_of_a_ranks_chunks_are_added_up() -> None:
 
 def _slow_in_the_schedule() -> None:
     """The second stage takes its time before each forward pass."""
-    from trials.training.pipeline import Stage
+    from trials.training.loop import Stage
 
     forward = Stage.forward_one_chunk
 
@@ -92,7 +92,7 @@ def _slow_in_the_schedule() -> None:
 
 def _late_for_the_totals() -> None:
     """The second stage comes late after its last pass."""
-    from trials.training.pipeline import Pipeline
+    from trials.training.loop import Pipeline
 
     run = Pipeline.run
 

@@ -11,11 +11,11 @@ import torch
 from tests.trials.accelerator.test_telemetry import UUID, Driver
 from tests.trials.tiny import tiny_spec
 from trials import kernels
-from trials.codec import from_json, to_json
+from trials.files import from_json, to_json
 from trials.outcome import Phase, RankReport
 from trials.spec import Kernels, TrialSpec
-from trials.training import rank_device
-from trials.training.rank_device import RankDevice
+from trials.training import measure
+from trials.training.measure import RankDevice
 from trials.worker import run_rank
 
 
@@ -24,7 +24,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """NVML here, and this process's device known to it."""
     found = Driver()
     monkeypatch.setitem(sys.modules, "pynvml", found)
-    monkeypatch.setattr(rank_device, "device_uuid", lambda _: UUID)
+    monkeypatch.setattr(measure, "device_uuid", lambda _: UUID)
     return found
 
 
@@ -82,8 +82,8 @@ def test_the_allocator_is_set_up_before_a_kernel_is_tried(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(module, name, keep)
 
-    kept(rank_device, "set_up_allocator")
-    kept(rank_device, "MemoryLimit")
+    kept(measure, "set_up_allocator")
+    kept(measure, "MemoryLimit")
     kept(kernels, "_runs_attention")
     assert len(run(tiny_spec(kernels=Kernels(attention=kernel))).losses) == 5
     assert calls[0] == "set_up_allocator" and calls[-1] == "MemoryLimit"

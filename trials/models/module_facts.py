@@ -1,7 +1,7 @@
 """Counts a module whose code is not ours before any trial: layers, parameters, work, and how it can be split.
 
-``python -m trials.models.counting`` reads a :class:`CountRequest` as JSON on stdin and writes a :class:`CountReply` on
-stdout. It imports the user's code, so it is a process of its own.
+``python -m trials.models.module_facts`` reads a :class:`CountRequest` as JSON on stdin and writes a
+:class:`CountReply` on stdout. It imports the user's code, so it is a process of its own.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from trials.codec import from_json, to_json
 from trials.datasets import collated, open_own
 from trials.failure import InfeasibleSpec
+from trials.files import from_json, to_json
 from trials.models import build_own, loss_of
 from trials.models.model import layers_in, pipeline_problem, plan_problem
 from trials.models.own_model import Built, head_of, part_of, shape_of
 from trials.own_code import described
+from trials.sizes import Chunk
 from trials.spec import Data, HuggingFaceModel, LlamaModel, ModuleFacts, OwnModel, PythonData, PythonModel
-from trials.stages import Chunk
 
 MAX_PARAMETERS = 100_000_000
 """Larger modules are counted without values, where they can be: shapes alone then tell whether stages add up."""

@@ -1,0 +1,819 @@
+"""One training step, on one rank or along a pipeline, and how a rank's part of the model is built for it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from trials.accelerator.device import mark, synchronize, widest_float
+from trials.attention import causal_attention
+from trials.datasets import Batch, StepBatches
+from trials.failure import InfeasibleSpec, NonFiniteLoss
+from trials.kernels import apply_compile, attention_plan
+from trials.legality import uses_ddp
+from trials.models import Loss, TrainModel, build_model, loss_of
+from trials.models.built_in import Llama
+from trials.offload import OffloadMeter, apply_activation_offload
+from trials.parallel.context import apply_context_parallel, split_sequence
+from trials.parallel.data_parallel import (
+    BucketedReplica,
+    apply_buckets,
+    apply_ddp,
+    apply_fsdp,
+    begin_backward,
+    finish_gradients,
+    held_tensors,
+    keep_weights,
+    reduce_gradients,
+    reduces_each,
+    sharded_ends,
+    take_in_gradients,
+    uses_fsdp,
+)
+from trials.parallel.mesh import HeldTensor, ShardMap, gradients_of, init_parameters, perturb_parameters
+from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
+from trials.precision import CastMeter, LossScaler, apply_autocast_lists, apply_float8, autocast, parameter_dtype
+from trials.recompute import RecomputeMeter, apply_recompute
+from trials.reports import Findings, MemoryFormatReport, OperatorCast, PatternEffect
+from trials.sizes import Chunk, Coordinates, chunks_of_stage, num_virtual_stages_total
+from trials.spec import Candidate, Layout, Precision, TrialSpec
+from trials.training.optimizer import build_optimizer
+
+# ---- Takes one optimiser step: micro-batches forward and backward, global gradient norm, update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What came of a step; equal on every rank."""
+
+    loss: float
+    """Mean loss over the global batch."""
+    grad_norm: float
+    """Global gradient norm, unscaled; 0 when the step was skipped."""
+    skipped: bool
+
+
+_ROW = 1 << 16
+"""Elements of which fp32 adds up the squares without losing more than a few units in the last place."""
+
+
+class Trainer:
+    """One rank's model and optimiser, and the step that trains them."""
+
+    def __init__(self, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, place: Coordinates) -> None:
+        candidate = spec.candidate
+        self.device = device
+        self.layout = candidate.layout
+        self.place = place
+        self.parts = parallelize(spec, mesh, device, stage=place.pp)
+        loss_scale = candidate.precision.loss_scale
+        self.scaler = LossScaler(loss_scale) if loss_scale is not None else None
+        loss = loss_of(spec.workload.model)
+        self.engine: Engine
+        if self.layout.pp > 1:
+            assert mesh is not None
+            self.engine = Pipeline(spec, self.parts, mesh, device, loss, self._scale)
+        else:
+            self.engine = Accumulation(self.parts[0], loss, candidate, device, self._scale)
+        self.gradients = Gradients(self.parts, self.layout, mesh, device)
+        self.reads_inputs = any(part.chunk.is_first for part in self.parts)
+        self.reads_targets = any(part.chunk.is_last for part in self.parts)
+        self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
+        self.optimizer = build_optimizer(
+            spec.workload.optimizer, self.gradients.held, self.scaler, device, on_host=candidate.offload.optimizer
+        )
+        # Of the ranks that compute the loss, tensor-parallel peers compute the same one.
+        self._num_losses = self.layout.world_size // self.layout.pp
+
+    def step(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+        """Train on this rank's rows; gives the gang's ``[loss, grad_norm]``, still on the device.
+
+        ``inputs`` and ``targets`` may be None on a rank that does not read them (:attr:`reads_inputs`,
+        :attr:`reads_targets`).
+
+        The norm is reduced before the update, so with loss scaling all ranks skip the same steps. Without it the host
+        never waits for the device here.
+        """
+        if self.layout.cp > 1:
+            inputs, targets = (self._held_positions(batch) for batch in (inputs, targets))
+        loss = self.engine.run(inputs, targets, marker)
+        self.gradients.complete()
+        totals = self._totals(loss, marker)
+        self._update_if_finite(totals)
+        self._clear_gradients()
+        marker.mark("optimizer")
+        return totals
+
+    def _held_positions(self, batch: Tensor | None) -> Tensor | None:
+        return None if batch is None else split_sequence(batch, self.place.cp, self.layout.cp)
+
+    def _totals(self, loss: Tensor, marker: Marker) -> Tensor:
+        """Loss and norm over the gang; ranks that do not compute the loss give 0.
+
+        In a pipeline it is here that stages whose work is done wait for the others.
+        """
+        totals = torch.stack([loss.to(widest_float(self.device)) / self._num_losses, self.gradients.square_sum()])
+        marker.mark("other")
+        if self.layout.world_size > 1:
+            dist.all_reduce(totals)
+            marker.mark("bubble" if self.layout.pp > 1 else "other")
+        totals[1] = totals[1].sqrt() / self._scale()
+        marker.mark("other")
+        return totals
+
+    def _scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    def _update_if_finite(self, totals: Tensor) -> None:
+        """Update; with loss scaling only from finite gradients, which the host has to know before it goes on, and let
+        the scale follow. Every rank decides alike: the totals are the gang's."""
+        scaler = self.scaler
+        if scaler is None:
+            self._update()
+            return
+        finite = self._is_finite(totals)
+        if finite:
+            self.gradients.unscale(scaler.scale)
+            self._update()
+        scaler.update(finite=finite)
+
+    def _is_finite(self, totals: Tensor) -> bool:
+        return bool(torch.isfinite(totals[1]).item())
+
+    def _update(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def _clear_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def settle(self) -> None:
+        """Wait for all weights, which after a step may be on their way from other ranks: before reading them, and
+        before the gang ends."""
+        for held in self.gradients.held:
+            held.settle()
+
+    def findings(self, num_steps: int) -> Findings:
+        """What this rank found out over the last ``num_steps`` steps."""
+        return Findings(
+            recompute=merged_effects([part.recompute_meter.effects(num_steps) for part in self.parts]),
+            autocast=merged_casts([part.cast_meter.casts(num_steps) for part in self.parts]),
+            loss_scale=None if self.scaler is None else self.scaler.state(),
+        )
+
+    def result(self, totals: Tensor, step: int) -> StepResult:
+        """Read what :meth:`step` gave.
+
+        Raises:
+            NonFiniteLoss: for an inf or nan loss, or gradient norm where no loss scaling accounts for it.
+        """
+        loss, grad_norm = totals.tolist()
+        finite = math.isfinite(grad_norm)
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(f"step {step}: loss is {loss}; try a lower learning rate or a wider number format")
+        if not finite and self.scaler is None:
+            raise NonFiniteLoss(f"step {step}: gradient norm is {grad_norm}, loss {loss}; try a lower learning rate")
+        return StepResult(loss=loss, grad_norm=grad_norm if finite else 0.0, skipped=not finite)
+
+
+def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:
+    """A rank's effects over all its chunks, one entry per pattern."""
+    merged: dict[str, PatternEffect] = {}
+    for effect in itertools.chain.from_iterable(chunks):
+        before = merged.get(effect.pattern)
+        if before is not None:
+            effect = PatternEffect(
+                pattern=effect.pattern,
+                num_matches=before.num_matches + effect.num_matches,
+                saved_bytes=before.saved_bytes + effect.saved_bytes,
+                recompute_s=before.recompute_s + effect.recompute_s,
+            )
+        merged[effect.pattern] = effect
+    return tuple(merged.values())
+
+
+def merged_casts(chunks: Iterable[Iterable[OperatorCast]]) -> tuple[OperatorCast, ...]:
+    """A rank's casts over all its chunks, one entry per operator and list."""
+    num_calls: Counter[tuple[str, str]] = Counter()
+    for cast in itertools.chain.from_iterable(chunks):
+        num_calls[cast.name, cast.list] += cast.num_calls
+    return tuple(OperatorCast(name=name, list=list_, num_calls=num) for (name, list_), num in num_calls.items())
+
+
+class GangMaximum:
+    """The gang's maximum of a value of every rank, so that all take the same decision from it.
+
+    Asked for at construction, behind what the device was given, and read when it is needed: until then the host does
+    not wait for the device.
+    """
+
+    def __init__(self, value: float, device: torch.device) -> None:
+        tensor = torch.full((), value, dtype=widest_float(device), device=device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        self._on_host = tensor.to("cpu", non_blocking=True)
+        self._there = mark(device)
+
+    def read(self) -> float:
+        """Wait for the maximum."""
+        self._there.synchronize()
+        return self._on_host.item()
+
+
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """The gang's maximum, now."""
+    return GangMaximum(value, device).read()
+
+
+class Gradients:
+    """What the step does with gradients. All that depends on the layout alone is worked out once, here."""
+
+    def __init__(self, parts: list[ModelPart], layout: Layout, mesh: DeviceMesh | None, device: torch.device) -> None:
+        self._device = device
+        self._group = mesh["tp"].get_group() if mesh is not None and layout.tp > 1 else None
+        self.held: list[HeldTensor] = [
+            one for part in parts for one in held_tensors(part.module, part.model, part.shard_map, layout)
+        ]
+        self._partial = [one for one in self.held if one.is_partial]
+        parameters = [parameter for part in parts for parameter in part.model.parameters()]
+        self._tensor_parallel = [parameter for parameter in parameters if _is_tensor_parallel(parameter)]
+        self._by_replicas: dict[int, list[HeldTensor]] = {}
+        for one in self.held:
+            self._by_replicas.setdefault(one.num_replicas, []).append(one)
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Make every gradient what its parameter needs: summed over the tensor-parallel group, placed like it.
+
+        Under tensor parallelism some arrive as partial sums (norms with sequence parallelism) or whole (the
+        embedding).
+        """
+        if self._partial:
+            _sum_in_place(gradients_of(self._partial), self._group)
+        for parameter in self._tensor_parallel:
+            grad = parameter.grad
+            assert isinstance(parameter, DTensor)
+            if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+                parameter.grad = grad.redistribute(placements=parameter.placements)
+
+    @torch.no_grad()
+    def square_sum(self) -> Tensor:
+        """This rank's share of the squared global gradient norm: summed over all ranks it is the square of the norm.
+
+        Every rank of the gang adds its local squares, divided by the number of ranks that hold the same elements, so
+        the one rule is right for every mixture of replication and sharding. A scalar in the widest format there is.
+        """
+        total = torch.zeros((), dtype=widest_float(self._device), device=self._device)
+        for replicas, held in self._by_replicas.items():
+            grads = gradients_of(held)
+            if grads:
+                total += _square_sum(grads) / replicas
+        return total
+
+    @torch.no_grad()
+    def unscale(self, scale: float) -> None:
+        """Divide fp32 gradients by ``scale``; 16-bit ones are left to the optimiser that keeps fp32 masters."""
+        grads = [grad for grad in gradients_of(self.held) if grad.dtype == torch.float32]
+        if grads:
+            torch._foreach_mul_(grads, 1.0 / scale)
+
+
+def _square_sum(tensors: list[Tensor]) -> Tensor:
+    """Sum of all squares. Kernels of the CPU add up in fp32, element by element, so they are given short rows."""
+    norms = []
+    if tensors[0].device.type == "cpu":
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        whole = [len(one) // _ROW * _ROW for one in flat]
+        rows = [one[:end].view(-1, _ROW) for one, end in zip(flat, whole, strict=True) if end]
+        norms += [torch.linalg.vector_norm(one, dim=1, dtype=torch.float32) for one in rows]
+        tensors = [one[end:] for one, end in zip(flat, whole, strict=True)]
+    norms.append(torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)))
+    found = torch.cat(norms).to(widest_float(norms[0].device))
+    return torch.dot(found, found)
+
+
+def _is_tensor_parallel(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and "tp" in (tensor.device_mesh.mesh_dim_names or ())
+
+
+def _sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum over the group with one collective."""
+    flat = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    dist.all_reduce(flat, group=group)
+    torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))  # type: ignore[no-untyped-call]
+
+
+# Settles the memory format of convolutions, NCHW or NHWC ("channels last"), by rule and by measurement.
+
+
+Format = Literal["nchw", "nhwc"]
+TORCH_FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+
+_NUM_ROUNDS = 5
+_MIN_GAIN = 0.05
+"""Share by which the other format has to be faster to be taken for faster."""
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv2d) for module in model.modules())
+
+
+def convert_weights(models: Iterable[nn.Module], format_: Format) -> None:
+    """Bring the weights of convolutions to this format, in place, whatever wraps the models.
+
+    Weights that FSDP holds stay as they are, because it wants them contiguous; their convolutions follow the format of
+    their input.
+    """
+    for model in models:
+        for parameter in model.parameters():
+            if parameter.dim() == 4 and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.contiguous(memory_format=TORCH_FORMATS[format_])
+
+
+def format_by_rule(precision: Precision) -> Format:
+    """The format of the usual rule: tensor cores take 16-bit convolutions in NHWC; fp32 kernels are best in NCHW."""
+    return "nchw" if precision.dtype == "float32" else "nhwc"
+
+
+def settle_memory_format(
+    trainer: Trainer, spec: TrialSpec, dataset: StepBatches | None
+) -> tuple[torch.memory_format, MemoryFormatReport | None]:
+    """Convert the trainer's models; gives the format its inputs need, and what ``auto`` found out.
+
+    Models without convolutions are left alone, and those of the user's, who has chosen.
+    """
+    models = [part.model for part in trainer.parts]
+    wanted = spec.candidate.kernels.memory_format
+    if not any(has_convolutions(model) and not model.is_own for model in models):
+        return torch.preserve_format, None
+    if wanted != "auto":
+        convert_weights(models, wanted)
+        return TORCH_FORMATS[wanted], None
+    assert dataset is not None, "no pipeline splits a model with convolutions"
+    report = _compare(trainer, spec, dataset[0])
+    chosen: Format = "nhwc" if report.chosen == "nhwc" else "nchw"
+    convert_weights(models, chosen)
+    return TORCH_FORMATS[chosen], report
+
+
+def choose_format(rule: Format, times_s: dict[Format, float]) -> Format:
+    """The rule's format, unless the other one is clearly faster."""
+    other: Format = "nchw" if rule == "nhwc" else "nhwc"
+    return other if times_s[other] < times_s[rule] * (1.0 - _MIN_GAIN) else rule
+
+
+def _compare(trainer: Trainer, spec: TrialSpec, sample: Batch) -> MemoryFormatReport:
+    """Time a few forward and backward passes of both formats, in turns; all ranks come to the same choice."""
+    (model,) = (part.model for part in trainer.parts)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    formats: tuple[Format, Format] = ("nchw", "nhwc")
+    rounds: dict[Format, list[float]] = {format_: [] for format_ in formats}
+    for number in range(_NUM_ROUNDS + 1):
+        for format_ in formats:
+            convert_weights([model], format_)
+            seconds = _time_pass(trainer, spec, sample, TORCH_FORMATS[format_])
+            if number:  # the first pass of each is warm-up
+                rounds[format_].append(seconds)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    times_s = {format_: max_over_ranks(statistics.median(rounds[format_]), trainer.device) for format_ in formats}
+    rule = format_by_rule(spec.candidate.precision)
+    chosen = choose_format(rule, times_s)
+    return MemoryFormatReport(rule=rule, chosen=chosen, nchw_s=times_s["nchw"], nhwc_s=times_s["nhwc"])
+
+
+def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: torch.memory_format) -> float:
+    """Seconds of one forward and backward pass over a micro-batch; its gradients are dropped.
+
+    The model is called without its DDP wrapper, so gradients are reduced by nobody.
+    """
+    (model,) = (part.model for part in trainer.parts)
+    rows = slice(0, spec.candidate.micro_batch_size)
+    inputs = sample[0][rows].to(trainer.device, memory_format=memory_format)
+    targets = sample[1][rows].to(trainer.device)
+    synchronize(trainer.device)
+    start_s = time.perf_counter()
+    with autocast(spec.candidate.precision, trainer.device):
+        loss: Tensor = loss_of(spec.workload.model)(model(inputs), targets)
+    torch.autograd.backward(loss)
+    synchronize(trainer.device)
+    seconds = time.perf_counter() - start_s
+    for parameter in model.parameters():
+        parameter.grad = None
+    return seconds
+
+
+# ---- Runs a step's micro-batches one after the other on a rank that holds all layers; also the interface of any
+# engine
+
+
+class Marker(Protocol):
+    """Is told the name of each phase of a step that has just ended."""
+
+    def mark(self, phase: str) -> None: ...
+
+
+class SilentMarker:
+    """The :class:`Marker` that drops what it is told."""
+
+    def mark(self, phase: str) -> None:
+        pass
+
+
+class Engine(Protocol):
+    """Runs all micro-batches of a step."""
+
+    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+        """Forward and backward over this rank's rows; gradients are then averages over data-parallel ranks.
+
+        Gives the mean loss of the rows, a scalar; 0 on a rank that does not compute it.
+        """
+        ...
+
+
+class Accumulation:
+    """The :class:`Engine` without a pipeline: gradients add up, and the last micro-batch reduces them, or each one."""
+
+    def __init__(
+        self, part: ModelPart, loss: Loss, candidate: Candidate, device: torch.device, scale: Callable[[], float]
+    ) -> None:
+        self._part = part
+        self._loss = loss
+        self._micro_batch_size = candidate.micro_batch_size
+        self._precision = candidate.precision
+        self._device = device
+        self._scale = scale
+        self._layout = candidate.layout
+        self._each = reduces_each(candidate.layout)
+        self._is_last: bool | None = None
+
+    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+        assert inputs is not None and targets is not None, "it holds the first and the last layer"
+        micro_batches = list(
+            zip(torch.split(inputs, self._micro_batch_size), torch.split(targets, self._micro_batch_size), strict=True)
+        )
+        factor = 1.0 / len(micro_batches)
+        module, scale = self._part.module, self._scale()
+        losses = []
+        for i, (rows, wanted) in enumerate(micro_batches, start=1):
+            self._begin(is_last=i == len(micro_batches))
+            with autocast(self._precision, self._device):
+                loss = self._loss(module(rows, **self._part.with_targets(wanted)), wanted)
+            losses.append(loss.detach())
+            marker.mark("forward")
+            torch.autograd.backward(loss, torch.full_like(loss, factor * scale))
+            if i == len(micro_batches):
+                finish_gradients(module)
+            marker.mark("backward")
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def _begin(self, *, is_last: bool) -> None:
+        """Say what the next micro-batch does to gradients; only on a change, as that walks all modules."""
+        if is_last != self._is_last:
+            begin_backward(self._part.module, is_last=is_last, each=self._each)
+            keep_weights(self._part.module, self._part.model, self._layout, is_last=is_last)
+            self._is_last = is_last
+
+
+# Runs a step's micro-batches through pipeline stages that different ranks hold.
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+    from torch.distributed.pipelining.schedules import (
+        Schedule1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+        ScheduleLoopedBFS,
+        ScheduleZBVZeroBubble,
+    )
+
+
+class Stage(PipelineStage):
+    """A virtual stage that marks what it spends time on, and computes its forward pass in ``context``.
+
+    Time between its own phases is marked as bubble.
+    """
+
+    def __init__(
+        self,
+        part: ModelPart,
+        layout: Layout,
+        mesh: DeviceMesh,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        group = mesh["pp"].get_group()
+        super().__init__(part.module, part.chunk.virtual_stage, num_virtual_stages_total(layout), device, group=group)
+        self.marker: Marker = SilentMarker()
+        self.targets: Sequence[Tensor] = ()
+        """Those of every micro-batch, on a rank that reads them."""
+        self._part = part
+        self._wanted: Tensor | None = None
+        self._context = context
+        self._sharded_ends = sharded_ends(part.model)
+        module: Any = part.module
+        self._reduces_each: FSDPModule | None = (
+            module if reduces_each(layout) and isinstance(module, FSDPModule) else None
+        )
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        self._wanted = self.targets[fwd_chunk_id] if self.targets else None
+        with self._phase("forward"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._phase("backward"):
+            if not full_backward:
+                self._gather_weights()
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._phase("backward"):
+            self._gather_weights()
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce gradients over data-parallel ranks, which without a pipeline is part of the backward pass too."""
+        with self._phase("backward"):
+            super().perform_reduce_grad(grad_scale_factor)
+            for unit in self._sharded_ends:
+                reduce_gradients(unit)
+            finish_gradients(self.submod)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Any, Any]:
+        """Go through the graph; torch's own way has FSDP reduce no gradients before :meth:`perform_reduce_grad`."""
+        if isinstance(self.submod, BucketedReplica):
+            begin_backward(self.submod, is_last=last_backward, each=False)
+        unit = self._reduces_each
+        if unit is None:
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            if backward_type == "weight" and isinstance(self.submod, FSDPModule):
+                # Hooks of the other part have taken in those gradients that it had, in the format of reductions.
+                take_in_gradients(self.submod)
+            return result
+        unit.set_is_last_backward(False)
+        unit.set_reshard_after_backward(False)
+        begin_backward(self.submod, is_last=last_backward, each=True)
+        result = self._backward(backward_type, bwd_kwargs)
+        if backward_type == "weight":
+            # It adds gradients up by itself, past the hooks that see to them.
+            reduce_gradients(unit)
+        return result
+
+    def _backward(self, kind: str, found: dict[str, Any]) -> tuple[Any, Any]:
+        """Gradients of the stage's inputs, and what a backward pass in two parts goes on with."""
+        if kind == "weight":
+            return stage_backward_weight(self.submod.parameters(), found["param_groups"]), None
+        given = found["stage_output"], found["output_grads"], found["input_values"]
+        if kind == "full":
+            return stage_backward(*given), None
+        return stage_backward_input(*given, self.submod.parameters())
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.marker.mark("bubble")
+        yield
+        self.marker.mark(name)
+
+    def _gather_weights(self) -> None:
+        """Let a backward pass in two parts see the parameters of the forward pass, not FSDP's shards of them.
+
+        It looks for the former in the graph before FSDP's hooks gather them, and without a word leaves out the
+        gradients of those it does not find.
+        """
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
+    def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
+        with self._context():
+            options |= self._part.with_targets(self._wanted)
+            output = super().forward_maybe_with_nosync(*args, **options)  # type: ignore[no-untyped-call]
+        # A stage of no layers gives its input, a receive buffer; a module of the user's may give a view. The schedule
+        # must not detach the one, and cannot detach the other.
+        is_buffer = bool(args) and output is args[0]
+        return output.clone() if is_buffer or (isinstance(output, Tensor) and output._is_view()) else output
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """What torch before 2.12 connects ranks with, first of all; not with themselves, where a V turns."""
+        rank = dist.get_rank()
+        return [operation for operation in super()._get_init_p2p_neighbors_ops() if operation.peer != rank]
+
+    def _shape_inference(self, *args: Any, **options: Any) -> Any:
+        """What torch before 2.12 has in place of :meth:`_compute_outputs`, which it calls as the stage's module."""
+        module = self.submod
+        self.submod = functools.partial(self._compute_outputs, module=module)  # type: ignore[assignment]
+        try:
+            return super()._shape_inference(*args, **options)  # type: ignore[misc]
+        finally:
+            self.submod = module
+
+    def _compute_outputs(self, *args: Any, module: nn.Module, **options: Any) -> Any:
+        """Run the stage without gradients, before the first step, for the schedule to find out shapes and types."""
+        model = module.module if isinstance(module, DistributedDataParallel | BucketedReplica) else module
+        options |= self._part.with_targets(self.targets[0] if self.targets else None)
+        with self._context():
+            return model(*args, **options)
+
+
+class Pipeline:
+    """The :class:`~trials.training.loop.Engine` of a rank in a pipeline."""
+
+    def __init__(
+        self,
+        spec: TrialSpec,
+        parts: list[ModelPart],
+        mesh: DeviceMesh,
+        device: torch.device,
+        loss: Loss,
+        scale: Callable[[], float],
+    ) -> None:
+        candidate = spec.candidate
+        self._device = device
+        self._is_first = any(part.chunk.is_first for part in parts)
+        self._is_last = any(part.chunk.is_last for part in parts)
+        self._num_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
+        self._loss = loss
+        self._scale = scale
+        self._losses: list[Tensor] = []
+        self._marker: Marker = SilentMarker()
+
+        def context() -> AbstractContextManager[Any]:
+            return autocast(candidate.precision, device)
+
+        self._context = context
+        self.stages = [Stage(part, candidate.layout, mesh, device, context) for part in parts]
+        self.schedule = build_schedule(candidate.layout, self.stages, self._num_microbatches, self._scaled_loss)
+
+    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+        self._marker = marker
+        for stage in self.stages:
+            stage.marker = marker
+            stage.targets = () if targets is None else targets.tensor_split(self._num_microbatches)
+        self._losses.clear()
+        arguments = (inputs,) if self._is_first else ()
+        self.schedule.step(*arguments, target=targets if self._is_last else None, return_outputs=False)
+        marker.mark("bubble")
+        if not self._is_last:
+            return torch.zeros((), device=self._device)
+        # In the first step the schedule has called the loss once more, before, to find out shapes.
+        return torch.stack(self._losses[-self._num_microbatches :]).mean()
+
+    def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What the schedule runs backward from: gradients of the mean over micro-batches, scaled for 16 bits."""
+        self._marker.mark("bubble")
+        with self._context():
+            loss = self._loss(outputs, targets)
+        self._losses.append(loss.detach())
+        scaled = loss * (self._scale() / self._num_microbatches)
+        self._marker.mark("forward")
+        return scaled
+
+
+def build_schedule(
+    layout: Layout, stages: list[Stage], num_microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """The order in which a rank works on its stages and micro-batches. ``loss`` is divided by their number already.
+
+    Raises:
+        InfeasibleSpec: this torch cannot order them so; before 2.11 it wants as many micro-batches as stages.
+    """
+    looped = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble, "gpipe": ScheduleLoopedBFS}
+    options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+    if layout.schedule in ("interleaved", "zbv") or layout.num_virtual_stages > 1:
+        return looped[layout.schedule](stages, num_microbatches, **options)
+    single = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+    (stage,) = stages
+    try:
+        return single[layout.schedule](stage, num_microbatches, **options)
+    except ValueError as error:
+        raise InfeasibleSpec(f"torch {torch.__version__} refuses schedule {layout.schedule}: {error}") from error
+
+
+# ---- Builds this rank's part of the model from a specification: split over the gang, wrapped and initialised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPart:
+    """One virtual stage on this rank; the whole model when there is no pipeline."""
+
+    chunk: Chunk
+    model: TrainModel
+    module: nn.Module
+    """What is called: ``model``, or the wrapper around it that reduces its gradients."""
+    shard_map: ShardMap
+    cast_meter: CastMeter
+    recompute_meter: RecomputeMeter
+    offload_meter: OffloadMeter
+
+    def with_targets(self, targets: Tensor | None) -> dict[str, Tensor]:
+        """What ``module`` takes besides its input: the targets, where it computes the loss itself."""
+        if targets is None or not (self.chunk.is_last and self.model.computes_loss):
+            return {}
+        return {"targets": targets}
+
+
+def parallelize(spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, stage: int) -> list[ModelPart]:
+    """Build what pipeline rank ``stage`` holds, chunk by chunk."""
+    num_layers = spec.workload.num_layers
+    chunks = chunks_of_stage(spec.candidate.layout, stage, num_layers)
+    return [_build_part(spec, chunk, mesh, device) for chunk in chunks]
+
+
+def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: torch.device) -> ModelPart:
+    """Build one virtual stage.
+
+    The order matters: tensor parallelism swaps plain weights for sharded ones, so everything after must see those;
+    recompute wraps a whole layer, so that compile captures the recomputation too; FSDP's hooks go around the compiled
+    layer, because gathering weights is no part of the graph. A model of ours has no storage until all that is done, so
+    no rank ever holds more than its part; one of the user's comes with its values, of which each rank keeps its part.
+    What reduces in buckets comes last: they are built from real weights.
+    """
+    candidate = spec.candidate
+    layout = candidate.layout
+    model = build_model(spec.workload, chunk)
+    if model.is_own:
+        perturb_parameters(model, spec.workload.seed, spec.perturbation)
+    model.store_as(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
+    apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
+    shard_map = _split(model, spec, mesh, device)
+    cast_meter = apply_autocast_lists(model, candidate.precision)
+    recompute_meter = apply_recompute(model, candidate.recompute, chunk)
+    apply_compile(model, candidate.kernels)
+    offload_meter = apply_activation_offload(model, candidate.offload, chunk, device)
+    has_parameters = next(model.parameters(), None) is not None
+    if uses_fsdp(layout) and has_parameters:
+        assert mesh is not None
+        apply_fsdp(model, mesh, layout, candidate.precision)
+    if model.is_own:
+        model.to(device)
+    else:
+        model.to_empty(device=device)
+        model.materialize(device)
+        init_parameters(model, spec.workload.seed, shard_map, spec.perturbation)
+    module: nn.Module = model
+    if mesh is not None and has_parameters:
+        if layout.zero_stage == 1:
+            module = apply_buckets(model, mesh, layout, shard_map)
+        elif uses_ddp(layout):
+            module = apply_ddp(model, mesh, layout, device)
+    return ModelPart(
+        chunk=chunk,
+        model=model,
+        module=module,
+        shard_map=shard_map,
+        cast_meter=cast_meter,
+        recompute_meter=recompute_meter,
+        offload_meter=offload_meter,
+    )
+
+
+def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> ShardMap:
+    """Split what the model computes over tensor- and context-parallel ranks, and over time, in place."""
+    candidate, layout = spec.candidate, spec.candidate.layout
+    shard_map = ShardMap()
+    if layout.tp > 1:
+        assert mesh is not None
+        shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
+    chunk_loss(model, candidate.kernels.loss_chunks)
+    if isinstance(model, Llama):
+        _choose_attention(model, spec, mesh, device)
+    apply_copies(model, layout)
+    return shard_map
+
+
+def _choose_attention(model: Llama, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> None:
+    layout = spec.candidate.layout
+    plan = attention_plan(spec, model.shape, device)
+    if layout.cp > 1:
+        assert mesh is not None
+        apply_context_parallel(model, mesh["cp"], layout, plan)
+    elif plan.expands:
+        model.attend_by(functools.partial(causal_attention, expands=True))
