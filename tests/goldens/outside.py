@@ -118,8 +118,18 @@ def document(*words: str) -> str:
     return f"$ tune-cluster {' '.join(words)} --json\n{_json(json.loads(done.stdout))}\n"
 
 
+def _rounded(value: Any) -> Any:
+    """The last digits of a float differ from processor to processor."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
+
+
 def _json(value: Any, indent: str = "") -> str:
     """What fits into a line stands in one."""
+    value = _rounded(value)
     line = json.dumps(value, ensure_ascii=False)
     if len(indent) + len(line) <= 120 or not isinstance(value, dict | list):
         return line
