@@ -16,8 +16,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.topology import Topology
+from cluster.hardware.topology import Topology, describe_topology
 from cluster.virtual import ModelledCost
 from configs import CONFIGS
 from orchestrator.config.sweep import SweepSpec, load_sweep

@@ -10,10 +10,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.search.tables import FIGURES, Configuration, Problem
-from cluster.cost.calibrate import fit
-from cluster.cost.coefficients import MEMORY, TIME, Prior, assumed_prior, load_prior
-from cluster.cost.inputs import Array, CostInputs, concatenate, from_rows
-from cluster.cost.software import KNOWN
+from cluster.cost.cost_model import fit
+from cluster.cost.inputs import (
+    MEMORY,
+    TIME,
+    Array,
+    CostInputs,
+    Prior,
+    assumed_prior,
+    concatenate,
+    from_rows,
+    load_prior,
+)
+from cluster.cost.peak_memory import KNOWN
 from orchestrator.search.acquisition import ErrorModel, Posterior, Seen
 from orchestrator.search.memory_belief import MemoryBelief
 from orchestrator.search.predictor import (

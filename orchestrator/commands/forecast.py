@@ -15,8 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cluster.base import ClusterError
 from cluster.connect import connect
-from cluster.hardware.accelerators import CatalogueError, load_cluster
-from cluster.hardware.topology import Topology, uniform_topology
+from cluster.hardware.topology import CatalogueError, Topology, load_cluster, uniform_topology
 from cluster.probing import NodeRates, Profile, probe
 from cluster.probing import Progress as probing_Progress
 from orchestrator.config.settings import ByteSize

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
+from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD
 from cluster.cost.generic import GenericInputs
 from cluster.cost.stage_balance import Balance
 from cluster.cost.usual import kind_of_device
-from cluster.hardware.accelerators import CatalogueError, describe_topology
-from cluster.hardware.topology import Topology
+from cluster.hardware.topology import CatalogueError, Topology, describe_topology
 from cluster.probing import Profile
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.config.yaml_source import YamlSource, to_config_error

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.coefficients import Coefficients
 from cluster.cost.generic import GenericInputs, generic_step_seconds
+from cluster.cost.inputs import Coefficients
 from cluster.cost.usual import (
     Kind,
     KnobColumns,

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.base import GangProgress
-from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.topology import uniform_topology
+from cluster.hardware.topology import describe_topology, uniform_topology
 from orchestrator.controller.step import ALLOWANCE, EarlyStop
 from orchestrator.diagnosis.observations import tabulate
 from orchestrator.objective import Objective

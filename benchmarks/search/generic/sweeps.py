@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.search.generic.programs import Program
-from cluster.hardware.accelerators import ClusterDescription, catalogue
-from cluster.hardware.topology import Device
+from cluster.hardware.topology import ClusterDescription, Device, catalogue
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.knob_effects import RelativePredictor
 from orchestrator.search.predictor import Predictor

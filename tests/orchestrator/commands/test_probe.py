@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cluster.hardware.accelerators import describe_topology
+from cluster.hardware.topology import describe_topology
 from cluster.virtual import ModelledCost
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep

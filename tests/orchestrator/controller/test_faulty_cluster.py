@@ -13,8 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.base import ClusterLostError, Deadlines, GangLaunch
-from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.topology import uniform_topology
+from cluster.hardware.topology import describe_topology, uniform_topology
 from cluster.virtual import Behaviour, Course, ModelledCost, SimulatedCluster, trial_spec
 from orchestrator.controller import runtime
 from orchestrator.controller.runtime import MAX_LOST_IN_A_ROW, Runtime, TrialLauncher
