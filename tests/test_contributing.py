@@ -33,16 +33,10 @@ STEPS = {
         "        torch.use_deterministic_algorithms(kernels.deterministic)\n",
     ),
     "orchestrator/space/knobs.py": (
-        '    _kernel("matmul_precision",',
-        '    _kernel("deterministic", bool, "Only kernels that give the same bits in every run."),\n',
-        '        memory_format=values["memory_format"],\n',
-        '        deterministic=values["deterministic"],\n',
-    ),
-    "orchestrator/space/notation.py": (
-        '    _sign("cudnn{A-B}",',
-        '    _sign("deterministic", "the same bits in every run", "deterministic"): (\n'
-        '        lambda kernels: "" if kernels.deterministic else None\n'
-        "    ),\n",
+        '    _knob(\n        "kernels.matmul_precision",',
+        '    _knob(\n        "kernels.deterministic",\n        bool,\n'
+        '        "Only kernels that give the same bits in every run.",\n'
+        '        Sign("deterministic", "the same bits in every run", lambda c: c.kernels.deterministic),\n    ),\n',
     ),
     "orchestrator/frameworks/gaps.py": ('    left_to_script("kernels.memory_format",', OF_SCRIPT),
     "orchestrator/frameworks/megatron.py": ('    lacking("kernels.matmul_precision",', LACKING),
@@ -57,9 +51,8 @@ STEPS = {
 """File to pairs of (a line, what the new knob `deterministic` puts before it), in the order of CONTRIBUTING.md."""
 
 GUARDS = (
-    "tests/orchestrator/frameworks/test_argument_frameworks.py::test_every_field_is_spoken_for_by_name",
-    "tests/orchestrator/frameworks/test_script_frameworks.py::test_every_field_is_spoken_for",
-    "tests/orchestrator/frameworks/test_base.py::test_the_document_shows_what_each_format_has_a_setting_for",
+    "tests/orchestrator/frameworks/test_frameworks.py::test_every_field_is_spoken_for_by_name",
+    "tests/orchestrator/frameworks/test_frameworks.py::test_the_document_shows_what_each_format_has_a_setting_for",
     "tests/orchestrator/config/test_sweep.py::test_the_shipped_schema_is_up_to_date",
     "tests/orchestrator/config/test_sweep.py::test_the_documented_keys_are_up_to_date",
     "tests/test_docs.py::test_every_knob_has_its_section",
@@ -148,7 +141,7 @@ def test_a_knob_added_by_the_steps_is_searched_trained_and_exported(tree):
             assert text.count(line) == 1, f"{name}: {line}"
             text = text.replace(line, addition + line)
         (tree / name).write_text(text, encoding="utf-8")
-        if number == list(STEPS).index("orchestrator/space/notation.py"):
+        if number == list(STEPS).index("orchestrator/space/knobs.py"):
             assert guarded(tree).returncode == 1, "the guards notice a knob that recipes and documents lack"
     assert run(tree, "-m", "orchestrator.config.schema").returncode == 0
     matrix = run(tree, "-m", "tests.orchestrator.frameworks.matrix")

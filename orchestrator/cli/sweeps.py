@@ -175,10 +175,10 @@ def logs(
 @click.command()
 @click.argument("sweep")
 @click.argument("trial", required=False)
-@click.option("--trial", "other", metavar="TRIAL", help="Hold this trial against the baseline, in place of the winner.")
+@click.option("--diagnose", is_flag=True, help="Diagnose TRIAL and the baseline, as without TRIAL the winner.")
 @home_option
 @json_option
-def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_json: bool) -> None:
+def explain(sweep: str, trial: str | None, diagnose: bool, home: Path, as_json: bool) -> None:
     """Explain why SWEEP's trials are as fast as they are, or what became of one TRIAL.
 
     Without TRIAL: where the step time of baseline and winner goes, what holds them back, which knob answers that and
@@ -191,17 +191,15 @@ def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_jso
     \b
     Examples:
       tune-cluster explain quickstart
-      tune-cluster explain quickstart --trial t005
       tune-cluster explain quickstart t003
+      tune-cluster explain quickstart t003 --diagnose
     """
     from orchestrator.status import explanation
     from orchestrator.sweep.snapshot import Home
     from orchestrator.terminal import explain_screen
 
-    if trial is not None and other is not None:
-        raise click.UsageError("TRIAL and --trial exclude each other: one tells a trial's story, one a sweep's.")
-    if trial is None:
-        _explain_sweep(sweep, other, Home(home), as_json)
+    if trial is None or diagnose:
+        _explain_sweep(sweep, trial, Home(home), as_json)
         return
     explained = explanation.explain(sweep, trial, Home(home))
     print_result(as_json, explained.to_json(), lambda: explain_screen.render_explanation(explained))

@@ -6,7 +6,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,22 @@ from uuid import uuid4
 
 from packaging.specifiers import SpecifierSet
 
-from cluster.base import Cluster, ClusterError, ClusterRequest, GangEnded, GangLaunch, GangProgress
+from cluster.base import ClusterRequest, GangLaunch, GangProgress
 from cluster.connect import connect
-from cluster.hardware.topology import Placement, Pool, Topology
+from cluster.hardware.topology import Placement, Topology
 from orchestrator.config.sweep import SweepSpec, load_sweep
-from orchestrator.controller.runtime import make_launcher
+from orchestrator.controller.leasing import LeaseManager
+from orchestrator.controller.runtime import Runtime, SteadyClock, make_launcher, preload
 from orchestrator.frameworks.edit import Training
 from orchestrator.planning.hardware import cluster_request, known_topology
 from orchestrator.planning.planner import make_plan
 from orchestrator.proof.confirmation import MIN_SOAK_S
+from orchestrator.search.search import Search
 from orchestrator.space.notation import flat_params, short_name
+from orchestrator.sweep.events import Budget, Hardware, SweepCreated
+from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.snapshot import Home
-from orchestrator.sweep.state import Trial
+from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.text import plain, tail
 from trials.files import to_json
 from trials.outcome import Evidence, GangLost, Infeasible, Measured, Measurement, Outcome
@@ -40,8 +44,6 @@ ROOM = 3.0
 """Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
 SILENCE_S = 30.0
 """After so long without a step, each time, the end of the program's output is told."""
-MAX_LAUNCHES = 3
-"""Launches before a gang that is lost for no fault of the program's, as far as anybody knows, is the answer."""
 MAX_LOG_LINES = 20
 PYTHONS = ("python", "python3")
 """Words that PATH decides about."""
@@ -353,59 +355,90 @@ def _request(spec: SweepSpec, home: Home, address: str | None, candidate: Candid
 
 
 def _run(spec: SweepSpec, candidate: Candidate, request: ClusterRequest, folder: Path, say: Tell) -> _Ran:
-    with connect(request, workdir=folder, on_wait=say) as cluster:
-        topology = cluster.topology
-        layout = candidate.layout
-        placement = Pool(topology).place(world_size=layout.world_size, tp=layout.tp, isolation="node")
-        if placement is None:
-            raise ClusterError(f"{layout.world_size} devices are needed, and the lease has {topology.num_devices}")
-        ran = _launched(cluster, _launch(spec, candidate, topology, folder, placement), folder, say)
-        for _ in range(MAX_LAUNCHES - 1):
-            if not isinstance(ran.outcome, GangLost):
-                break
-            say(f"launching again, as the gang was lost: {ran.outcome.evidence.message}")
-            ran = _launched(cluster, _launch(spec, candidate, topology, folder, placement), folder, say)
-        return ran
-
-
-def _launched(cluster: Cluster, launch: GangLaunch, folder: Path, say: Tell) -> _Ran:
-    """Launch a gang and wait for its end."""
-    begun_s, starting_s, told_s = time.monotonic(), None, 0.0
-    cluster.launch(launch)
-    while True:
-        for event in cluster.poll(1.0):
-            if isinstance(event, GangEnded):
-                return _Ran(command=_argv(launch), outcome=event.outcome, starting_s=starting_s)
-            if isinstance(event, GangProgress) and event.step and starting_s is None:
-                starting_s = time.monotonic() - begun_s - (event.step_time_s or 0.0)
-                say(f"the first step came {starting_s:.1f} s after the launch")
-        waited_s = time.monotonic() - begun_s
-        if starting_s is None and waited_s > told_s + SILENCE_S:
-            told_s = waited_s
-            say(f"no step seen for {waited_s:.0f} s{_last_line(folder)}")
-
-
-def _last_line(folder: Path) -> str:
-    """How the output of the first rank ends, where it lies on this host."""
-    lines = [line for path in folder.glob("*/rank0.log") for line in tail(path, 1).lines]
-    return f"; its output ends with: {plain(lines[-1])[:200]}" if lines else ""
-
-
-def _launch(
-    spec: SweepSpec, candidate: Candidate, topology: Topology, folder: Path, placement: Placement
-) -> GangLaunch:
-    """The gang as the sweep would launch it, with few steps and its own deadlines."""
+    """Run the candidate as the only trial of a sweep whose ledger is deleted afterwards."""
     measure = spec.measure.model_copy(update={name: getattr(SHORT, name) for name in _COUNTS})
     short = spec.model_copy(update={"measure": measure})
-    trial = Trial(number=0, candidate=candidate, origin="baseline", reason="check", proposed_at_s=time.time())
-    built = make_launcher(short, topology, folder).build(trial, "check", uuid4().hex, placement)
-    start_s = max(MIN_STARTING_S, built.deadlines.starting_s)
-    return replace(built, deadlines=replace(built.deadlines, starting_s=start_s))
+    attempts = folder / "attempts"
+    with (
+        Ledger(folder) as ledger,
+        ledger.hold(),
+        connect(request, workdir=attempts, on_wait=say, preload=preload(spec)) as cluster,
+    ):
+        topology, clock = cluster.topology, SteadyClock()
+        ledger.append(
+            SweepCreated(
+                at_s=clock(),
+                sweep=spec.name,
+                spec_hash=spec.spec_hash,
+                workload=spec.to_workload(),
+                budget=Budget(max_trials=1),
+                max_concurrent=1,
+                num_legal=1,
+                hardware=topology.label,
+                devices=Hardware.of(topology),
+                cluster_kind=spec.cluster.kind,
+                fingerprint={},
+            )
+        )
+        launcher = make_launcher(short, topology, attempts)
+        watch = _Watch(launcher.build, attempts, say)
+        state = Runtime(
+            ledger=ledger,
+            cluster=cluster,
+            search=Search([candidate], features=flat_params, sampler="grid"),
+            launcher=replace(launcher, baseline=candidate, isolation="node", build=watch.build),
+            projections=(),
+            observer=watch,
+            lease=LeaseManager(cluster, request.claim),
+            clock=clock,
+        ).run()
+    outcome = state.trials[0].outcome
+    assert outcome is not None, "the sweep is over"
+    return _Ran(command=watch.command, outcome=outcome, starting_s=watch.starting_s)
+
+
+class _Watch:
+    """Gives launches time to start, and tells how far the trial is."""
+
+    def __init__(self, build: Callable[[Trial, str, str, Placement], GangLaunch], attempts: Path, say: Tell) -> None:
+        self._build = build
+        self._attempts = attempts
+        self._say = say
+        self._launched_at_s = self._told_at_s = math.inf
+        self.command: tuple[str, ...] = ()
+        self.starting_s: float | None = None
+
+    def build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
+        """The gang as the sweep would launch it, with longer to start."""
+        if trial.attempts and isinstance(lost := trial.attempts[-1].outcome, GangLost):
+            self._say(f"launching again, as the gang was lost: {lost.evidence.message}")
+        built = self._build(trial, attempt_id, token, placement)
+        argv = built.spec.get("argv", ())
+        self.command = tuple(map(str, argv)) if isinstance(argv, list | tuple) else ()
+        self._launched_at_s = self._told_at_s = time.monotonic()
+        self.starting_s = None
+        start_s = max(MIN_STARTING_S, built.deadlines.starting_s)
+        return replace(built, deadlines=replace(built.deadlines, starting_s=start_s))
+
+    def on_state(self, state: SweepState) -> None:  # noqa: ARG002
+        now_s = time.monotonic()
+        if self.starting_s is None and now_s > self._told_at_s + SILENCE_S:
+            self._told_at_s = now_s
+            self._say(f"no step seen for {now_s - self._launched_at_s:.0f} s{_last_line(self._attempts)}")
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None:  # noqa: ARG002
+        if progress.step and self.starting_s is None:
+            self.starting_s = time.monotonic() - self._launched_at_s - (progress.step_time_s or 0.0)
+            self._say(f"the first step came {self.starting_s:.1f} s after the launch")
+
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        """The lease is as large as the candidate needs."""
 
 
 _COUNTS = ("min_warmup_steps", "max_warmup_steps", "num_steps", "max_steps")
 
 
-def _argv(launch: GangLaunch) -> tuple[str, ...]:
-    found = launch.spec.get("argv", ())
-    return tuple(map(str, found)) if isinstance(found, list | tuple) else ()
+def _last_line(attempts: Path) -> str:
+    """How the output of the first rank ends, where it lies on this host."""
+    lines = [line for path in attempts.glob("*/rank0.log") for line in tail(path, 1).lines]
+    return f"; its output ends with: {plain(lines[-1])[:200]}" if lines else ""

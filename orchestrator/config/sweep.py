@@ -38,8 +38,9 @@ from orchestrator.objective import Objective, ObjectiveName
 from orchestrator.program.candidate_command import problem, rule_of
 from orchestrator.program.user_program import Script
 from orchestrator.space.file_types import Section, ShortForms, fault
-from orchestrator.space.knobs import OwnKnob, OwnScalar, build_candidate
+from orchestrator.space.knobs import OwnKnob, OwnScalar
 from orchestrator.space.rules import Filters, check
+from orchestrator.space.space import build_candidate
 from orchestrator.sweep.events import Budget, ProofSettings, SweepCreated
 from trials.files import digest
 from trials.spec import Candidate, Protocol, Workload

@@ -52,7 +52,8 @@ from orchestrator.program.user_program import (
     values_of,
 )
 from orchestrator.space.file_types import Section, fault, show
-from orchestrator.space.knobs import KNOB_NAMES, OwnKnob, OwnScalar, Rest, build_candidate, in_order
+from orchestrator.space.knobs import KNOB_NAMES, OwnKnob, OwnScalar, in_order
+from orchestrator.space.space import Rest, build_candidate
 from trials.files import open_regular
 from trials.script.command import LogFormat, is_seen_anyway
 from trials.secrets import keep_secret, redactor

@@ -12,11 +12,10 @@ from typing import Any
 from cluster.base import Cluster, ClusterLostError, ClusterRequest, OwnClusterLostError
 from cluster.connect import clock_of, connect
 from cluster.hardware.topology import Topology
-from cluster.node.agent import PRELOAD, SCRIPT_PRELOAD
 from orchestrator.config.sweep import SweepSpec, check_same
 from orchestrator.controller.leasing import LeaseManager, Waiting, WithdrawnError
 from orchestrator.controller.observer import Heartbeat, Observers, Projection
-from orchestrator.controller.runtime import Runtime, SteadyClock, make_launcher
+from orchestrator.controller.runtime import Runtime, SteadyClock, make_launcher, preload
 from orchestrator.controller.step import apply_requests
 from orchestrator.errors import ConfigError
 from orchestrator.notifications import Notifier, check_notify
@@ -352,12 +351,10 @@ class _Controller:
         observer = Observers([self.observer, heartbeat, *_profile_copies(self.spec, ledger)])
         request = cluster_request(self.spec, self.home, address=self.address)
         waiting = Waiting(ledger, observer)
-        is_script = isinstance(self.spec.to_workload().model, ScriptModel)
-        preload = SCRIPT_PRELOAD if is_script else PRELOAD
-        num_lost, num_ended = 0, -1
+        num_lost, num_ended, modules = 0, -1, preload(self.spec)
         while True:
             try:
-                with connect(request, workdir=_attempts(ledger), on_wait=waiting, preload=preload) as cluster:
+                with connect(request, workdir=_attempts(ledger), on_wait=waiting, preload=modules) as cluster:
                     self._runtime(ledger, cluster, request, observer, waiting.num_requests, num_lost).run()
                     return _result(ledger, self.home)
             except OwnClusterLostError as error:

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from cluster.base import Cluster, ClusterLostError, Deadlines, GangEnded, GangEvent, GangLaunch, GangProgress
 from cluster.hardware.topology import Placement, Topology
+from cluster.node.agent import PRELOAD, SCRIPT_PRELOAD
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller.leasing import LeaseManager, Placer
 from orchestrator.controller.observer import Projection
@@ -99,6 +100,11 @@ def make_launcher(spec: SweepSpec, topology: Topology, attempts: Path) -> TrialL
         early_stop=None if factor == "off" else EarlyStop(factor=factor, protocol=spec.to_protocol()),
         placing_s=spec.deadlines.placing_s,
     )
+
+
+def preload(spec: SweepSpec) -> tuple[str, ...]:
+    """Modules that the fork servers of the sweep's nodes import beforehand."""
+    return PRELOAD if spec.script is None else SCRIPT_PRELOAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

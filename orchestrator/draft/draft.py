@@ -16,8 +16,8 @@ from orchestrator.draft.model_config import DraftedModel
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.catalog import training
 from orchestrator.search.predictor import Prediction, UnpredictableError, make_predictor, predict
-from orchestrator.space.knobs import build_candidate
 from orchestrator.space.rules import check
+from orchestrator.space.space import build_candidate
 from orchestrator.units import num_bytes
 from trials.files import write_atomically
 from trials.legality import DATA_OF_MODEL

@@ -31,7 +31,7 @@ from orchestrator.frameworks.spelling import (
     is_at_or_below,
 )
 from orchestrator.space.file_types import layers_of
-from orchestrator.space.knobs import canonical_layout, canonical_loader, canonical_precision
+from orchestrator.space.space import canonical_part, canonical_precision
 from trials.script.command import Expected, LogFormat
 from trials.spec import Candidate, LlamaModel, ScriptData, ScriptModel, Workload
 
@@ -470,11 +470,11 @@ def _of_candidate(values: Mapping[str, Any]) -> dict[str, Any]:
 def _canonical(candidate: Candidate) -> Candidate:
     """The candidate in canonical form as far as that is the same for every model."""
     return Candidate(
-        layout=canonical_layout(candidate.layout),
+        layout=canonical_part(candidate.layout),
         micro_batch_size=candidate.micro_batch_size,
         recompute=candidate.recompute,
         precision=canonical_precision(candidate.precision),
-        loader=canonical_loader(candidate.loader),
+        loader=canonical_part(candidate.loader),
         kernels=candidate.kernels,
     )
 

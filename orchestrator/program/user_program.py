@@ -16,8 +16,9 @@ from typing import Any
 from orchestrator.frameworks.edit import Reading, Run, Training
 from orchestrator.frameworks.spelling import WORKLOAD, candidate_of, flatten, is_at_or_below
 from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, StageSplit, even_split, layers_of
-from orchestrator.space.knobs import KNOB_NAMES, KNOBS, OwnKnob, Rest, argument_text
+from orchestrator.space.knobs import KNOB_NAMES, KNOBS, OwnKnob, argument_text
 from orchestrator.space.notation import flat_params
+from orchestrator.space.space import Rest
 from trials.files import digest
 from trials.script.command import LogFormat
 from trials.spec import (

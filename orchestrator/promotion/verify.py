@@ -45,7 +45,8 @@ from orchestrator.proof.script_gate import ScriptRuns, judge_script
 from orchestrator.report import curves, words
 from orchestrator.report.summary import interval_json
 from orchestrator.space.file_types import RecomputeChoice, StageSplit
-from orchestrator.space.knobs import KNOBS, knob_values
+from orchestrator.space.knobs import KNOBS
+from orchestrator.space.space import knob_values
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.events import GateSettings, PromotedRounds
 from orchestrator.sweep.snapshot import Home, Observer

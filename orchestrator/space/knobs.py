@@ -1,8 +1,10 @@
-"""All knobs of the search, ours and the user's own, and the canonical form: knob values to candidates and back."""
+"""All knobs of the search: ours, one row each, and the user's own."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from orchestrator.space.file_types import (
+    DTYPE_SHORT,
     BaselineRecompute,
     CompileValue,
     CudnnValue,
@@ -22,25 +25,26 @@ from orchestrator.space.file_types import (
     RecomputeValue,
     Section,
     StageLayersValue,
+    count_text,
     fault,
     layers_of,
+    lists_text,
+    loss_scale_text,
+    pattern_text,
+    plain,
     resolve_recompute,
     resolve_stage_layers,
     show,
+    stage_layers_text,
+    steps_text,
 )
 from orchestrator.text import one_line
-from trials.legality import holds_plain
 from trials.spec import (
     Candidate,
+    Counts,
     Kernels,
-    Layout,
-    Loader,
-    LoaderTuning,
-    LossScale,
     Model,
-    Offload,
     OwnChoice,
-    OwnModel,
     Precision,
     ResNetModel,
     Schedule,
@@ -251,7 +255,56 @@ def _listed(values: Sequence[OwnScalar]) -> str:
     return ", ".join(map(own_text, values))
 
 
-# The type :class:`Knob`: one thing about a candidate that can be set
+# Signs: the elements of short names, see ``notation.py``
+
+PLACEHOLDER = r"\{([^}]+)\}"
+"""A value in the text of a sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """One element of the short notation; ``{N}`` and the like in its texts stand for values."""
+
+    text: str
+    """As it stands in names: ``pp{N}``."""
+    meaning: str
+    shows: Callable[[Candidate], Any]
+    """What it shows of a candidate: the value of all its placeholders, or a list with the values by placeholder each
+    time it occurs; True where it has none; None or False where the name does not hold it."""
+    is_suffix: bool = False
+    """Whether it follows another sign without a blank."""
+    after: str = ""
+    """Knob whose signs it follows in names, where that is not its own."""
+    knobs: tuple[str, ...] = ()
+    """Names of the knobs that it tells of; in a row, those besides the row's own."""
+
+    @property
+    def placeholders(self) -> list[str]:
+        return re.findall(PLACEHOLDER, self.text)
+
+    @property
+    def general(self) -> str:
+        """The sign with letters for its values: ``ppN``; a suffix after three dots."""
+        text = _with_letters(self.text)
+        return f"…{text}" if self.is_suffix else text
+
+    @property
+    def general_meaning(self) -> str:
+        """The meaning with letters for its values; a value at its end, which says no more than the sign, left out."""
+        return _with_letters(re.sub(rf": {PLACEHOLDER}$", "", self.meaning))
+
+
+def _with_letters(text: str) -> str:
+    return text.replace("{", "").replace("}", "")
+
+
+_suffix = functools.partial(Sign, is_suffix=True)
+
+
+# The table of knobs
+
+Fields = Mapping[str, Any]
+"""Fields of one part of a candidate; those of the rows above are canonical already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,10 +318,17 @@ class Knob:
     """Value, as it would stand in a file, for a baseline that leaves the knob out."""
     part: str
     """Field of Candidate that it belongs to."""
+    field: str
+    """Field of that part; empty where the knob is the whole part."""
     read: Callable[[Candidate], Any]
     """Gets its value back from a candidate."""
     description: str
     """Text for the JSON Schema and ``docs/sweep-file.md``."""
+    signs: tuple[Sign, ...]
+    """What short names show of it."""
+    canonical: Callable[[Fields, Model | None], Any] | None = None
+    """Its value in canonical form: a neutral one where it has no effect, so that two spellings of one thing are one
+    candidate. None: as it is. Only kernels know the model."""
     resolved_type: Any = None
     """Type in ``forbid`` and ``require`` patterns, where it differs."""
     single_type: Any = None
@@ -277,7 +337,22 @@ class Knob:
     """Resolves a value for a candidate of a model with that many layers, where its meaning depends on the layout."""
 
 
-# The knobs of the parallel layout, with their types, defaults and descriptions
+def _knob(path: str, value_type: Any, description: str, *signs: Sign, **options: Any) -> Knob:
+    """The row of the field of a candidate at ``path``; it has its name and default unless ``options`` say otherwise."""
+    part, _, field = path.partition(".")
+    name = options.pop("name", field or part)
+    read = operator.attrgetter(path)
+    return Knob(
+        name=name,
+        type=value_type,
+        default=options.pop("default", read(Candidate())),
+        part=part,
+        field=field,
+        read=read,
+        description=description,
+        signs=tuple(dataclasses.replace(sign, knobs=(name, *sign.knobs)) for sign in signs),
+        **options,
+    )
 
 
 def _resolve_stage_layers(value: Any, candidate: Candidate, num_layers: int) -> Any:
@@ -291,452 +366,401 @@ def _resolve_stage_layers(value: Any, candidate: Candidate, num_layers: int) -> 
     )
 
 
-def _knob(name: str, value_type: Any, description: str, **options: Any) -> Knob:
-    default = options.pop("default", getattr(Layout(), name))
-    return Knob(
-        name=name,
-        type=value_type,
-        default=default,
-        part="layout",
-        read=lambda candidate: getattr(candidate.layout, name),
-        description=description,
-        **options,
-    )
-
-
-LAYOUT_KNOBS: tuple[Knob, ...] = (
-    _knob("pp", Degree, "Pipeline-parallel degree: stages the layers are spread over."),
-    _knob(
-        "schedule",
-        Schedule,
-        "Order of forward and backward passes in a pipeline; zbv is zero bubble with two V-shaped chunks per rank.",
-    ),
-    _knob(
-        "num_virtual_stages",
-        Degree,
-        "Chunks of layers per pipeline rank: at least 2 for interleaved, any number for gpipe, 1 for 1f1b. "
-        "Becomes 2 with zbv and 1 where pp is 1.",
-    ),
-    _knob(
-        "stage_layers",
-        StageLayersValue,
-        "Layers per stage: even (what is left over goes to the first stages in model order), {offset: [-2, 1, 1, 0]} "
-        "or {counts: [10, 11, 11, 8]}; one list per chunk where there are several.",
-        default="even",
-        resolve=_resolve_stage_layers,
-    ),
-    _knob("dp_replicate", Degree, "Data-parallel replicas (outer degree): every replica holds all states."),
-    _knob("dp_shard", Degree, "Data-parallel ranks that share one copy of what `zero_stage` names."),
-    _knob(
-        "zero_stage",
-        Annotated[int, Field(ge=0, le=3)],
-        "What `dp_shard` shards: 1 optimiser states, 2 also gradients, 3 also parameters. "
-        "Becomes 0 where dp_shard is 1.",
-    ),
-    _knob(
-        "gradient_reduction",
-        Literal["each", "last"],
-        "When ZeRO stages 2 and 3 reduce gradients while accumulating: after each micro-batch, or after the last and "
-        "keep them whole until then. Becomes each where zero_stage is below 2.",
-    ),
-    _knob(
-        "replicate_with",
-        Literal["auto", "ddp", "fsdp2"],
-        "Engine of replication without sharding; auto: ddp where tp is 1, stages have one chunk and shard_embedding "
-        "is off, else fsdp2. ZeRO-1 always uses buckets of its own, ZeRO-2 and 3 FSDP2.",
-        default="auto",
-        resolved_type=Literal["ddp", "fsdp2"],
-    ),
-    _knob(
-        "shard_embedding",
-        bool,
-        "Shard embedding and head over all data-parallel ranks, whatever the layers do. "
-        "Becomes false without data-parallel ranks.",
-    ),
-    _knob("cp", Degree, "Context-parallel degree: parts every sequence is split into."),
-    _knob(
-        "cp_method",
-        Literal["all_gather", "ulysses", "ring"],
-        "How attention sees the whole sequence: gather keys and values, exchange sequence for heads (Ulysses), or pass "
-        "keys and values around (ring).",
-    ),
-    _knob("tp", Degree, "Tensor-parallel degree, kept inside a node."),
-    _knob(
-        "sequence_parallel",
-        bool,
-        "Shard the norm regions along the sequence over the tp ranks. Becomes false where tp is 1.",
-    ),
-    _knob(
-        "tp_engine",
-        Literal["auto", "dtensor", "local"],
-        "dtensor: PyTorch's own; local: plain tensors with explicit collectives; auto: local where dtensor cannot "
-        "do it (num_copies 2, DDP or ZeRO-1, recompute of communication), else dtensor.",
-        default="auto",
-        resolved_type=Literal["dtensor", "local"],
-    ),
-    _knob(
-        "num_copies",
-        Literal[1, 2],
-        "2 runs each micro-batch as two halves, one's collectives behind the other's computation. "
-        "Becomes 1 where tp is 1.",
-    ),
-)
-
-
-# The knobs beside the layout: micro-batch, recompute, precision, data reading and kernels
-
-
 def _resolve_recompute(value: Any, candidate: Candidate, num_layers: int) -> Any:
     return resolve_recompute(value, layers_of(candidate.layout, num_layers))
 
 
-def _loader(name: str, value_type: Any, description: str, **options: Any) -> Knob:
-    default = options.pop("default", getattr(Loader(), name, None))
-    field = options.pop("field", name)
-    return Knob(
-        name=name,
-        type=value_type,
-        default=default,
-        part="loader",
-        read=lambda candidate: getattr(candidate.loader, field),
-        description=description,
-        **options,
-    )
+def _num_chunks(fields: Fields, _: Model | None) -> int:
+    if fields["pp"] == 1:
+        return 1
+    return 2 if fields["schedule"] == "zbv" else int(fields["num_virtual_stages"])
 
 
-def _kernel(name: str, value_type: Any, description: str, **options: Any) -> Knob:
-    default = options.pop("default", getattr(Kernels(), name, None))
-    field = options.pop("field", name)
-    return Knob(
-        name=name,
-        type=value_type,
-        default=default,
-        part="kernels",
-        read=lambda candidate: getattr(candidate.kernels, field),
-        description=description,
-        **options,
-    )
+def _replication_engine(fields: Fields, _: Model | None) -> str:
+    """Sharding comes with its engine, which also replicates: no choice of one there."""
+    has_choice = fields["dp_replicate"] * fields["cp"] > 1 and fields["zero_stage"] == 0
+    return str(fields["replicate_with"]) if has_choice else "ddp"
 
 
-def _offload(name: str, description: str) -> Knob:
-    return Knob(
-        name=f"offload_{name}",
-        type=bool,
-        default=False,
-        part="offload",
-        read=lambda candidate: getattr(candidate.offload, name),
-        description=description,
-    )
+def _attends(model: Model | None) -> bool:
+    """Whether the model has attention; a program of the user's may have it."""
+    assert model is not None, "kernels are those of a model"
+    return isinstance(model, ScriptModel) or decoder_of(model) is not None
 
 
-RUN_KNOBS: tuple[Knob, ...] = (
-    Knob(
-        name="micro_batch_size",
-        type=Degree,
-        default=1,
-        part="micro_batch_size",
-        read=lambda c: c.micro_batch_size,
-        description="Samples (sequences) per data-parallel rank per micro-batch.",
-    ),
-    Knob(
-        name="recompute",
-        type=RecomputeValue,
-        default="none",
-        part="recompute",
-        read=lambda c: c.recompute,
-        description="none, full (keep only every layer's input), or a mapping that says how many layers of each "
-        "stage recompute what, like {full: [4, 0]}; in `baseline` a bare list means the same.",
-        single_type=BaselineRecompute,
-        resolve=_resolve_recompute,
-    ),
-    Knob(
-        name="precision",
-        type=PrecisionValue,
-        default="O0",
-        part="precision",
-        read=lambda c: c.precision,
-        description="O0 (fp32), O1 (autocast), O2 (16-bit parameters, fp32 masters), both with bfloat16, or O1-fp8 "
-        "(O1 with the layers' matmuls in 8-bit floats); or a mapping of level, dtype, loss_scale, white, black.",
-    ),
-    _offload("activations", "Keep in host memory what layers need for the backward pass."),
-    _offload("optimizer", "Keep states of the optimiser and master weights in host memory, and step there."),
-    _loader(
-        "dataloader",
-        DataloaderValue,
-        "manual: num_workers and prefetch_factor as given; auto: found by hill climbing before training, which makes "
-        "those two 0; or a mapping of tuning_steps and max_workers.",
-        default="manual",
-        field="tuning",
-    ),
-    _loader(
-        "num_workers",
-        Annotated[int, Field(ge=0, le=1024)],
-        "Data-loading processes per rank; 0 loads in the training process.",
-    ),
-    _loader(
-        "prefetch_factor",
-        Annotated[int, Field(ge=0, le=1024)],
-        "Batches ahead per data-loading process (0: the default of 2). Becomes 0 without such processes.",
-        default=2,
-    ),
-    _loader("pin_memory", bool, "Page-locked host memory for asynchronous copies to a GPU."),
-    _loader(
-        "persistent_workers",
-        bool,
-        "Keep data-loading processes from one epoch to the next. Becomes false without such processes.",
-    ),
-    _loader(
-        "full_batch",
-        bool,
-        "Every rank reads the whole global batch and keeps its rows, instead of reading only those.",
-    ),
-    _kernel(
-        "compile",
-        CompileValue,
-        'off, block (every repeated layer) or model. A bare `off` and `"off"` mean the same here.',
-    ),
-    _kernel(
-        "compile_mode",
-        Literal["default", "reduce-overhead", "max-autotune"],
-        "Mode of torch.compile. Becomes default where compile is off.",
-    ),
-    _kernel(
-        "attention",
-        Literal["auto", "flash", "efficient", "cudnn", "math"],
-        "Kernel of scaled dot-product attention. Becomes auto for models without attention.",
-    ),
-    _kernel("matmul_precision", Literal["highest", "high", "medium"], "Precision of fp32 matrix products (TF32)."),
-    _kernel(
-        "cudnn_benchmark",
-        CudnnValue,
-        "off, or {first: 1, last: 10}: steps in which cuDNN measures its convolutions. "
-        "Becomes off for models without convolutions.",
-        default="off",
-        field="cudnn_tuning_range",
-    ),
-    _kernel(
-        "memory_format",
-        Literal["nchw", "nhwc", "auto"],
-        "Memory format of convolutions; auto: by number format, verified by timing both. "
-        "Becomes nchw for models without convolutions.",
-    ),
-    _kernel(
-        "loss_chunks",
-        Annotated[int, Field(ge=1, le=2**20)],
-        "Parts of a micro-batch's positions whose logits and loss are computed one after the other.",
-    ),
-)
+def _convolves(model: Model | None) -> bool:
+    return isinstance(model, ScriptModel | ResNetModel)
 
 
-# All knobs of the search, one table: name, type, default, place in a :class:`~trials.spec.Candidate`
-
-KNOBS = (*LAYOUT_KNOBS, *RUN_KNOBS)
-KNOB_NAMES = tuple(knob.name for knob in KNOBS)
-
-
-# Canonical form: knob values to candidates and back, so that one candidate has one spelling
+# What signs show
 
 DEFAULT_PREFETCH_FACTOR = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """A data-parallel degree that takes up the devices which the other axes leave of ``num_devices``.
-
-    As ``dp_shard`` it does so where something is to be sharded, and is 1 elsewhere.
-    """
-
-    num_devices: int
-
-    def of(self, taken: int) -> int:
-        """What is left beside ``taken``; where that does not divide, so much that legality rules find fault."""
-        return max(1, self.num_devices // max(1, taken))
+def _unless(value: Any, neutral: Any) -> Any:
+    return None if value == neutral else value
 
 
-def build_candidate(
-    values: Mapping[str, Any], model: Model, own: Sequence[OwnKnob] = (), own_values: Mapping[str, OwnScalar] = {}
-) -> Candidate:
-    """The canonical candidate of a full set of knob values, and of values of the user's own knobs."""
-    layout = build_layout(values, model.num_layers)
-    recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
-    engine = engine_for(values["tp_engine"], model)
-    engine = resolve_tp_engine(engine, layout, recomputes_communication=recompute.communication != ())
-    return Candidate(
-        layout=with_tp_engine(layout, engine),
-        micro_batch_size=values["micro_batch_size"],
-        recompute=recompute,
-        precision=canonical_precision(values["precision"]),
-        loader=build_loader(values),
-        kernels=build_kernels(values, model),
-        offload=build_offload(values),
-        own=chosen(own, own_values),
-    )
+def _schedule(name: Schedule, meaning: str) -> Sign:
+    return Sign(name, f"schedule: {meaning}", lambda c: c.layout.pp > 1 and c.layout.schedule == name)
 
 
-def knob_values(candidate: Candidate) -> dict[str, Any]:
-    """Values of all knobs: the inverse of :func:`build_candidate` for canonical candidates."""
-    return {knob.name: knob.read(candidate) for knob in KNOBS}
+def _cp_method(text: str, meaning: str, method: str) -> Sign:
+    return _suffix(text, meaning, lambda c: c.layout.cp > 1 and c.layout.cp_method == method)
 
 
-def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
-    """The layout in canonical form, with ``replicate_with: auto`` and the layers per stage resolved.
+def _chunks(candidate: Candidate) -> Any:
+    layout = candidate.layout
+    has_choice = layout.pp > 1 and layout.schedule != "zbv"
+    return _unless(layout.num_virtual_stages, 1) if has_choice else None
 
-    ``tp_engine`` depends on the recompute policy too and is left at its default, for :func:`with_tp_engine`.
-    """
-    pp, schedule = values["pp"], values["schedule"]
-    chunks = 2 if schedule == "zbv" else values["num_virtual_stages"]
-    engine = values["replicate_with"]
-    if engine == "auto":
-        is_plain = values["tp"] == 1 and (pp == 1 or chunks == 1) and not values["shard_embedding"]
-        engine = "ddp" if is_plain else "fsdp2"
-    replicate, shard = _data_parallel(values)
-    layout = Layout(
-        pp=pp,
-        dp_replicate=replicate,
-        dp_shard=shard,
-        cp=values["cp"],
-        tp=values["tp"],
-        zero_stage=values["zero_stage"],
-        gradient_reduction=values["gradient_reduction"],
-        replicate_with=engine,
-        shard_embedding=values["shard_embedding"],
-        sequence_parallel=values["sequence_parallel"],
-        num_copies=values["num_copies"],
-        cp_method=values["cp_method"],
-        schedule=schedule,
-        num_virtual_stages=chunks,
-        stage_layers=resolve_stage_layers(
-            values["stage_layers"], num_layers=num_layers, pp=pp, num_virtual_stages=chunks, schedule=schedule
+
+def _replicas(candidate: Candidate) -> int | None:
+    layout = candidate.layout
+    is_shown = layout.dp_replicate > 1 or layout.world_size == 1 or layout.replicate_with == "fsdp2"
+    return layout.dp_replicate if is_shown else None
+
+
+def _shards(candidate: Candidate) -> list[dict[str, int]]:
+    layout = candidate.layout
+    return [{"S": layout.zero_stage, "N": layout.dp_shard}] if layout.dp_shard > 1 else []
+
+
+def _num_layers(counts: Counts, candidate: Candidate) -> str | None:
+    return count_text(counts, candidate.layout) if counts else None
+
+
+def _selected(candidate: Candidate) -> list[dict[str, str | None]]:
+    return [
+        {"PATTERN": pattern_text(part.pattern).removeprefix("~"), "N": _num_layers(part.num_layers, candidate)}
+        for part in candidate.recompute.selective
+        if part.num_layers
+    ]
+
+
+def _precision(text: str, meaning: str, level: str) -> Sign:
+    def shows(candidate: Candidate) -> str | None:
+        return DTYPE_SHORT[candidate.precision.dtype] if candidate.precision.level == level else None
+
+    return Sign(text, meaning, shows)
+
+
+def _of_precision(write: Callable[[Precision], str]) -> Callable[[Candidate], str | None]:
+    return lambda c: write(c.precision).removeprefix("~") or None if c.precision.level != "O0" else None
+
+
+def _offloaded(candidate: Candidate) -> str | None:
+    parts = {"act": candidate.offload.activations, "opt": candidate.offload.optimizer}
+    return "+".join(part for part, is_on in parts.items() if is_on) or None
+
+
+def _compiled(field: str) -> Callable[[Candidate], str | None]:
+    neutral = getattr(Kernels(), field)
+    return lambda c: _unless(getattr(c.kernels, field), neutral) if c.kernels.compile != "off" else None
+
+
+KNOBS: tuple[Knob, ...] = (
+    _knob(
+        "layout.pp",
+        Degree,
+        "Pipeline-parallel degree: stages the layers are spread over.",
+        Sign("pp{N}", "pipeline of {N} stages", lambda c: _unless(c.layout.pp, 1)),
+    ),
+    _knob(
+        "layout.schedule",
+        Schedule,
+        "Order of forward and backward passes in a pipeline; zbv is zero bubble with two V-shaped chunks per rank.",
+        _schedule("gpipe", "all forward, then all backward"),
+        _schedule("1f1b", "forward and backward in turn"),
+        _schedule("interleaved", "chunks of layers in turn"),
+        _schedule("zbv", "zero bubble, V-shaped"),
+        canonical=lambda f, _: f["schedule"] if f["pp"] > 1 else "1f1b",
+    ),
+    _knob(
+        "layout.num_virtual_stages",
+        Degree,
+        "Chunks of layers per pipeline rank: at least 2 for interleaved, any number for gpipe, 1 for 1f1b. "
+        "Becomes 2 with zbv and 1 where pp is 1.",
+        _suffix("v{N}", "chunks of layers per stage: {N}", _chunks),
+        canonical=_num_chunks,
+    ),
+    _knob(
+        "layout.stage_layers",
+        StageLayersValue,
+        "Layers per stage: even (what is left over goes to the first stages in model order), {offset: [-2, 1, 1, 0]} "
+        "or {counts: [10, 11, 11, 8]}; one list per chunk where there are several.",
+        Sign("L{A,B}", "layers per stage: {A,B}", lambda c: _unless(stage_layers_text(c.layout), "even")),
+        default="even",
+        resolve=_resolve_stage_layers,
+        canonical=lambda f, _: f["stage_layers"] if f["pp"] > 1 else (),
+    ),
+    _knob(
+        "layout.dp_replicate",
+        Degree,
+        "Data-parallel replicas (outer degree): every replica holds all states.",
+        Sign("dp{N}", "data-parallel replicas: {N}", _replicas),
+    ),
+    _knob("layout.dp_shard", Degree, "Data-parallel ranks that share one copy of what `zero_stage` names."),
+    _knob(
+        "layout.zero_stage",
+        Annotated[int, Field(ge=0, le=3)],
+        "What `dp_shard` shards: 1 optimiser states, 2 also gradients, 3 also parameters. "
+        "Becomes 0 where dp_shard is 1.",
+        Sign("z{S}x{N}", "ZeRO stage {S} over {N} devices", _shards, knobs=("dp_shard",)),
+        canonical=lambda f, _: f["zero_stage"] if f["dp_shard"] > 1 else 0,
+    ),
+    _knob(
+        "layout.gradient_reduction",
+        Literal["each", "last"],
+        "When ZeRO stages 2 and 3 reduce gradients while accumulating: after each micro-batch, or after the last and "
+        "keep them whole until then. Becomes each where zero_stage is below 2.",
+        _suffix(
+            "g",
+            "gradients reduced after the last micro-batch only",
+            lambda c: c.layout.dp_shard > 1 and c.layout.gradient_reduction == "last",
         ),
-    )
-    return canonical_layout(layout)
-
-
-def _data_parallel(values: Mapping[str, Any]) -> tuple[int, int]:
-    """``dp_replicate`` and ``dp_shard``, with what is to take up the rest of the devices resolved."""
-    replicate, shard = values["dp_replicate"], values["dp_shard"]
-    taken = values["pp"] * values["cp"] * values["tp"]
-    if isinstance(shard, Rest):
-        rest, others = (replicate, 1) if isinstance(replicate, Rest) else (shard, replicate)
-        shard = rest.of(taken * others) if values["zero_stage"] else 1
-    return (replicate.of(taken * shard) if isinstance(replicate, Rest) else replicate), shard
-
-
-def canonical_layout(layout: Layout) -> Layout:
-    """The layout with knobs of an axis at their defaults where its degree is 1: they mean nothing there.
-
-    Sharding comes with its engine, which also replicates: no choice of one there.
-    """
-    has_pipeline, has_tp = layout.pp > 1, layout.tp > 1
-    zero_stage = layout.zero_stage if layout.dp_shard > 1 else 0
-    has_engine_choice = layout.dp_replicate * layout.cp > 1 and zero_stage == 0
-    schedule = layout.schedule if has_pipeline else "1f1b"
-    chunks = (2 if schedule == "zbv" else layout.num_virtual_stages) if has_pipeline else 1
-    return dataclasses.replace(
-        layout,
-        zero_stage=zero_stage,
-        gradient_reduction=layout.gradient_reduction if zero_stage >= 2 else "each",
-        replicate_with=layout.replicate_with if has_engine_choice else "ddp",
-        shard_embedding=layout.shard_embedding and layout.dp * layout.cp > 1,
-        sequence_parallel=layout.sequence_parallel and has_tp,
-        tp_engine=layout.tp_engine if has_tp else "dtensor",
-        num_copies=layout.num_copies if has_tp else 1,
-        cp_method=layout.cp_method if layout.cp > 1 else "all_gather",
-        schedule=schedule,
-        num_virtual_stages=chunks,
-        stage_layers=layout.stage_layers if has_pipeline else (),
-    )
-
-
-def engine_for(engine: str, model: Model) -> str:
-    """The engine as asked for; tensor parallelism of the user's modules goes by a plan, which only one engine reads."""
-    return "dtensor" if isinstance(model, OwnModel) and engine == "auto" else engine
-
-
-def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:
-    """The engine of tensor parallelism: ``auto`` becomes ``local`` for what DTensors cannot do."""
-    if engine != "auto":
-        return engine
-    needs_local = layout.num_copies > 1 or holds_plain(layout) or recomputes_communication
-    return "local" if needs_local else "dtensor"
-
-
-def with_tp_engine(layout: Layout, engine: Any) -> Layout:
-    """The layout with that engine where there is tensor parallelism."""
-    return dataclasses.replace(layout, tp_engine=engine) if layout.tp > 1 else layout
-
-
-def canonical_precision(precision: Precision) -> Precision:
-    """The precision with O0 as float32, a loss scale for float16 and nothing else, and its lists sorted."""
-    if precision.level == "O0":
-        return Precision()
-    scale = (precision.loss_scale or LossScale()) if precision.dtype == "float16" else None
-    white, black = tuple(sorted(set(precision.white))), tuple(sorted(set(precision.black)))
-    return dataclasses.replace(precision, loss_scale=scale, white=white, black=black)
-
-
-def build_offload(values: Mapping[str, Any]) -> Offload:
-    """What waits in host memory, from the values of its knobs."""
-    return Offload(activations=values["offload_activations"], optimizer=values["offload_optimizer"])
-
-
-def build_loader(values: Mapping[str, Any]) -> Loader:
-    """The loader in canonical form, from the values of its knobs."""
-    tuning: LoaderTuning | None = values["dataloader"]
-    return canonical_loader(
-        Loader(
-            num_workers=values["num_workers"],
-            prefetch_factor=values["prefetch_factor"],
-            pin_memory=values["pin_memory"],
-            persistent_workers=values["persistent_workers"],
-            full_batch=values["full_batch"],
-            tuning=tuning,
-        )
-    )
-
-
-def canonical_loader(loader: Loader) -> Loader:
-    """The loader without settings that mean nothing.
-
-    Without workers there is nothing to prefetch or to keep; a tuned loader finds its numbers itself; 0 batches ahead
-    with workers means the default.
-    """
-    num_workers = 0 if loader.tuning is not None else loader.num_workers
-    return dataclasses.replace(
-        loader,
-        num_workers=num_workers,
-        prefetch_factor=(loader.prefetch_factor or DEFAULT_PREFETCH_FACTOR) if num_workers else 0,
-        persistent_workers=loader.persistent_workers and (num_workers > 0 or loader.tuning is not None),
-    )
-
-
-def build_kernels(values: Mapping[str, Any], model: Model) -> Kernels:
-    """The kernels in canonical form, from the values of their knobs."""
-    kernels = Kernels(
-        compile=values["compile"],
-        compile_mode=values["compile_mode"],
-        attention=values["attention"],
-        matmul_precision=values["matmul_precision"],
-        cudnn_tuning_range=values["cudnn_benchmark"],
-        memory_format=values["memory_format"],
-        loss_chunks=values["loss_chunks"],
-    )
-    return canonical_kernels(kernels, model)
-
-
-def canonical_kernels(kernels: Kernels, model: Model) -> Kernels:
-    """The kernels with defaults for settings of absent compilers and for kernels of absent operators."""
-    default = Kernels()
-    compiles = kernels.compile != "off"
-    if isinstance(model, ScriptModel):
-        has_attention = has_convolutions = True  # as far as anybody knows
-    else:
-        has_attention, has_convolutions = decoder_of(model) is not None, isinstance(model, ResNetModel)
-    return dataclasses.replace(
-        kernels,
-        backend=kernels.backend if compiles else default.backend,
-        compile_mode=kernels.compile_mode if compiles else default.compile_mode,
-        attention=kernels.attention if has_attention else default.attention,
-        cudnn_tuning_range=kernels.cudnn_tuning_range if has_convolutions else (),
-        memory_format=kernels.memory_format if has_convolutions else default.memory_format,
-    )
+        canonical=lambda f, _: f["gradient_reduction"] if f["zero_stage"] >= 2 else "each",
+    ),
+    _knob(
+        "layout.replicate_with",
+        Literal["auto", "ddp", "fsdp2"],
+        "Engine of replication without sharding; auto: ddp where tp is 1, stages have one chunk and shard_embedding "
+        "is off, else fsdp2. ZeRO-1 always uses buckets of its own, ZeRO-2 and 3 FSDP2.",
+        _suffix(
+            "f",
+            "replicated by FSDP2 instead of DDP",
+            lambda c: c.layout.replicate_with == "fsdp2",
+            after="dp_replicate",
+        ),
+        default="auto",
+        resolved_type=Literal["ddp", "fsdp2"],
+        canonical=_replication_engine,
+    ),
+    _knob(
+        "layout.shard_embedding",
+        bool,
+        "Shard embedding and head over all data-parallel ranks, whatever the layers do. "
+        "Becomes false without data-parallel ranks.",
+        Sign("emb", "embedding and head sharded over all data-parallel devices", lambda c: c.layout.shard_embedding),
+        canonical=lambda f, _: f["shard_embedding"] and f["dp_replicate"] * f["dp_shard"] * f["cp"] > 1,
+    ),
+    _knob(
+        "layout.cp",
+        Degree,
+        "Context-parallel degree: parts every sequence is split into.",
+        Sign("cp{N}", "every sequence over {N} devices", lambda c: _unless(c.layout.cp, 1)),
+    ),
+    _knob(
+        "layout.cp_method",
+        Literal["all_gather", "ulysses", "ring"],
+        "How attention sees the whole sequence: gather keys and values, exchange sequence for heads (Ulysses), or pass "
+        "keys and values around (ring).",
+        _cp_method("u", "by exchanging heads (Ulysses)", "ulysses"),
+        _cp_method("r", "by passing keys and values around (ring)", "ring"),
+        canonical=lambda f, _: f["cp_method"] if f["cp"] > 1 else "all_gather",
+    ),
+    _knob(
+        "layout.tp",
+        Degree,
+        "Tensor-parallel degree, kept inside a node.",
+        Sign("tp{N}", "every layer over {N} devices", lambda c: _unless(c.layout.tp, 1)),
+    ),
+    _knob(
+        "layout.sequence_parallel",
+        bool,
+        "Shard the norm regions along the sequence over the tp ranks. Becomes false where tp is 1.",
+        _suffix("sp", "with sequence parallelism", lambda c: c.layout.tp > 1 and c.layout.sequence_parallel),
+        canonical=lambda f, _: f["sequence_parallel"] and f["tp"] > 1,
+    ),
+    _knob(
+        "layout.tp_engine",
+        Literal["auto", "dtensor", "local"],
+        "dtensor: PyTorch's own; local: plain tensors with explicit collectives; auto: local where dtensor cannot "
+        "do it (num_copies 2, DDP or ZeRO-1, recompute of communication), else dtensor.",
+        _suffix(
+            "l", "by the local engine instead of DTensor", lambda c: c.layout.tp > 1 and c.layout.tp_engine == "local"
+        ),
+        default="auto",
+        resolved_type=Literal["dtensor", "local"],
+        canonical=lambda f, _: f["tp_engine"] if f["tp"] > 1 else "dtensor",
+    ),
+    _knob(
+        "layout.num_copies",
+        Literal[1, 2],
+        "2 runs each micro-batch as two halves, one's collectives behind the other's computation. "
+        "Becomes 1 where tp is 1.",
+        _suffix(
+            "c{N}",
+            "micro-batches run as {N} overlapping copies",
+            lambda c: _unless(c.layout.num_copies, 1) if c.layout.tp > 1 else None,
+        ),
+        canonical=lambda f, _: f["num_copies"] if f["tp"] > 1 else 1,
+    ),
+    _knob(
+        "micro_batch_size",
+        Degree,
+        "Samples (sequences) per data-parallel rank per micro-batch.",
+        Sign("mbs{N}", "micro-batch size {N}", lambda c: c.micro_batch_size),
+    ),
+    _knob(
+        "recompute",
+        RecomputeValue,
+        "none, full (keep only every layer's input), or a mapping that says how many layers of each "
+        "stage recompute what, like {full: [4, 0]}; in `baseline` a bare list means the same.",
+        Sign("full{N}", "layers recomputed in full: {N}", lambda c: _num_layers(c.recompute.full, c)),
+        Sign("~{PATTERN}:{N}", "layers that recompute {PATTERN}: {N}", _selected),
+        Sign(
+            "comm:{N}",
+            "layers that communicate again in the backward pass: {N}",
+            lambda c: _num_layers(c.recompute.communication, c),
+        ),
+        default="none",
+        single_type=BaselineRecompute,
+        resolve=_resolve_recompute,
+    ),
+    _knob(
+        "precision",
+        PrecisionValue,
+        "O0 (fp32), O1 (autocast), O2 (16-bit parameters, fp32 masters), both with bfloat16, or O1-fp8 "
+        "(O1 with the layers' matmuls in 8-bit floats); or a mapping of level, dtype, loss_scale, white, black.",
+        _precision("O0", "fp32", "O0"),
+        _precision("O1-{TYPE}", "autocast to {TYPE}", "O1"),
+        _precision("O1-fp8", "autocast to bf16, the layers' matmuls in 8-bit floats", "O1-fp8"),
+        _precision("O2-{TYPE}", "parameters in {TYPE}, fp32 masters", "O2"),
+        _suffix("{+A-B}", "operators forced to 16 bits (+) or to fp32 (-): {+A-B}", _of_precision(lists_text)),
+        _suffix("~{ID}", "a loss scale of its own, known as {ID}", _of_precision(loss_scale_text)),
+        default="O0",
+    ),
+    _knob(
+        "offload.activations",
+        bool,
+        "Keep in host memory what layers need for the backward pass.",
+        Sign("off-{WHAT}", "in host memory: {WHAT}", _offloaded, knobs=("offload_optimizer",)),
+        name="offload_activations",
+    ),
+    _knob(
+        "offload.optimizer",
+        bool,
+        "Keep states of the optimiser and master weights in host memory, and step there.",
+        name="offload_optimizer",
+    ),
+    _knob(
+        "loader.tuning",
+        DataloaderValue,
+        "manual: num_workers and prefetch_factor as given; auto: found by hill climbing before training, which makes "
+        "those two 0; or a mapping of tuning_steps and max_workers.",
+        Sign(
+            "w-{HOW}",
+            "loading processes found before training: {HOW}",
+            lambda c: None if c.loader.tuning is None else plain(c.loader.tuning),
+            after="prefetch_factor",
+        ),
+        name="dataloader",
+        default="manual",
+    ),
+    _knob(
+        "loader.num_workers",
+        Annotated[int, Field(ge=0, le=1024)],
+        "Data-loading processes per rank; 0 loads in the training process.",
+        Sign("w{N}", "loading processes per device: {N}", lambda c: c.loader.num_workers or None),
+        canonical=lambda f, _: f["num_workers"] if f["tuning"] is None else 0,
+    ),
+    _knob(
+        "loader.prefetch_factor",
+        Annotated[int, Field(ge=0, le=1024)],
+        "Batches ahead per data-loading process (0: the default of 2). Becomes 0 without such processes.",
+        _suffix(
+            "p{N}",
+            "batches ahead of each: {N}",
+            lambda c: _unless(c.loader.prefetch_factor, DEFAULT_PREFETCH_FACTOR) if c.loader.num_workers else None,
+        ),
+        default=DEFAULT_PREFETCH_FACTOR,
+        canonical=lambda f, _: (f["prefetch_factor"] or DEFAULT_PREFETCH_FACTOR) if f["num_workers"] else 0,
+    ),
+    _knob(
+        "loader.pin_memory",
+        bool,
+        "Page-locked host memory for asynchronous copies to a GPU.",
+        Sign("pin", "pinned host memory", lambda c: c.loader.pin_memory),
+    ),
+    _knob(
+        "loader.persistent_workers",
+        bool,
+        "Keep data-loading processes from one epoch to the next. Becomes false without such processes.",
+        Sign("keep", "loading processes kept from epoch to epoch", lambda c: c.loader.persistent_workers),
+        canonical=lambda f, _: f["persistent_workers"] and (f["num_workers"] > 0 or f["tuning"] is not None),
+    ),
+    _knob(
+        "loader.full_batch",
+        bool,
+        "Every rank reads the whole global batch and keeps its rows, instead of reading only those.",
+        Sign("fullbatch", "every device reads the whole batch", lambda c: c.loader.full_batch),
+    ),
+    _knob(
+        "kernels.compile",
+        CompileValue,
+        'off, block (every repeated layer) or model. A bare `off` and `"off"` mean the same here.',
+        Sign("compile", "every layer compiled", lambda c: c.kernels.compile == "block"),
+        Sign("compile-model", "the whole model compiled", lambda c: c.kernels.compile == "model"),
+        _suffix("-{NAME}", "backend of torch.compile: {NAME}", _compiled("backend"), after="compile_mode"),
+    ),
+    _knob(
+        "kernels.compile_mode",
+        Literal["default", "reduce-overhead", "max-autotune"],
+        "Mode of torch.compile. Becomes default where compile is off.",
+        _suffix("-{MODE}", "mode of torch.compile: {MODE}", _compiled("compile_mode")),
+        canonical=lambda f, _: f["compile_mode"] if f["compile"] != "off" else "default",
+    ),
+    _knob(
+        "kernels.attention",
+        Literal["auto", "flash", "efficient", "cudnn", "math"],
+        "Kernel of scaled dot-product attention. Becomes auto for models without attention.",
+        Sign("attn-{NAME}", "attention kernel {NAME}", lambda c: _unless(c.kernels.attention, "auto")),
+        canonical=lambda f, model: f["attention"] if _attends(model) else "auto",
+    ),
+    _knob(
+        "kernels.matmul_precision",
+        Literal["highest", "high", "medium"],
+        "Precision of fp32 matrix products (TF32).",
+        Sign(
+            "matmul-{NAME}",
+            "precision of fp32 matrix products: {NAME}",
+            lambda c: _unless(c.kernels.matmul_precision, "highest"),
+        ),
+    ),
+    _knob(
+        "kernels.cudnn_tuning_range",
+        CudnnValue,
+        "off, or {first: 1, last: 10}: steps in which cuDNN measures its convolutions. "
+        "Becomes off for models without convolutions.",
+        Sign(
+            "cudnn{A-B}",
+            "cuDNN measures its algorithms in steps {A-B}",
+            lambda c: _unless(steps_text(c.kernels.cudnn_tuning_range), "off"),
+        ),
+        name="cudnn_benchmark",
+        default="off",
+        canonical=lambda f, model: f["cudnn_tuning_range"] if _convolves(model) else (),
+    ),
+    _knob(
+        "kernels.memory_format",
+        Literal["nchw", "nhwc", "auto"],
+        "Memory format of convolutions; auto: by number format, verified by timing both. "
+        "Becomes nchw for models without convolutions.",
+        Sign("nhwc", "channels last in memory", lambda c: c.kernels.memory_format == "nhwc"),
+        Sign(
+            "format-auto",
+            "memory format by number format",
+            lambda c: c.kernels.memory_format == "auto",
+            after="loss_chunks",
+        ),
+        canonical=lambda f, model: f["memory_format"] if _convolves(model) else "nchw",
+    ),
+    _knob(
+        "kernels.loss_chunks",
+        Annotated[int, Field(ge=1, le=2**20)],
+        "Parts of a micro-batch's positions whose logits and loss are computed one after the other.",
+        Sign("loss{N}", "head and loss in {N} parts", lambda c: _unless(c.kernels.loss_chunks, 1)),
+    ),
+)
+KNOB_NAMES = tuple(knob.name for knob in KNOBS)

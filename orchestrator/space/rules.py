@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from cluster.candidate_table import FIELDS, CandidateTable, combined
 from cluster.hardware.topology import Topology, is_slice_name
+from orchestrator.space.file_types import show_pattern
 from orchestrator.space.knobs import INHERITED, KNOBS
-from orchestrator.space.notation import show_pattern
 from trials import legality
 from trials.spec import Candidate, Counts, Kernels, Layout, OwnChoice, ScriptModel, Workload
 

@@ -1,4 +1,4 @@
-"""The candidates that knobs span: enumerated, drawn from what is too large for that, and their neighbours.
+"""From knob values to candidates and back, and the candidates that knobs span: enumerated, drawn, and their neighbours.
 
 What can be tried depends on the layout, so layouts come first: those that are legal are listed (or, of very many, a
 random part of them), and recompute policy, precision, loader and kernels are chosen given the layout.
@@ -6,34 +6,161 @@ random part of them), and recompute policy, precision, loader and kernels are ch
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
-from orchestrator.space.file_types import layers_of, resolve_recompute
-from orchestrator.space.knobs import (
-    KNOBS,
-    OwnKnob,
-    build_kernels,
-    build_layout,
-    build_loader,
-    build_offload,
-    canonical_precision,
-    combinations,
-    engine_for,
-    resolve_tp_engine,
-    with_tp_engine,
-)
+from orchestrator.space.file_types import layers_of, resolve_recompute, resolve_stage_layers
+from orchestrator.space.knobs import KNOBS, Knob, OwnKnob, OwnScalar, chosen, combinations
 from orchestrator.space.notation import Features, Scalar
-from trials.spec import Candidate, Layout, Model, Recompute
+from trials.legality import holds_plain
+from trials.spec import (
+    Candidate,
+    Kernels,
+    Layout,
+    Loader,
+    LossScale,
+    Model,
+    Offload,
+    OwnModel,
+    Precision,
+    Recompute,
+)
+
+# Canonical form: knob values to candidates and back, so that one candidate has one spelling
+
+Part = TypeVar("Part", Layout, Loader, Kernels, Offload)
+
+_ROWS: Mapping[type, tuple[Knob, ...]] = {
+    kind: tuple(knob for knob in KNOBS if knob.part == kind.__name__.lower())
+    for kind in (Layout, Loader, Kernels, Offload)
+}
+"""The knobs of every part of a candidate that has several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """A data-parallel degree that takes up the devices which the other axes leave of ``num_devices``.
+
+    As ``dp_shard`` it does so where something is to be sharded, and is 1 elsewhere.
+    """
+
+    num_devices: int
+
+    def of(self, taken: int) -> int:
+        """What is left beside ``taken``; where that does not divide, so much that legality rules find fault."""
+        return max(1, self.num_devices // max(1, taken))
+
+
+def build_candidate(
+    values: Mapping[str, Any], model: Model, own: Sequence[OwnKnob] = (), own_values: Mapping[str, OwnScalar] = {}
+) -> Candidate:
+    """The canonical candidate of a full set of knob values, and of values of the user's own knobs."""
+    layout = build_layout(values, model.num_layers)
+    recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
+    engine = engine_for(values["tp_engine"], model)
+    engine = resolve_tp_engine(engine, layout, recomputes_communication=recompute.communication != ())
+    return Candidate(
+        layout=with_tp_engine(layout, engine),
+        micro_batch_size=values["micro_batch_size"],
+        recompute=recompute,
+        precision=canonical_precision(values["precision"]),
+        loader=build_part(Loader, values),
+        kernels=build_part(Kernels, values, model),
+        offload=build_part(Offload, values),
+        own=chosen(own, own_values),
+    )
+
+
+def knob_values(candidate: Candidate) -> dict[str, Any]:
+    """Values of all knobs: the inverse of :func:`build_candidate` for canonical candidates."""
+    return {knob.name: knob.read(candidate) for knob in KNOBS}
+
+
+def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
+    """The layout in canonical form, with ``replicate_with: auto`` and the layers per stage resolved.
+
+    ``tp_engine`` depends on the recompute policy too and is left at its default, for :func:`with_tp_engine`.
+    """
+    pp, schedule = values["pp"], values["schedule"]
+    chunks = 2 if schedule == "zbv" else values["num_virtual_stages"]
+    engine = values["replicate_with"]
+    if engine == "auto":
+        is_plain = values["tp"] == 1 and (pp == 1 or chunks == 1) and not values["shard_embedding"]
+        engine = "ddp" if is_plain else "fsdp2"
+    replicate, shard = _data_parallel(values)
+    layers = resolve_stage_layers(
+        values["stage_layers"], num_layers=num_layers, pp=pp, num_virtual_stages=chunks, schedule=schedule
+    )
+    resolved = {"dp_replicate": replicate, "dp_shard": shard, "replicate_with": engine, "stage_layers": layers}
+    return build_part(Layout, {**values, **resolved, "tp_engine": Layout().tp_engine})
+
+
+def _data_parallel(values: Mapping[str, Any]) -> tuple[int, int]:
+    """``dp_replicate`` and ``dp_shard``, with what is to take up the rest of the devices resolved."""
+    replicate, shard = values["dp_replicate"], values["dp_shard"]
+    taken = values["pp"] * values["cp"] * values["tp"]
+    if isinstance(shard, Rest):
+        rest, others = (replicate, 1) if isinstance(replicate, Rest) else (shard, replicate)
+        shard = rest.of(taken * others) if values["zero_stage"] else 1
+    return (replicate.of(taken * shard) if isinstance(replicate, Rest) else replicate), shard
+
+
+def build_part(kind: type[Part], values: Mapping[str, Any], model: Model | None = None) -> Part:
+    """That part of a candidate in canonical form, from the values of its knobs; of kernels also the model counts."""
+    return kind(**_canonical(kind, {knob.field: values[knob.name] for knob in _ROWS[kind]}, model))
+
+
+def canonical_part(part: Part, model: Model | None = None) -> Part:
+    """The part with every knob that has no effect there at its neutral value; of kernels also the model counts."""
+    fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return type(part)(**_canonical(type(part), fields, model))
+
+
+def _canonical(kind: type, fields: dict[str, Any], model: Model | None) -> dict[str, Any]:
+    for knob in _ROWS[kind]:
+        if knob.canonical is not None:
+            fields[knob.field] = knob.canonical(fields, model)
+    if fields.get("compile") == "off":
+        fields["backend"] = Kernels().backend  # which no knob sets
+    return fields
+
+
+def engine_for(engine: str, model: Model) -> str:
+    """The engine as asked for; tensor parallelism of the user's modules goes by a plan, which only one engine reads."""
+    return "dtensor" if isinstance(model, OwnModel) and engine == "auto" else engine
+
+
+def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:
+    """The engine of tensor parallelism: ``auto`` becomes ``local`` for what DTensors cannot do."""
+    if engine != "auto":
+        return engine
+    needs_local = layout.num_copies > 1 or holds_plain(layout) or recomputes_communication
+    return "local" if needs_local else "dtensor"
+
+
+def with_tp_engine(layout: Layout, engine: Any) -> Layout:
+    """The layout with that engine where there is tensor parallelism."""
+    return dataclasses.replace(layout, tp_engine=engine) if layout.tp > 1 else layout
+
+
+def canonical_precision(precision: Precision) -> Precision:
+    """The precision with O0 as float32, a loss scale for float16 and nothing else, and its lists sorted."""
+    if precision.level == "O0":
+        return Precision()
+    scale = (precision.loss_scale or LossScale()) if precision.dtype == "float16" else None
+    white, black = tuple(sorted(set(precision.white))), tuple(sorted(set(precision.black)))
+    return dataclasses.replace(precision, loss_scale=scale, white=white, black=black)
+
 
 # The search space: every candidate the knobs of a sweep span, once each, in a fixed order
 
@@ -168,9 +295,9 @@ def make_space(choices: Choices, model: Model, own: Sequence[OwnKnob] = ()) -> S
         raise _too_large("workload", own_sizes, size)
     parts = {
         "precision": _distinct(choices["precision"], canonical_precision),
-        "offload": _distinct(_settings(choices, "offload"), build_offload),
-        "loader": _distinct(_settings(choices, "loader"), build_loader),
-        "kernels": _distinct(_settings(choices, "kernels"), lambda values: build_kernels(values, model)),
+        "offload": _distinct(_settings(choices, "offload"), lambda values: build_part(Offload, values)),
+        "loader": _distinct(_settings(choices, "loader"), lambda values: build_part(Loader, values)),
+        "kernels": _distinct(_settings(choices, "kernels"), lambda values: build_part(Kernels, values, model)),
         "own": tuple(dict.fromkeys(combinations(own))),
     }
     frames = tuple(

@@ -26,7 +26,7 @@ from orchestrator.space.file_types import (
     resolve_recompute,
     resolve_stage_layers,
 )
-from orchestrator.space.knobs import canonical_kernels
+from orchestrator.space.space import canonical_part
 from tests.orchestrator.frameworks import commands, programs
 from tests.orchestrator.frameworks.configurations import MODEL, WORKLOAD, random_configuration, random_workload
 from tests.orchestrator.space.candidate_strategies import canonicalize, random_candidate, random_kernels, random_loader
@@ -120,8 +120,7 @@ def _values(values):
 
 def exports(name, step=1):
     """Per candidate: files, command and notes, and what is read back from the files."""
-    configurations = _configurations()
-    return {at: _export(name, *configurations[at]) for at in range(0, NUMBER, step)}
+    return {at: _export(name, *configurations()[at]) for at in range(0, NUMBER, step)}
 
 
 def _export(name, candidate, workload):
@@ -132,7 +131,7 @@ def _export(name, candidate, workload):
 
 
 @functools.cache
-def _configurations():
+def configurations():
     """Legal ones, ones of any kind, and models of every kind."""
     rng = random.Random("exports")
     small = dataclasses.replace(MODEL, num_layers=4)
@@ -180,11 +179,16 @@ def _reading(said):
 
 def overlays(name, step=1):
     """Per candidate: the command with files and notes, what it says then, its trial, and what that has to show."""
-    rng, runs = random.Random(name), list(_runs(name).items())
     with mock.patch.dict(os.environ):
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-        drawn = [(kind, run, draw(rng)) for at in range(NUMBER) for kind, (run, draw) in [runs[at % len(runs)]]]
+        drawn = requests(name)
         return {at: _overlay(name, *drawn[at]) for at in range(0, NUMBER, step)}
+
+
+def requests(name):
+    """Kinds of command, the commands, and what is asked of them, for all candidates."""
+    rng, runs = random.Random(name), list(_runs(name).items())
+    return [(kind, run, draw(rng)) for at in range(NUMBER) for kind, (run, draw) in [runs[at % len(runs)]]]
 
 
 def _overlay(name, kind, run, request):
@@ -207,7 +211,7 @@ def _overlay(name, kind, run, request):
 
 def _anywhere(text):
     """The text without the folder of this process."""
-    return text.replace(str(_folder()), "/project")
+    return text.replace(str(folder()), "/project")
 
 
 def _laid(made):
@@ -228,16 +232,16 @@ def _runs(name):
         run = dataclasses.replace(commands.program("megatron"), argv=("python", "x.py", "--bs", "{micro_batch_size}"))
         return {name: (run, functools.partial(_trainer_request, training(name), run))}
     kinds = [kind for kind in programs.COMMANDS if programs.recipe_of(kind) == name]
-    found = {kind: programs.program(kind, programs.written(_folder())) for kind in kinds}
+    found = {kind: programs.program(kind, programs.written(folder())) for kind in kinds}
     return {kind: (run, functools.partial(_trainer_request, known, run)) for kind, (known, run) in found.items()}
 
 
 @functools.cache
-def _folder():
+def folder():
     """A folder of the Hugging Face programs, gone with the process."""
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
+    made = tempfile.TemporaryDirectory()
+    atexit.register(made.cleanup)
+    return Path(made.name)
 
 
 _TITAN_LONG = commands.TITAN_CONFIG.replace("def mine", "def other").replace("config = small()", "config = theirs()")
@@ -388,7 +392,7 @@ def _precision(rng, base):
 
 
 def _kernels(rng, base):
-    drawn = canonical_kernels(random_kernels(rng), MODEL)
+    drawn = canonical_part(random_kernels(rng), MODEL)
     attention = rng.choice(["auto", "flash", "math", "cudnn", "efficient"])
     plain = Kernels(compile=rng.choice(["off", "block", "model"]), attention=attention)
     return rng.choice([plain, drawn, dataclasses.replace(base.kernels, attention=attention)])

@@ -22,9 +22,8 @@ from benchmarks.search.made.shapes import (
 )
 from cluster.hardware.topology import Topology, catalogue, uniform_topology
 from orchestrator.config.settings import BaselineSection, SpaceSection
-from orchestrator.space.knobs import Rest
 from orchestrator.space.rules import Filters, first_broken, rules_for
-from orchestrator.space.space import make_space
+from orchestrator.space.space import Rest, make_space
 from trials.spec import Candidate, LlamaModel, ScriptModel, TextData, Workload
 
 MIN_CANDIDATES, MAX_CANDIDATES = 50, 2000

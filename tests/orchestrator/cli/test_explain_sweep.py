@@ -56,7 +56,7 @@ def test_a_simulated_sweep_is_explained_from_its_ledger_alone(tmp_path):
     answer = body["baseline"]["losses"][0]["answer"]
     assert (answer["source"], answer["trial"]) == ("measured", body["chosen"]["trial"])
     assert max(loss["num_changes"] for loss in body["chosen"]["losses"]) > len(candidates), "the plan's count as well"
-    assert body_of(tmp_path, "first", "--trial", "t000")["chosen"] is None
+    assert body_of(tmp_path, "first", "t000", "--diagnose")["chosen"] is None
 
 
 def test_a_ledger_of_another_version_is_explained_as_far_as_it_goes(tmp_path):
@@ -89,9 +89,8 @@ def test_without_a_measured_baseline_the_fastest_stands_alone(tmp_path):
     ("arguments", "words"),
     [
         ((), "no trial of the sweep 'story' was measured (1 out of memory, 1 infeasible)"),
-        (("--trial", "1"), "t001 was not measured: infeasible"),
-        (("--trial", "9"), "no trial '9' in the sweep 'story'"),
-        (("t000", "--trial", "1"), "TRIAL and --trial exclude each other"),
+        (("1", "--diagnose"), "t001 was not measured: infeasible"),
+        (("9", "--diagnose"), "no trial '9' in the sweep 'story'"),
     ],
 )
 def test_what_cannot_be_explained_is_the_users_error(tmp_path, arguments, words):

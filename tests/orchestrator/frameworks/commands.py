@@ -1,4 +1,4 @@
-"""Commands as people write them for five frameworks, after the examples that these ship, and candidates for them.
+"""Commands as people write them for five frameworks, after the examples that these ship.
 
 All train the decoder of :data:`tests.orchestrator.frameworks.configurations.MODEL` on a global batch of 96.
 """
@@ -7,23 +7,12 @@ import dataclasses
 import shlex
 from pathlib import Path
 
-from hypothesis import strategies as st
-
 from orchestrator.frameworks.catalog import training
 from orchestrator.frameworks.edit import OverlayRequest, Run, values_of
 from orchestrator.frameworks.spelling import candidate_of
 from orchestrator.program.user_program import canonical_reading
-from orchestrator.space.file_types import (
-    ALL_LAYERS,
-    RecomputeChoice,
-    StageSplit,
-    layers_of,
-    resolve_recompute,
-    resolve_stage_layers,
-)
-from orchestrator.space.knobs import canonical_layout, canonical_loader, canonical_precision
+from orchestrator.space.space import canonical_part, canonical_precision
 from tests.orchestrator.frameworks.configurations import MODEL
-from trials.spec import Layout, Precision
 
 BATCH = 96
 FOLDER = Path(__file__).parents[2] / "data" / "programs"
@@ -143,49 +132,9 @@ def as_it_stands(run, name, num_ranks=8):
 def canonical(candidate):
     return dataclasses.replace(
         candidate,
-        layout=canonical_layout(candidate.layout),
-        loader=canonical_loader(candidate.loader),
+        layout=canonical_part(candidate.layout),
+        loader=canonical_part(candidate.loader),
         precision=canonical_precision(candidate.precision),
-    )
-
-
-@st.composite
-def candidates(draw, name):
-    """Candidates within what several frameworks have, each of which refuses some; all else is as in the command."""
-    base = as_it_stands(program(name), name)
-    pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
-    pp, chunks = pick(1, 1, 2, 4), pick(1, 1, 2)
-    schedule = "interleaved" if chunks > 1 else pick("1f1b", "1f1b", "gpipe")
-    stage = pick(0, 0, 1, 2, 3)
-    layout = Layout(
-        pp=pp,
-        tp=pick(1, 1, 2, 4, 8),
-        cp=pick(1, 1, 1, 2),
-        dp_replicate=pick(1, 1, 2),
-        dp_shard=pick(1, 2, 4) if stage else 1,
-        zero_stage=stage,
-        sequence_parallel=pick(False, True),
-        schedule=schedule,
-        num_virtual_stages=chunks,
-    )
-    split = pick(StageSplit(), StageSplit(), StageSplit(kind="offset", rows=((1, *(0,) * (pp - 2), -1),) * chunks))
-    layers = resolve_stage_layers(
-        split if pp > 1 else StageSplit(), num_layers=8, pp=pp, num_virtual_stages=chunks, schedule=schedule
-    )
-    layout = canonical_layout(dataclasses.replace(layout, stage_layers=layers))
-    recompute = pick(RecomputeChoice(), RecomputeChoice(full=ALL_LAYERS), RecomputeChoice(full=2))
-    precision = pick(base.precision, base.precision, Precision(), Precision(level="O2", dtype="bfloat16"))
-    return canonical(
-        dataclasses.replace(
-            base,
-            layout=layout,
-            micro_batch_size=pick(1, 2, 3),
-            recompute=resolve_recompute(recompute, layers_of(layout, MODEL.num_layers)),
-            precision=precision,
-            loader=dataclasses.replace(
-                base.loader, num_workers=pick(1, 2), prefetch_factor=base.loader.prefetch_factor or 2
-            ),
-        )
     )
 
 
@@ -200,10 +149,10 @@ def run_of(laid, run):
 
 def differing(run, name, candidate):
     """Fields of which a command says something else than a candidate."""
-    said = training(name).read(run).values
-    asked = values_of(candidate)
+    reading = training(name).read(run)
+    asked, said = values_of(candidate), reading.values
     known = canonical(candidate_of({**asked, **{path: v for path, v in said.items() if path in asked}}))
     found = values_of(known)
-    if found.get("recompute.full") == ((1,),):
-        found["recompute.full"] = ((MODEL.num_layers,),)
+    if reading.num_layers is None and said.get("recompute.full") and asked["recompute.full"]:
+        found["recompute.full"] = asked["recompute.full"]  # all layers, however many there are
     return {path for path in asked if found.get(path) != asked[path]}

@@ -11,12 +11,7 @@ from orchestrator.space.file_types import (
     resolve_recompute,
     resolve_stage_layers,
 )
-from orchestrator.space.knobs import (
-    canonical_kernels,
-    canonical_layout,
-    canonical_loader,
-    canonical_precision,
-)
+from orchestrator.space.space import canonical_part, canonical_precision
 from tests.orchestrator.space.candidate_strategies import random_kernels, random_loader
 from trials.legality import violations
 from trials.spec import (
@@ -73,8 +68,8 @@ def _candidate(rng):
         micro_batch_size=rng.choice([1, 2, 4]),
         recompute=resolve_recompute(rng.choice([*PLAIN_RECOMPUTE, *PLAIN_RECOMPUTE, SELECTIVE]), held),
         precision=canonical_precision(_precision(rng)),
-        loader=canonical_loader(random_loader(rng)),
-        kernels=canonical_kernels(random_kernels(rng), MODEL),
+        loader=canonical_part(random_loader(rng)),
+        kernels=canonical_part(random_kernels(rng), MODEL),
         offload=Offload(activations=rng.random() < 0.05, optimizer=rng.random() < 0.1),
     )
 
@@ -107,7 +102,7 @@ def _layout(rng):
     layers = resolve_stage_layers(
         split, num_layers=MODEL.num_layers, pp=pp, num_virtual_stages=chunks, schedule=schedule
     )
-    return canonical_layout(replace(layout, stage_layers=layers))
+    return canonical_part(replace(layout, stage_layers=layers))
 
 
 def _precision(rng):

@@ -18,7 +18,7 @@ from orchestrator.promotion.references import store
 from orchestrator.promotion.release import Releases
 from orchestrator.promotion.verify import DriftFinding, baseline_section, space_section, verify
 from orchestrator.proof.drift import Rounds, change
-from orchestrator.space.knobs import build_candidate, knob_values
+from orchestrator.space.space import build_candidate, knob_values
 from orchestrator.sweep.events import GateSettings
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.snapshot import Home

@@ -6,12 +6,7 @@ import random
 from hypothesis import strategies as st
 
 from orchestrator.space.file_types import layers_of, resolve_recompute
-from orchestrator.space.knobs import (
-    canonical_kernels,
-    canonical_layout,
-    canonical_loader,
-    canonical_precision,
-)
+from orchestrator.space.space import canonical_part, canonical_precision
 from trials.spec import (
     Candidate,
     ImageFolderData,
@@ -177,12 +172,12 @@ MODELS = st.sampled_from(
 
 def canonicalize(candidate, model):
     """Give knobs without effect their neutral value, so that candidates that run alike are equal."""
-    layout = canonical_layout(candidate.layout)
+    layout = canonical_part(candidate.layout)
     return dataclasses.replace(
         candidate,
         layout=layout,
         recompute=resolve_recompute(candidate.recompute, layers_of(layout, model.num_layers)),
         precision=canonical_precision(candidate.precision),
-        loader=canonical_loader(candidate.loader),
-        kernels=canonical_kernels(candidate.kernels, model),
+        loader=canonical_part(candidate.loader),
+        kernels=canonical_part(candidate.kernels, model),
     )

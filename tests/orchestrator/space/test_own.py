@@ -5,10 +5,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.space.knobs import KNOBS, OwnKnob, build_candidate, chosen, combinations, in_order, memory_ranks
+from orchestrator.space.knobs import KNOBS, OwnKnob, chosen, combinations, in_order, memory_ranks
 from orchestrator.space.notation import INHERITED, diff, flat_params, short_name
 from orchestrator.space.rules import Filters, Pruner, check
-from orchestrator.space.space import make_space
+from orchestrator.space.space import build_candidate, make_space
 from tests.trials.tiny import SHAPE, WORKLOAD
 from trials.spec import Candidate, OwnChoice
 

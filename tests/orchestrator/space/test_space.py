@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from orchestrator.config.sweep import SweepSpec, load_sweep
-from orchestrator.space.knobs import KNOB_NAMES, build_candidate, knob_values
+from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.notation import diff, flat_params, short_name
-from orchestrator.space.space import make_space
+from orchestrator.space.space import build_candidate, knob_values, make_space
 from tests.orchestrator.space.candidate_strategies import CANDIDATES, MODELS, SEEDS, canonicalize, random_candidate
 from tests.support.sweep_files import FULL, SMALL, write
 from trials.files import from_json, to_json

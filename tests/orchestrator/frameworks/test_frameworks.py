@@ -1,0 +1,527 @@
+"""Every framework by the same tests: exports and overlays say what was asked for, or that they do not.
+
+What exactly is written stands in ``tests/goldens``, whose seeded candidates and commands are those of these tests.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import orchestrator.frameworks
+from orchestrator.errors import ConfigError
+from orchestrator.frameworks import catalog
+from orchestrator.frameworks.catalog import export, export_all, formats, recipe, recognise, training, trainings
+from orchestrator.frameworks.edit import Overlay
+from orchestrator.frameworks.spelling import Recipe, audited, candidate_of, differences, flatten, is_at_or_below
+from orchestrator.frameworks.torchtitan_config import settings_of
+from orchestrator.space.space import canonical_part
+from tests.goldens import frameworks as goldens
+from tests.orchestrator.frameworks import commands, programs
+from tests.orchestrator.frameworks.all_fields import all_paths, handled, parts
+from tests.orchestrator.frameworks.commands import as_it_stands, differing, errors, request_for, run_of
+from tests.orchestrator.frameworks.configurations import MODEL, WORKLOAD
+from tests.orchestrator.frameworks.matrix import table
+from tests.support import ROOT
+from trials.files import from_json
+from trials.outcome import RankReport
+from trials.script.logs import make_parser
+from trials.spec import (
+    Candidate,
+    ImageFolderData,
+    Kernels,
+    Layout,
+    Loader,
+    LossScale,
+    Offload,
+    Precision,
+    Recompute,
+    ResNetModel,
+    SelectiveRecompute,
+    Workload,
+)
+
+FORMATS, TRAININGS = formats(), trainings()
+O1, O2 = (Precision(level=level, dtype="bfloat16") for level in ("O1", "O2"))
+FP8 = Precision(level="O1-fp8", dtype="bfloat16")
+ALL, V = ((2, 2), (2, 2)), {"schedule": "zbv", "num_virtual_stages": 2, "stage_layers": ((2, 2), (2, 2))}
+SHARDED = Layout(dp_shard=2, zero_stage=2)
+
+
+# ---- exports ----
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_export_says_what_was_asked_for_or_has_a_note_of_its_own(name):
+    known = recipe(name)
+    declared = {setting_name for setting in known.settings for setting_name in setting.names}
+    for candidate, workload in goldens.configurations()[::4]:
+        made = known.export(candidate, workload)
+        assert audited(known, candidate, workload).notes == made.notes
+        assert set(known.load(made.files)) <= declared
+        said = known.parse(made.files)
+        changed = differences(flatten(candidate, workload), said.values)
+        if not any(not path.startswith(("workload.", "own")) for path in changed):
+            assert repr(replace(said.candidate, own=())) == repr(replace(candidate, own=()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_an_export_says_is_said_again_without_loss(name):
+    known, count = recipe(name), 0
+    for candidate, workload in goldens.configurations()[::3]:
+        candidate = replace(candidate, loader=canonical_part(replace(candidate.loader, tuning=None)))
+        made = known.export(candidate, workload)
+        if not errors(made):
+            said = known.parse(made.files).candidate
+            assert repr(known.parse(known.export(said, workload).files).candidate) == repr(said)
+            count += 1
+    assert count > 5
+
+
+def test_torchrun_loses_nothing():
+    for candidate, workload in goldens.configurations()[:150:5]:
+        made = export("torchrun", candidate, workload)
+        assert (made.notes, recipe("torchrun").parse(made.files).values) == ((), flatten(candidate, workload))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_field_is_spoken_for_by_name(name):
+    spoken_for = handled(recipe(name))
+    assert [path for path in sorted(all_paths()) if not any(is_at_or_below(path, part) for part in spoken_for)] == []
+    groups = {path.rpartition(".")[0] for path in all_paths()} - {"workload.data", "loader", "layout", "workload"}
+    hiding = [part for part in spoken_for if part in groups - parts()]  # which would hide fields added later
+    assert name == "torchrun" or hiding == []
+
+
+def test_paths_hold_a_configuration_whole():
+    for candidate, workload in goldens.configurations():
+        values = flatten(candidate, workload)
+        assert candidate_of(values) == candidate
+        assert set(values) <= all_paths()
+
+
+def test_the_document_shows_what_each_format_has_a_setting_for():
+    assert table() in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+
+def forgetful(*forgotten):
+    """Megatron-LM's recipe as if these fields had been forgotten: a knob added later."""
+    whole = recipe("megatron")
+    kept = tuple(setting for setting in whole.settings if not set(setting.paths) & set(forgotten))
+    return Recipe(**{**{f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}, "settings": kept})
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("layout.cp_method", "asked for ulysses, but these files say all_gather"),
+        ("workload.optimizer.lr", f"asked for {WORKLOAD.optimizer.lr}, but these files say nothing"),
+    ],
+)
+def test_a_forgotten_field_is_refused_and_not_dropped(path, message, monkeypatch):
+    candidate = Candidate(layout=Layout(dp_replicate=2, cp=2, cp_method="ulysses"))
+    made = audited(forgetful(path), candidate, WORKLOAD)
+    (note,) = [note for note in made.notes if note.severity == "error"]
+    assert (note.knob, note.message) == (path, message)
+    monkeypatch.setattr(catalog, "recipe", lambda _: forgetful(path))
+    with pytest.raises(ConfigError, match=path):
+        export("megatron", candidate, WORKLOAD)
+
+
+RESNET = Workload(model=ResNetModel(depth=18), data=ImageFolderData(), seq_length=1, global_batch_size=16)
+SELECTED = SelectiveRecompute(pattern="attention_norm", num_layers=((1, 2), (2, 2)))
+CHUNKED = Layout(pp=2, schedule="interleaved", num_virtual_stages=2, stage_layers=ALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "candidate", "refused"),
+    [
+        ("megatron", Candidate(layout=Layout(pp=2, **V)), {"layout.schedule", "layout.stage_layers"}),
+        ("megatron", Candidate(precision=O1), {"precision.level"}),
+        ("megatron", Candidate(layout=CHUNKED, recompute=Recompute(selective=(SELECTED,))), {"recompute.selective"}),
+        ("mindformers", Candidate(precision=replace(O1, black=("softmax",))), {"precision.black"}),
+        ("paddlenlp", Candidate(layout=Layout(pp=2, **V)), {"layout.schedule", "layout.stage_layers"}),
+        ("paddlenlp", Candidate(layout=Layout(dp_shard=2, zero_stage=1, cp=2)), {"layout.dp_shard"}),
+        ("deepspeed", Candidate(layout=Layout(tp=2, sequence_parallel=True)), {"layout.sequence_parallel"}),
+        ("deepspeed", Candidate(layout=Layout(cp=2)), {"layout.cp_method"}),
+        ("deepspeed", Candidate(layout=Layout(pp=2, schedule="gpipe", stage_layers=((4, 4),))), {"layout.pp"}),
+        ("accelerate", Candidate(layout=Layout(tp=2)), {"layout.tp"}),
+        ("accelerate", Candidate(precision=O2), {"precision.level"}),
+        ("torchtitan", Candidate(precision=O1), {"precision.level"}),
+        ("torchtitan", Candidate(precision=replace(O2, dtype="float16", loss_scale=LossScale())), {"precision"}),
+        ("torchtitan", Candidate(kernels=Kernels(compile="block", backend="cudagraphs")), {"kernels.backend"}),
+        *((name, Candidate(precision=FP8), {"precision.level"}) for name in FORMATS if name != "torchrun"),
+        *(
+            (name, Candidate(layout=replace(SHARDED, zero_stage=3, cp=2, cp_method="ring")), {"layout.cp_method"})
+            for name in FORMATS
+            if name not in ("torchrun", "megatron", "paddlenlp")
+        ),
+        *(
+            (name, Candidate(layout=SHARDED, offload=Offload(activations=True, optimizer=name != "deepspeed")), found)
+            for name in FORMATS
+            if name != "torchrun"
+            for found in ({"offload.activations", *(["offload.optimizer"] if name != "deepspeed" else [])},)
+        ),
+    ],
+)
+def test_what_would_train_otherwise_is_refused_with_every_reason(name, candidate, refused):
+    with pytest.raises(ConfigError) as refusal:
+        export(name, candidate, WORKLOAD)
+    assert refused <= errors(export(name, candidate, WORKLOAD, allow_lossy=True))
+    for words in (*refused, "--allow-lossy"):
+        assert words in str(refusal.value)
+
+
+def test_all_formats_at_once_with_reasons_for_those_that_cannot():
+    made = export_all(Candidate(layout=Layout(pp=2, **V)), WORKLOAD)
+    assert list(made) == FORMATS
+    refused = {name for name, result in made.items() if isinstance(result, ConfigError)}
+    assert refused == {"megatron", "deepspeed", "paddlenlp", "accelerate"}
+    resnet = export_all(Candidate(), RESNET)
+    assert {name for name, result in resnet.items() if not isinstance(result, ConfigError)} == {
+        "accelerate",
+        "deepspeed",
+        "torchrun",
+    }
+    with pytest.raises(ConfigError, match=r"no format called 'nemo'.*megatron, torchtitan"):
+        export("nemo", Candidate(), WORKLOAD)
+
+
+def test_modules_of_the_users_own_go_where_their_code_is_called_and_programs_nowhere():
+    module, script = (export_all(*configuration) for configuration in goldens.configurations()[-2:])
+    exported = {name: result for name, result in module.items() if not isinstance(result, ConfigError)}
+    assert set(exported) == {"accelerate", "deepspeed", "torchrun"}
+    for result in exported.values():
+        assert "your own code builds it: mine:build in /c" in [note.message for note in result.notes]
+    for name, result in script.items():
+        assert "own: knobs of one's own belong" in str(result) and "workload.model.script: the program" in str(result)
+        assert isinstance(result, ConfigError), name
+
+
+def test_torchtitan_reads_values_that_somebody_changed_and_refuses_another_file():
+    ((file, text),) = export("torchtitan", Candidate(precision=O2), WORKLOAD).files.items()
+    compile(text, file, "exec")
+    changed = text.replace("global_batch_size=96", "global_batch_size=192")
+    assert recipe("torchtitan").parse({file: changed}).values["workload.global_batch_size"] == 192
+    with pytest.raises(ConfigError, match="cannot be read"):
+        recipe("torchtitan").parse({file: "def train():\n    return 3\n"})
+
+
+@pytest.mark.slow
+def test_the_exported_script_trains_on_two_ranks(tmp_path):
+    workload = Workload(model=replace(MODEL, num_layers=2), data=WORKLOAD.data, seq_length=32, global_batch_size=4)
+    made = export("torchrun", Candidate(layout=Layout(dp_replicate=2)), workload)
+    for name, text in made.files.items():
+        (tmp_path / name).write_text(text)
+    bin_ = Path(sys.executable).parent
+    env = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    subprocess.run(["sh", str(tmp_path / "run.sh")], check=True, env=env, cwd="/", capture_output=True, timeout=150)
+    report = from_json(RankReport, json.loads((tmp_path / "report.json").read_text()))
+    assert report.world_size == 2
+    assert len(report.losses) > 0
+
+
+# ---- programs ----
+
+
+KINDS = [*commands.FRAMEWORKS, *programs.COMMANDS]
+
+
+def command(kind, *words, **env):
+    """A framework and its command, with words added; words that begin with ``python`` take its place."""
+    if kind in commands.FRAMEWORKS:
+        run = commands.program(kind, env=env)
+        at = next((at for at, word in enumerate(run.argv) if word.startswith("activation-checkpoint:")), len(run.argv))
+        return training(kind), replace(run, argv=(*run.argv[:at], *words, *run.argv[at:]))
+    known, run = programs.program(kind, programs.written(goldens.folder()), **env)
+    argv = words if words[:1] == ("python",) else (*run.argv, *words)
+    paths = known.find_files(argv, run.cwd)
+    return known, replace(
+        run, argv=argv, paths=paths, files={name: Path(run.cwd, paths[name]).read_text() for name in paths}
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_command_is_recognised_and_stays_as_it_is_where_nothing_is_asked_of_it(kind):
+    known, run = command(kind, CUDA_DEVICE_MAX_CONNECTIONS="1", NPROC_PER_NODE="2")
+    assert recognise(run) is known
+    make_parser(known.log)
+    candidate = as_it_stands(run, known.name, 8 if kind in commands.FRAMEWORKS else 2)
+    said = known.read(run)
+    request = replace(request_for(run, known.name, candidate), seed=None)
+    if kind in programs.COMMANDS:
+        total = 2 * candidate.micro_batch_size * (said.num_microbatches or 1)
+        request = programs.request(known, run, candidate, total=total)
+    laid = known.overlay(run, request)
+    assert errors(laid) == set()
+    assert differing(run_of(laid, run), known.name, candidate) == set()
+    gone = [word for word in run.argv if word.startswith("--") and word not in laid.argv]
+    assert set(gone) <= {"--nproc-per-node", "--num_gpus", "--config_file"}  # of launchers, which we take off
+    if kind in commands.FRAMEWORKS:
+        added = ("--trainer.devices=8",) if kind == "lightning" else ()  # which Lightning compares with its ranks
+        placed = tuple(run.argv[at] if word.startswith("{") else word for at, word in enumerate(laid.argv))
+        assert (placed, laid.env) == ((*run.argv, *added), {})
+        assert all(text == run.files[file] for file, text in laid.files.items())
+
+
+@pytest.mark.parametrize("name", [name for name in TRAININGS if name != "custom"])
+def test_a_command_says_the_candidate_that_was_laid_over_it_or_why_it_cannot(name):
+    known, folder, count = training(name), programs.written(goldens.folder()), 0
+    for _, run, request in goldens.requests(name)[:100]:
+        laid = known.overlay(run, request)
+        if errors(laid) or request.told:
+            continue
+        count += 1
+        again = run_of(laid, run)
+        said = known.read(again)
+        assert differing(again, name, request.candidate) == set()
+        assert said.global_batch_size in (None, request.global_batch_size)
+        assert said.num_microbatches in (None, request.num_microbatches)
+        assert differing(run_of(known.trial_mode(laid, 9), run), name, request.candidate) == set()
+    assert count > 5
+    assert {file: (folder / file).read_text() for file in programs.FILES} == programs.FILES
+
+
+BARE = "python trainer.py "
+STAGE, MICRO, FULL = "layout.zero_stage", "micro_batch_size", "recompute.full"
+STAGES, ATTENTION, LEVEL, DTYPE = "layout.stage_layers", "kernels.attention", "precision.level", "precision.dtype"
+PP, PLAIN = "--pipeline-model-parallel-size 1 ", "--num-layers-per-virtual-pipeline-stage 4 "
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "says"),
+    [
+        ("megatron", "", {FULL: ALL, "layout.num_virtual_stages": 2, "layout.schedule": "interleaved"}),
+        ("megatron", PP, {FULL: ((8,),), STAGES: ()}),
+        ("megatron", PP + "--recompute-method block --recompute-num-layers=3", {FULL: ((3,),)}),
+        ("megatron", PP + "--recompute-method uniform --recompute-num-layers 4", {FULL: ((8,),)}),
+        ("megatron", "--use-megatron-fsdp", {STAGE: 3}),
+        ("megatron", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {STAGE: 2}),
+        ("megatron", "--attention-backend unfused --num-workers 0", {ATTENTION: "math", "loader.num_workers": 0}),
+        ("megatron", PLAIN + "--pipeline-model-parallel-layout Ettt|t*5L", {STAGES: ((3, 5),)}),
+        ("megatron", PLAIN + "--pipeline-model-parallel-layout E|(tt|)*3,tt|L", {STAGES: ((0, 2), (2, 2), (2, 0))}),
+        ("megatron", PLAIN + "--pipeline-model-parallel-layout Et|(tt|)*2,tttL", {STAGES: ((1, 2), (2, 3))}),
+        ("transformers", "", {MICRO: 4, LEVEL: "O1", DTYPE: "bfloat16", STAGE: 0}),
+        ("transformers", BARE, {MICRO: 8}),
+        ("transformers-zero", "", {STAGE: 2, LEVEL: "O2"}),
+        ("transformers-file", "", {STAGE: 2, LEVEL: "O2", MICRO: 4}),
+        ("transformers-launch", "", {STAGE: 3, LEVEL: "O2"}),
+        ("deepspeed", "", {STAGE: 1, LEVEL: "O2"}),
+        ("llamafactory", "", {FULL: ((3,),)}),  # on unless it is switched off
+        ("ms-swift-file", "", {FULL: ((3,),)}),
+        ("transformers", BARE + "--config args.yaml --bf16 False", {MICRO: 4}),
+        ("transformers", BARE + "--config args.yaml --per_device_train_batch_size 2", {MICRO: 2}),
+        ("transformers", BARE + '--deepspeed {"zero_optimization":{"stage":1}}', {STAGE: 1}),
+        ("transformers", BARE + '--fsdp --fsdp_config {"reshard_after_forward":false}', {STAGE: 2}),
+        ("transformers", BARE + "--fsdp shard_grad_op,auto_wrap", {STAGE: 2}),
+        ("transformers", BARE + "--no_dataloader_pin_memory", {"loader.pin_memory": False}),
+        ("transformers", BARE + "--use_cpu", {"loader.pin_memory": False}),
+        ("transformers", BARE + "--dataloader_num_workers 2", {"loader.prefetch_factor": 2}),
+        ("transformers", BARE + "--torch-compile-mode max-autotune", {"kernels.compile": "model"}),
+        ("transformers", BARE + "--activation_checkpointing", {FULL: ((1,),)}),
+        ("transformers", BARE + "--fp16 1", {DTYPE: "float16"}),
+        ("transformers", BARE + "--attn_implementation eager", {ATTENTION: "math"}),
+    ],
+)
+def test_what_a_command_says(kind, words, says):
+    known, run = command(kind, *words.split())
+    reading = known.read(run)
+    assert {path: reading.values.get(path) for path in says} == says
+    assert reading.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "env", "says"),
+    [
+        ("transformers", {}, {"num_microbatches": 1, "global_batch_size": 8, "seed": 42, "world_size": 2}),
+        ("llamafactory", {}, {"num_layers": 3, "seq_length": 128, "world_size": None}),
+        ("ms-swift-file", {"NPROC_PER_NODE": "4"}, {"world_size": 4}),
+        ("ms-swift", {"NPROC_PER_NODE": "2"}, {"num_microbatches": 4}),  # 16 samples per step
+        ("deepspeed", {}, {"num_microbatches": 2, "global_batch_size": 16}),
+        *((name, {}, {"shape": MODEL, "seq_length": 128}) for name in ("megatron", "mindformers", "paddlenlp")),
+    ],
+)
+def test_what_a_command_says_of_batch_and_model(kind, env, says):
+    known, run = command(kind, **env)
+    assert {name: getattr(known.read(run), name) for name in says} == says
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "knob"),
+    [
+        ("megatron", "--cp-comm-type a2a+p2p --context-parallel-size 2", "layout.cp_method"),
+        ("megatron", "--recompute-granularity selective --recompute-modules moe_act", "recompute.selective"),
+        ("megatron", "--use-torch-fsdp2", STAGE),
+        ("megatron", "--optimizer-cpu-offload --use-precision-aware-optimizer", "offload.optimizer"),
+        ("torchtitan", "--training.enable_cpu_offload", "offload.optimizer"),
+        ("lightning", "--trainer.strategy my.Strategy", STAGE),
+        ("paddlenlp", "--sharding stage2_offload --fp16_opt_level O3", LEVEL),
+        ("transformers", "--per_device_train_batch_size many", MICRO),
+        ("transformers", "--deepspeed nowhere.json", STAGE),
+        ("transformers", "--torch_compile_mode odd", "kernels.compile_mode"),
+        ("deepspeed", "python engine.py --deepspeed_config ds.json", MICRO),  # only the Trainer fills in "auto"
+    ],
+)
+def test_what_is_not_understood_is_noted_and_left_alone(kind, words, knob):
+    known, run = command(kind, *words.split())
+    reading = known.read(run)
+    assert any(note.knob == knob and "not understood" in note.message for note in reading.notes)
+    assert knob not in reading.values
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        ("megatron", "--yaml-cfg x.yaml", "--yaml-cfg"),
+        ("torchtitan", "--job.config_file train.toml", "before 0.3"),
+        ("lightning", "--trainer.strategy fsdp --trainer.accelerator cpu", "refuses CPUs"),
+        ("megatron", "--pipeline-model-parallel-size 3", "8 layers"),
+    ],
+)
+def test_commands_that_cannot_be_tuned_are_refused(kind, words, message):
+    known, run = command(kind, *words.split())
+    assert any(note.severity == "error" and message in note.message for note in known.read(run).notes)
+
+
+def with_layout(**changes):
+    return lambda base: commands.canonical(replace(base, layout=replace(base.layout, **changes)))
+
+
+def with_part(**changes):
+    return lambda base: replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "knob"),
+    [
+        ("megatron", with_layout(tp=16), "layout.tp"),
+        ("megatron", with_layout(**V), "layout.schedule"),
+        ("megatron", with_part(micro_batch_size=5), MICRO),
+        ("megatron", with_part(precision=O1), LEVEL),
+        ("megatron", with_part(kernels=Kernels(matmul_precision="high")), "kernels.matmul_precision"),
+        ("torchtitan", with_layout(dp_shard=4, zero_stage=1), STAGE),
+        ("torchtitan", with_part(recompute=Recompute(full=((3,),))), "recompute"),
+        ("lightning", with_layout(tp=2), "layout.tp"),
+        ("lightning", with_layout(dp_replicate=2, dp_shard=4, zero_stage=3), "layout.dp_replicate"),
+        ("mindformers", with_layout(pp=4, stage_layers=((2, 0, 2, 4),)), STAGES),
+        ("paddlenlp", with_layout(pp=2, stage_layers=((4, 4),), zero_stage=3), STAGE),
+        ("transformers", with_layout(pp=2, stage_layers=((1, 1),)), "layout.pp"),
+        ("transformers", with_layout(cp=2), "layout.cp"),
+        ("transformers", with_layout(dp_replicate=2, dp_shard=2, zero_stage=2), "layout.dp_shard"),
+        ("transformers", with_part(precision=O2), LEVEL),
+        ("transformers", with_part(kernels=Kernels(compile="block")), "kernels.compile"),
+        ("transformers", with_part(kernels=Kernels(attention="flash")), ATTENTION),
+        ("transformers", with_part(loader=Loader(full_batch=True)), "loader.full_batch"),
+        ("transformers-fsdp", with_layout(dp_shard=2, zero_stage=1), STAGE),
+        ("llamafactory", with_part(recompute=Recompute(full=((2,),))), FULL),
+        ("accelerate", with_part(recompute=Recompute(full=((1,),))), FULL),
+        ("accelerate", with_part(kernels=Kernels(compile="model")), "kernels.compile"),
+        ("deepspeed", with_part(loader=Loader(num_workers=2, prefetch_factor=2)), "loader.num_workers"),
+    ],
+)
+def test_what_a_program_cannot_do_is_refused(kind, change, knob):
+    known, run = command(kind)
+    candidate = change(as_it_stands(run, known.name, 8 if kind in commands.FRAMEWORKS else 2))
+    request = replace(request_for(run, known.name, candidate), named=frozenset({knob}))
+    assert knob in errors(known.overlay(run, request))
+
+
+@pytest.mark.parametrize(
+    ("name", "gone"),
+    [
+        ("megatron", ("--save", "--load", "--tensorboard-dir", "--profile ", "--exit-duration-in-mins")),
+        ("torchtitan", ("--checkpoint.enable", "--metrics.enable_wandb")),
+        ("lightning", ("--trainer.max_epochs=3",)),
+        ("mindformers", ("CheckpointMonitor", "/ckpt", "--log_dir=msrun_log")),
+        ("paddlenlp", ("./checkpoints", '"do_eval": true', '"warmup_ratio": 0.01')),
+    ],
+)
+def test_a_trial_leaves_nothing_behind(name, gone):
+    known, run = command(name)
+    laid = known.trial_mode(known.overlay(run, request_for(run, name, as_it_stands(run, name))), 12)
+    text = " ".join((*laid.argv, *laid.files.values()))
+    assert [words for words in gone if words in text] == []
+
+
+def test_what_a_lightning_script_leaves_behind_goes_into_the_trials_own_folder():
+    laid = training("lightning").trial_mode(Overlay(argv=("python", "fit.py", "--bs", "4"), env={"A": "1"}), 9)
+    assert laid.argv == ("python", "fit.py", "--bs", "4")
+    assert laid.env == {"A": "1", "PL_TRAINER_DEFAULT_ROOT_DIR": "{out}"}
+
+
+def test_a_step_limit_moves_only_where_it_comes_too_early():
+    for limit, kept in ((10, "16"), (1000, "1000")):
+        known, run = command("transformers", "--max_steps", str(limit), "--resume_from_checkpoint", "x")
+        laid = known.overlay(run, programs.request(known, run, Candidate(layout=Layout(dp_replicate=2))))
+        trial = known.trial_mode(laid, 16)
+        assert trial.argv[trial.argv.index("--max_steps") + 1] == kept
+        assert "--resume_from_checkpoint" not in trial.argv
+        assert any(note.knob == "workload" for note in trial.notes) == (kept == "16")
+
+
+def test_a_configuration_function_of_torchtitan_is_read_without_being_run():
+    said = settings_of(commands.TITAN_CONFIG, "mine")
+    assert (said["training.local_batch_size"], said["training.seq_len"], said["model_spec"]) == (2, 128, "mine")
+    assert (said["activation_checkpoint"], said["compile.enable"]) == ("full", True)
+    branch = "def f():\n    c = Trainer.Config()\n    if x:\n        c.training.steps = 3\n    return c\n"
+    assert settings_of(branch, "f") == {"training.steps": "unknown"}
+    assert settings_of("def f(:", "f") is None
+
+
+def test_megatron_gets_the_hardware_queue_that_it_insists_on(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    known, run = command("megatron")
+    request = request_for(run, "megatron", as_it_stands(run, "megatron"))
+    assert known.overlay(run, request).env == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    sharded = with_layout(pp=1, num_virtual_stages=1, zero_stage=3)(request.candidate)
+    _, other = command("megatron", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    laid = known.overlay(other, request_for(other, "megatron", sharded))
+    assert any("above 1 or unset" in note.message for note in laid.notes)
+
+
+# ---- a framework is one file and one line ----
+
+TINY = '''
+"""Tiny: ``tiny.json``, read by its program, too."""
+
+import json
+
+from orchestrator.frameworks.custom import TRAINING as CUSTOM
+from orchestrator.frameworks.spelling import Recipe, flatten, lacking, option
+from dataclasses import replace
+from trials.spec import Candidate
+from tests.orchestrator.frameworks.configurations import WORKLOAD
+
+HAS = ("layout.tp", "micro_batch_size")
+RECIPE = Recipe(
+    name="tiny",
+    title="Tiny",
+    settings=(
+        *(option(path, path) for path in HAS),
+        *(lacking(path, "not in Tiny", severity="error") for path in flatten(Candidate(), WORKLOAD) if path not in HAS),
+    ),
+    render=lambda draft: {"tiny.json": json.dumps(draft.settings)},
+    load=lambda files: json.loads(files["tiny.json"]),
+    command=lambda draft: "tiny train",
+)
+TRAINING = replace(CUSTOM, name="tiny", title="Tiny", recognises=lambda run: run.argv[0] == "tiny")
+'''
+
+
+def test_a_framework_is_added_by_one_file_and_one_line_of_the_catalog(tmp_path, monkeypatch):
+    (tmp_path / "tiny.py").write_text(TINY)
+    monkeypatch.setattr(orchestrator.frameworks, "__path__", [*orchestrator.frameworks.__path__, str(tmp_path)])
+    monkeypatch.setattr(catalog, "FRAMEWORKS", (catalog.Framework("tiny"), *catalog.FRAMEWORKS))
+    monkeypatch.delitem(sys.modules, "orchestrator.frameworks.tiny", raising=False)
+    made = export("tiny", Candidate(layout=Layout(tp=2)), WORKLOAD, allow_lossy=True)
+    assert json.loads(made.files["tiny.json"]) == {"layout.tp": 2, "micro_batch_size": 1}
+    assert formats() == ["tiny", *FORMATS] and trainings() == ["tiny", *TRAININGS]
+    with pytest.raises(ConfigError, match=r"precision\.dtype: not in Tiny"):
+        export("tiny", Candidate(precision=O1), WORKLOAD)
+    run = replace(command("megatron")[1], argv=("tiny", "train"))
+    assert recognise(run) is training("tiny")
