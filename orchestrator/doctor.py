@@ -40,7 +40,7 @@ from orchestrator import units
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import sqlite_path
-from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.dry_runs import known_topology
 from orchestrator.report.words import disturbance_words
 from orchestrator.sweep.snapshot import Home
 from trials.accelerator.kinds import FAMILIES, DeviceKind

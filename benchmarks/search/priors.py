@@ -24,6 +24,7 @@ from cluster.cost.inputs import (
 )
 from cluster.cost.peak_memory import KNOWN
 from orchestrator.search.acquisition import ErrorModel, Posterior, Seen
+from orchestrator.search.knob_effects import nearest
 from orchestrator.search.memory_belief import MemoryBelief
 from orchestrator.search.predictor import (
     COMMON_STD,
@@ -38,7 +39,6 @@ from orchestrator.search.predictor import (
     prior_belief,
     trial_device_seconds,
 )
-from orchestrator.search.transfer import nearest
 
 UNKNOWN_STD = 10.0
 """Standard deviation of what all log figures have in common where they are not seconds per step."""

@@ -22,12 +22,16 @@ from orchestrator.config.settings import ByteSize
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.config.yaml_source import YamlSource, parse_yaml, to_config_error
 from orchestrator.errors import ConfigError
-from orchestrator.planning.dry_runs import DryRunCache, DryRunEstimates, Progress, estimate_all, load_estimates
-from orchestrator.planning.hardware import (
+from orchestrator.planning.dry_runs import (
+    DryRunCache,
+    DryRunEstimates,
     ProfileStore,
+    Progress,
     cluster_request,
     device_kind,
+    estimate_all,
     known_topology,
+    load_estimates,
     load_profile,
     memory_limit_bytes,
     profile_key,

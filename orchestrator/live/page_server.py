@@ -28,10 +28,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from orchestrator.errors import ConfigError
-from orchestrator.invocation import Invocation
 from orchestrator.live.feed import Hub
 from orchestrator.live.live_pages import Links
 from orchestrator.live.site import make_site, refusal
+from orchestrator.process_support import Invocation
 from orchestrator.sweep.snapshot import Home
 
 HOST = "127.0.0.1"

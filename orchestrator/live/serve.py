@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from orchestrator.commands.inspection import serve_ui
 from orchestrator.errors import ConfigError
-from orchestrator.invocation import Invocation
 from orchestrator.live.page_server import PageServer
 from orchestrator.mlflow_urls import public_uri, sqlite_path, sweep_links
-from orchestrator.process_support import interruptible
+from orchestrator.process_support import Invocation, interruptible
 from orchestrator.sweep.snapshot import Home, Snapshot
 from orchestrator.text import first_line
 from orchestrator.tracking import mlflow_server

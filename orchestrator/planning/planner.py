@@ -30,8 +30,7 @@ from cluster.hardware.topology import CatalogueError, ClusterDescription, Topolo
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
-from orchestrator.planning.dry_runs import DryRunEstimates
-from orchestrator.planning.hardware import device_kind
+from orchestrator.planning.dry_runs import DryRunEstimates, device_kind
 from orchestrator.program.candidate_command import notes_of
 from orchestrator.search.memory_belief import normal_cdf
 from orchestrator.search.predictor import Predictor, UnpredictableError, estimate_rows, make_predictor

@@ -30,7 +30,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
 from orchestrator.planning.dry_runs import DryRunEstimates
 from orchestrator.planning.planner import POOL_SIZE, Plan, pool_rows
-from orchestrator.search.knob_effects import RelativePredictor
+from orchestrator.search.knob_effects import EarlierTrial, RelativePredictor
 from orchestrator.search.predictor import (
     MAX_CANDIDATES,
     TRIAL_OVERHEAD_S,
@@ -40,7 +40,6 @@ from orchestrator.search.predictor import (
     make_predictor,
     predict,
 )
-from orchestrator.search.transfer import EarlierTrial
 from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.notation import describe, diff, flat_params, short_name
 from orchestrator.space.rules import Violation, check

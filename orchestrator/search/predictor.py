@@ -38,9 +38,16 @@ from cluster.hardware.topology import CatalogueError, ClusterDescription, Topolo
 from cluster.probing import Profile, with_measured_figures, with_probe
 from orchestrator.objective import Figures, Objective
 from orchestrator.search.acquisition import ErrorModel, Posterior
-from orchestrator.search.knob_effects import MODELLED, Believed, OwnEffects, UnmodelledKnobs, usual_errors
+from orchestrator.search.knob_effects import (
+    MODELLED,
+    Believed,
+    EarlierTrial,
+    OwnEffects,
+    UnmodelledKnobs,
+    nearest,
+    usual_errors,
+)
 from orchestrator.search.memory_belief import Floats, MemoryBelief, Structured
-from orchestrator.search.transfer import EarlierTrial, nearest
 from orchestrator.space.notation import Features, describe, flat_params
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of

@@ -18,9 +18,8 @@ from cluster.virtual import Behaviour, Course, ModelledCost, SimulatedCluster, t
 from orchestrator.controller import runtime
 from orchestrator.controller.runtime import MAX_LOST_IN_A_ROW, Runtime, TrialLauncher
 from orchestrator.controller.step import Recovered
-from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.predictor import Predictor
-from orchestrator.search.search import Search
+from orchestrator.search.search import GuidedSearch, Search
 from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold

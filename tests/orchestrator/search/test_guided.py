@@ -10,9 +10,8 @@ from cluster.cost.cost_model import Calibrated, CostModel, inputs_of
 from cluster.cost.inputs import load_prior
 from cluster.hardware.topology import describe_topology, uniform_topology
 from orchestrator.search import predictor
-from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.predictor import Predictor, UnpredictableError, make_predictor
-from orchestrator.search.search import Search
+from orchestrator.search.search import GuidedSearch, Search
 from orchestrator.space.notation import flat_params
 from orchestrator.space.rules import check
 from orchestrator.sweep.events import Budget
