@@ -85,14 +85,15 @@ def loaded_by(statement):
 
 
 UNTIL_LAUNCH = """
-import os, sys, threading
+import inspect, os, sys, threading
 
 rooms = tuple(os.path.join(os.getcwd(), room) + os.sep for room in ("orchestrator", "cluster", "trials"))
 entered = set()
 
 def enter(frame, event, argument):
     code = frame.f_code
-    if event == "call" and code.co_filename.startswith(rooms) and code.co_name != "<module>":
+    is_function = event == "call" and code.co_flags & inspect.CO_OPTIMIZED  # bodies of modules and classes are none
+    if is_function and code.co_filename.startswith(rooms):
         entered.add(code.co_filename)
         if code.co_name == "launch" and code.co_filename.endswith("cluster/virtual.py"):
             print("files entered:", len(entered), flush=True)
