@@ -8,7 +8,8 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
-PYTEST = $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A test process that dies ends the run with an error; xdist would start another one and then wait for ever.
+PYTEST = $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: sweep test test-exhaustive test-all check clean
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from cluster.hardware.topology import DeviceChoice, Placement, Topology
 from cluster.queue import Claim, QueuePolicy
-from trials.outcome import Outcome
+from trials.outcome import Outcome, Phase
 
 if TYPE_CHECKING:
     from cluster.queue import Admission
@@ -65,13 +65,12 @@ class GangLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangProgress:
-    """The slowest rank of a gang has reached this phase and step."""
+    """The slowest rank of a gang, or of its part on one node, has reached this phase and step."""
 
     kind: ClassVar[str] = "progress"
     attempt_id: str
     token: str
-    phase: str
-    """A phase of the ranks."""
+    phase: Phase
     step: int
     step_time_s: float | None = None
 

@@ -44,6 +44,7 @@ from orchestrator.planning.dry_runs import known_topology
 from orchestrator.report.words import disturbance_words
 from orchestrator.sweep.snapshot import Home
 from trials.accelerator.kinds import FAMILIES, DeviceKind
+from trials.files import to_json
 from trials.secrets import redact
 from trials.torch_support import REMEDY, TESTED, installed_version, problem
 
@@ -63,10 +64,6 @@ class Finding:
     words: str
     remedy: str = ""
     """What to do about it; empty where there is nothing to do."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON form, one line of ``doctor --json``."""
-        return {"subject": self.subject, "level": self.level, "words": self.words, "remedy": self.remedy}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -653,7 +650,7 @@ class Diagnosed:
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``doctor --json``."""
-        return {"usable": not self.num_failed, "checks": [finding.to_json() for finding in self.findings]}
+        return {"usable": not self.num_failed, "checks": to_json(self.findings)}
 
 
 def examine(home: Home, *, file: Path | None = None, address: str | None = None) -> Diagnosed:

@@ -117,9 +117,11 @@ class CodecError(ValueError):
 
 
 def to_json(value: Any) -> Any:
-    """Turn ``value`` (dataclasses, tuples, mappings, string enums, scalars) into JSON-compatible values."""
+    """Turn ``value`` (dataclasses, tuples, mappings, string enums, paths, scalars) into JSON-compatible values."""
     if isinstance(value, enum.StrEnum):
         return value.value
+    if isinstance(value, Path):
+        return str(value)
     if value is None or isinstance(value, _SCALARS):
         return value
     if isinstance(value, (list, tuple)):
@@ -131,6 +133,11 @@ def to_json(value: Any) -> Any:
         kind = getattr(type(value), "kind", None)
         return {"kind": kind, **body} if isinstance(kind, str) else body
     raise TypeError(f"cannot encode {type(value).__name__}")
+
+
+def fields_json(value: Any, *names: str) -> dict[str, Any]:
+    """The fields and properties of these names, as JSON values."""
+    return {name: to_json(getattr(value, name)) for name in names}
 
 
 def from_json(cls: type[T] | Any, data: Any, path: str = "$") -> T:

@@ -22,7 +22,6 @@ from cluster.gang.messages import (
     NodeEvent,
     NodeFailing,
     NodeGone,
-    NodeProgress,
     PeerCompiles,
     RankFailure,
     RankPlace,
@@ -653,7 +652,7 @@ class _TrackedGang:
     """Nodes on which processes of the gang may still be left."""
     results: list[RankResult] = field(default_factory=list)
     disturbances: list[Disturbance] = field(default_factory=list)
-    progress: dict[str, NodeProgress] = field(default_factory=dict)
+    progress: dict[str, GangProgress] = field(default_factory=dict)
     reported: tuple[int, int] = (0, 0)
 
 
@@ -691,7 +690,7 @@ class GangTracker:
             return []
         gang = self._gangs[event.attempt_id]
         match event:
-            case NodeProgress():
+            case GangProgress():
                 return self._progress(gang, node, event)
             case NodeCompiling():
                 order = PeerCompiles(seconds=event.seconds)
@@ -734,7 +733,7 @@ class GangTracker:
         for other in sorted(gang.waiting - {node}):
             self._order(other, gang.launch.attempt_id, order)
 
-    def _progress(self, gang: _TrackedGang, node: str, event: NodeProgress) -> list[GangEvent]:
+    def _progress(self, gang: _TrackedGang, node: str, event: GangProgress) -> list[GangEvent]:
         gang.progress[node] = event
         is_silent_somewhere = gang.launch.runner.startswith(SCRIPT_RUNNERS)  # then one node speaks for all
         if len(gang.progress) < len(gang.launch.placement.nodes) and not is_silent_somewhere:
@@ -743,15 +742,7 @@ class GangTracker:
         if _position(slowest) <= gang.reported:
             return []
         gang.reported = _position(slowest)
-        return [
-            GangProgress(
-                attempt_id=event.attempt_id,
-                token=event.token,
-                phase=slowest.phase,
-                step=slowest.step,
-                step_time_s=slowest.step_time_s if is_step_time(slowest.step_time_s) else None,
-            )
-        ]
+        return [slowest if is_step_time(slowest.step_time_s) else replace(slowest, step_time_s=None)]
 
     def _gone(
         self,
@@ -779,5 +770,5 @@ class GangTracker:
         ]
 
 
-def _position(progress: NodeProgress) -> tuple[int, int]:
+def _position(progress: GangProgress) -> tuple[int, int]:
     return PHASES.index(progress.phase), progress.step

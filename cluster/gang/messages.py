@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from cluster.base import Deadlines, GangLaunch
+from cluster.base import Deadlines, GangLaunch, GangProgress
 from cluster.hardware.topology import DeviceHandle, Node
 from trials.accelerator.kinds import DeviceKind
 from trials.files import to_json
@@ -264,18 +264,6 @@ Order = GangOrder | Beat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeProgress:
-    """The slowest rank on the node has reached this phase and step."""
-
-    kind: ClassVar[str] = "node_progress"
-    attempt_id: str
-    token: str
-    phase: Phase
-    step: int
-    step_time_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCompiling:
     """A rank on this node has compiled for so long since it was last told."""
 
@@ -309,7 +297,7 @@ class NodeGone:
     """What else the node did while the gang measured; None where that was not looked at."""
 
 
-NodeEvent = NodeProgress | NodeCompiling | NodeFailing | NodeGone
+NodeEvent = GangProgress | NodeCompiling | NodeFailing | NodeGone
 
 
 def line(message: Any) -> bytes:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.base import Deadlines
+from cluster.base import Deadlines, GangProgress
 from cluster.gang.environment import rank_folder, with_master
 from cluster.gang.gang_outcome import MAY_HAVE_A_CAUSE
 from cluster.gang.messages import (
@@ -32,7 +32,6 @@ from cluster.gang.messages import (
     NodeFailing,
     NodeGone,
     NodeLaunch,
-    NodeProgress,
     Order,
     PeerCompiles,
     RankFailure,
@@ -420,7 +419,7 @@ class Warden:
             self._load.enter(slowest.phase)
             os.utime(self._launch.directory)  # shows for how long it held its devices, should the controller die
             self._link.tell(
-                NodeProgress(
+                GangProgress(
                     attempt_id=self._launch.attempt_id,
                     token=self._launch.token,
                     phase=slowest.phase,

@@ -30,6 +30,7 @@ from orchestrator.sweep.state import SweepState, SweepStatus, find_trial, spent_
 from orchestrator.text import one_line, plain
 from orchestrator.tracking.mlflow_tracker import Tracker
 from orchestrator.units import trial_id
+from trials.files import fields_json
 from trials.spec import ScriptModel
 
 # Asks something of a sweep from outside its controller: pause, drain, cancel, retry, confirm, profile.
@@ -52,13 +53,7 @@ class Receipt:
     """Trials to be launched again, confirmed or profiled."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "sweep": self.sweep,
-            "request": self.request,
-            "state": self.state,
-            "controlled": self.is_controlled,
-            "trials": list(self.trials),
-        }
+        return {**fields_json(self, "sweep", "request", "state", "trials"), "controlled": self.is_controlled}
 
 
 def ask(name: str, home: Home, what: Action) -> Receipt:
@@ -185,8 +180,7 @@ class Stopped:
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``pause --json``, ``drain --json`` and ``cancel --json``."""
-        names = ("sweep", "action", "request", "state", "reason")
-        return {**{name: getattr(self, name) for name in names}, "done": self.is_done}
+        return {**fields_json(self, "sweep", "action", "request", "state", "reason"), "done": self.is_done}
 
 
 def stop(name: str, home: Home, action: Action, *, wait: bool, tell: Tell) -> Stopped:
@@ -267,8 +261,8 @@ class Removed:
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``delete --json``."""
-        body = {"sweep": self.sweep, "folder": str(self.folder), "trials": self.num_trials, "bytes": self.num_bytes}
-        return {**body, "mlflow_runs": self.num_runs, "stays": list(self.stays)}
+        body = {"trials": self.num_trials, "bytes": self.num_bytes, "mlflow_runs": self.num_runs}
+        return {**fields_json(self, "sweep", "folder", "stays"), **body}
 
     def lines(self) -> list[str]:
         """The same for people."""

@@ -28,7 +28,7 @@ from orchestrator.sweep.ledger import FILE_NAME, MODE_VARIABLE, Controller, Held
 from orchestrator.sweep.snapshot import CONTROLLER_LOG, Home, is_at_work
 from orchestrator.sweep.state import SweepState
 from orchestrator.text import Follower, plain, tail
-from trials.files import make_private_folder, write_atomically
+from trials.files import fields_json, make_private_folder, write_atomically
 from trials.secrets import RedactingFormatter, redact
 from trials.torch_support import REMEDY, installed_version, problem
 
@@ -374,8 +374,7 @@ class StartedSubmission:
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``submit --detach --json``."""
-        names = ("sweep", "mode", "job", "address", "exit_code")
-        return {**{name: getattr(self, name) for name in names}, "attached": self.is_attached}
+        return {**fields_json(self, "sweep", "mode", "job", "address", "exit_code"), "attached": self.is_attached}
 
 
 def submission_of_file(

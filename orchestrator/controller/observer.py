@@ -21,7 +21,6 @@ from orchestrator.sweep.ledger import (
     Ledger,
     LedgerError,
     LiveProgress,
-    LiveRank,
     Mode,
 )
 from orchestrator.sweep.snapshot import Observer
@@ -69,7 +68,7 @@ class Heartbeat:
     def __init__(self, ledger: Ledger, *, address: str | None, clock: Callable[[], float] = time.time) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._progress: dict[str, LiveRank] = {}
+        self._progress: dict[str, GangProgress] = {}
         self._lease: tuple[tuple[str, ...], str] | None = None
         self._written_at_s = 0.0
         self._checkpoint = CheckpointWriter(ledger)
@@ -88,9 +87,7 @@ class Heartbeat:
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:
         at_s = self._clock()
-        self._progress[str(trial)] = LiveRank(
-            phase=progress.phase, step=progress.step, step_time_s=progress.step_time_s, at_s=at_s
-        )
+        self._progress[str(trial)] = progress
         if at_s - self._written_at_s >= PERIOD_S:
             self._written_at_s = at_s
             self._put(LiveProgress(trials=self._progress))

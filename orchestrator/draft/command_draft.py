@@ -26,7 +26,7 @@ from orchestrator.draft.static_reading import (
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.catalog import recognise, training
 from orchestrator.frameworks.edit import Reading, Run, Training
-from trials.files import read_regular
+from trials.files import fields_json, read_regular
 
 MAX_SIZES = 5
 """Micro-batch sizes that a draft proposes."""
@@ -93,15 +93,8 @@ class ScriptDraft:
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``init --json -- COMMAND``, without the file."""
-        names = ("name", "hardware", "recipe", "global_batch_size", "max_trials")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "run": list(self.run),
-            "env": dict(self.env),
-            "baseline": self.baseline if isinstance(self.baseline, str) else dict(self.baseline),
-            "space": dict(self.space),
-            "not_read": list(self.remarks),
-        }
+        names = ("name", "hardware", "recipe", "global_batch_size", "max_trials", "run", "env", "baseline", "space")
+        return {**fields_json(self, *names), "not_read": list(self.remarks)}
 
 
 def read_command(command: TypedCommand, cwd: Path, *, recipe: str | None, is_gpu: bool, ranks: int) -> DraftedScript:

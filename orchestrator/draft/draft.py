@@ -19,7 +19,7 @@ from orchestrator.search.predictor import Prediction, UnpredictableError, make_p
 from orchestrator.space.rules import check
 from orchestrator.space.space import build_candidate
 from orchestrator.units import num_bytes
-from trials.files import write_atomically
+from trials.files import fields_json, write_atomically
 from trials.legality import DATA_OF_MODEL
 from trials.spec import Candidate, Data, ImageFolderData, RandomData, TextData, Workload
 
@@ -207,14 +207,9 @@ class SweepDraft:
         """The documented JSON form of ``init --json``, without the file."""
         workload, expected = self.choices.workload, self.choices.prediction
         return {
-            "name": self.name,
-            "hardware": self.hardware,
-            "simulated": self.simulated,
-            "differences": list(self.differences),
-            "seq_length": workload.seq_length,
-            "global_batch_size": workload.global_batch_size,
-            "baseline": dict(self.choices.baseline),
-            "space": dict(self.choices.space),
+            **fields_json(self, "name", "hardware", "simulated", "differences"),
+            **fields_json(workload, "seq_length", "global_batch_size"),
+            **fields_json(self.choices, "baseline", "space"),
             "max_trials": self.max_trials,
             "expected": expected.to_json() if expected is not None else None,
         }

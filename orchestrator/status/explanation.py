@@ -30,7 +30,7 @@ from orchestrator.sweep.state import (
 )
 from orchestrator.text import plain, tail
 from orchestrator.units import Virtual, count, signal_name, trial_id
-from trials.files import to_json
+from trials.files import fields_json, to_json
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -384,8 +384,7 @@ class RankLog:
     """Byte after the last line read."""
 
     def to_json(self) -> dict[str, Any]:
-        names = ("rank", "node", "is_here", "is_root_cause", "is_whole")
-        return {**{name: getattr(self, name) for name in names}, "path": str(self.path), "lines": list(self.lines)}
+        return fields_json(self, "rank", "node", "is_here", "is_root_cause", "is_whole", "path", "lines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,12 +401,8 @@ class AttemptLogs:
     """What the ledger keeps of a failure, wherever the logs lie."""
 
     def to_json(self) -> dict[str, Any]:
-        names = ("sweep", "trial", "attempt", "outcome")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "ranks": [log.to_json() for log in self.ranks],
-            "evidence": to_json(self.evidence),
-        }
+        ranks = [log.to_json() for log in self.ranks]
+        return {**fields_json(self, "sweep", "trial", "attempt", "outcome", "evidence"), "ranks": ranks}
 
 
 def attempt_logs(

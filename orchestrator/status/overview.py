@@ -26,6 +26,7 @@ from orchestrator.sweep.snapshot import AT_REST, ENDED, Home, Observer, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
 from orchestrator.text import plain
 from orchestrator.units import count
+from trials.files import fields_json, to_json
 from trials.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def detail(sweep: Snapshot, home: Home) -> dict[str, Any]:
     """:func:`overview`, and what the sweep holds, runs, waits for and has lost."""
     return {
         **overview(sweep, home),
-        "lease": sweep.lease.to_json(),
+        "lease": to_json(sweep.lease),
         "budgets": {spent.name: {"used": spent.used, "limit": spent.limit} for spent in budgets(sweep)},
         "running": [one.to_json() for one in running_trials(sweep)],
         "waiting": list(sweep.state.waiting),
@@ -116,6 +117,10 @@ def detail(sweep: Snapshot, home: Home) -> dict[str, Any]:
             for trial, index, outcome in failures(sweep.state)
         ],
     }
+
+
+PROGRESS = ("phase", "step", "step_time_s")
+"""What documents hold of a running trial's progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,15 +143,9 @@ class RunningTrial:
     def to_json(self) -> dict[str, Any]:
         """Its part of ``status --json``."""
         return {
-            "trial": self.trial,
-            "short_name": self.short_name,
-            "attempt": self.attempt,
-            "phase": self.progress.phase if self.progress else None,
-            "step": self.progress.step if self.progress else None,
-            "step_time_s": self.progress.step_time_s if self.progress else None,
-            "nodes": list(self.nodes),
-            "num_devices": self.num_devices,
-            "launched_at_s": self.launched_at_s,
+            **fields_json(self, "trial", "short_name", "attempt"),
+            **(fields_json(self.progress, *PROGRESS) if self.progress else dict.fromkeys(PROGRESS)),
+            **fields_json(self, "nodes", "num_devices", "launched_at_s"),
         }
 
 
@@ -386,8 +385,8 @@ def changes(sweep: Snapshot, before: Snapshot | None) -> Iterator[dict[str, Any]
 
     Without ``before``, everything is told as it is; with it, only what is new since.
     """
-    lease = sweep.lease.to_json() | {"at_s": sweep.at_s}
-    if before is None or lease != before.lease.to_json() | {"at_s": sweep.at_s}:
+    lease = to_json(sweep.lease) | {"at_s": sweep.at_s}
+    if before is None or lease != to_json(before.lease) | {"at_s": sweep.at_s}:
         yield {"change": "lease", **lease}
     if before is None:
         for trial in sweep.state.trials:
@@ -398,7 +397,7 @@ def changes(sweep: Snapshot, before: Snapshot | None) -> Iterator[dict[str, Any]
                 yield _trial_line(sweep, *place, event.at_s)
     for number, progress in sweep.live.items():
         if before is None or before.live.get(number) != progress:
-            what = {"phase": progress.phase, "step": progress.step, "step_time_s": progress.step_time_s}
+            what = fields_json(progress, *PROGRESS)
             yield {"change": "progress", "at_s": sweep.at_s, "trial": number, **what}
     line = _sweep_line(sweep)
     if before is None or line != _sweep_line(before):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from cluster.base import GangProgress
 from orchestrator import process_support
 from orchestrator.sweep.events import ControllerStarted, LedgerEvent
 from trials.files import CodecError, from_json, is_disk_full, make_private_folder, to_json
@@ -547,23 +548,11 @@ class HeldNodes(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveRank:
-    """What the slowest rank of a running trial was last seen doing."""
-
-    phase: str = "starting"
-    """Phase that its ranks go through, see :data:`trials.outcome.Phase`."""
-    step: int = 0
-    step_time_s: float | None = None
-    at_s: float = 0.0
-    """When it was seen."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveProgress(Document):
     """How far the running trials are."""
 
     name: ClassVar[str] = "live"
-    trials: Mapping[str, LiveRank] = field(default_factory=dict)
+    trials: Mapping[str, GangProgress] = field(default_factory=dict)
     """By the trial's number."""
 
 

@@ -9,7 +9,7 @@ import difflib
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -67,10 +67,6 @@ class Lease:
     waiting: str = ""
     at_s: float | None = None
     priority: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        names = ("wanted", "waiting", "at_s", "priority")
-        return {"nodes": list(self.nodes), **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +192,7 @@ def read_snapshot(ledger: Ledger, since: Snapshot | None = None) -> Snapshot:
         last_seq=entries[-1].seq if entries else seq,
         controller=Controller.read(ledger),
         lease=_lease(HeldNodes.read(ledger) or HeldNodes(), cluster, state, is_held=is_held),
-        live=dict(_progress(state, LiveProgress.read(ledger) or LiveProgress())),
+        live=_live(state, LiveProgress.read(ledger) or LiveProgress()),
         requests=tuple(ledger.requests(state.num_requests)),
         spec=spec,
         is_virtual=cluster.get("kind") == "simulated",
@@ -220,17 +216,9 @@ def _lease(held: HeldNodes, cluster: Mapping[str, Any], state: SweepState, *, is
     )
 
 
-def _progress(state: SweepState, live: LiveProgress) -> Iterator[tuple[int, GangProgress]]:
-    """Numbers of the trials that still run, each with what it was last seen doing."""
-    for number, seen in ((int(key), value) for key, value in live.trials.items()):
-        if number in state.running:
-            token = state.trials[number].attempts[-1].token
-            yield (
-                number,
-                GangProgress(
-                    attempt_id="", token=token, phase=seen.phase, step=seen.step, step_time_s=seen.step_time_s
-                ),
-            )
+def _live(state: SweepState, live: LiveProgress) -> dict[int, GangProgress]:
+    """What the trials that still run were last seen doing, by number."""
+    return {int(key): seen for key, seen in live.trials.items() if int(key) in state.running}
 
 
 class Observer(Protocol):

@@ -51,7 +51,8 @@ def running(name):
 
 SPEC = {"cluster": {"num_nodes": 4}}
 LEASE = {"nodes": ["n1", "n2"], "waiting": "2 more nodes are busy", "at_s": 0.0}
-LIVE = {"trials": {"5": {"phase": "measuring", "step": 7, "step_time_s": 0.2, "at_s": 0.0}}}
+RUNNING = {"attempt_id": "a", "token": "token", "phase": "measuring", "step": 7, "step_time_s": 0.2}
+LIVE = {"trials": {"5": RUNNING}}
 
 
 def keep_running(folder, name="busy"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.base import GangEnded, GangLaunch, GangProgress
 from cluster.gang.gang_outcome import GangTracker, recover
-from cluster.gang.messages import NodeFailing, NodeGone, NodeProgress, RankFailure, line
+from cluster.gang.messages import NodeFailing, NodeGone, RankFailure, line
 from cluster.hardware.topology import Device, Placement
 from trials.files import to_json
 from trials.outcome import Crashed, GangLost
@@ -29,7 +29,7 @@ def node_events(draw):
     identity = {"attempt_id": draw(attempts), "token": draw(tokens)}
     said = draw(st.sampled_from(["progress", "failing", "gone"]))
     if said == "progress":
-        return NodeProgress(**identity, phase="measuring", step=draw(st.integers(1, 9)), step_time_s=0.1)
+        return GangProgress(**identity, phase="measuring", step=draw(st.integers(1, 9)), step_time_s=0.1)
     if said == "failing":
         return NodeFailing(**identity, reason="stale or not")
     return NodeGone(**identity, results=(failure(f"{identity['attempt_id']} {identity['token']}"),))

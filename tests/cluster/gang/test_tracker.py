@@ -9,7 +9,6 @@ from cluster.gang.messages import (
     NodeCompiling,
     NodeFailing,
     NodeGone,
-    NodeProgress,
     PeerCompiles,
     RankFailure,
     StopGang,
@@ -39,7 +38,7 @@ def failed(category, rank=0):
 
 
 def progress(step, phase="measuring"):
-    return NodeProgress(attempt_id="x", token="t", phase=phase, step=step, step_time_s=0.5)
+    return GangProgress(attempt_id="x", token="t", phase=phase, step=step, step_time_s=0.5)
 
 
 def test_the_gang_ends_when_its_last_node_has():

@@ -12,10 +12,22 @@ from cluster.base import Deadlines, GangEnded, GangLaunch
 from cluster.gang.environment import single_node_env
 from cluster.gang.gang_outcome import GangTracker, fold
 from cluster.gang.messages import Blame, NodeGone, NodeLaunch, RankSlot
+from cluster.hardware.discovery import discover_node
 from cluster.hardware.topology import Device, Placement
+from cluster.local import LocalCluster
 from cluster.node.agent import Agent
 from cluster.node.hang import judge, main_thread
-from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
+from tests.cluster.gangs import (
+    PRELOAD,
+    end_of,
+    events_until_end,
+    launch,
+    living,
+    parent,
+    run,
+    wait_for_pids,
+    wait_until,
+)
 from tests.trials.tiny import tiny_spec
 from trials.files import to_json
 from trials.outcome import GangLost, Measured, TimedOut
@@ -93,28 +105,32 @@ STALL_S = 15.0
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("compile_s", "hangs", "deadlines", "why"),
-    [
-        (2 * STALL_S, False, Deadlines(stall_s=STALL_S, warmup_s=STALL_S), None),
-        (2 * STALL_S, True, Deadlines(stall_s=STALL_S), f"no progress for {STALL_S:g} s in phase warmup"),
-        (600, False, Deadlines(stall_s=STALL_S, compile_s=STALL_S), f"compiling took longer than {STALL_S:g} s"),
-    ],
-    ids=["slow", "then-hangs", "for-ever"],
-)
-def test_a_slow_compilation_is_no_stall(local_cluster, compile_s, hangs, deadlines, why):
+def test_a_slow_compilation_is_no_stall(tmp_path):
     """Of rank 1; rank 0 waits for it in a collective. A hang after it is found, and one that never ends as well."""
-    layout, kernels = Layout(dp_replicate=2), Kernels(compile="block", backend="slow")
-    trial = to_json(tiny_spec(layout, kernels=kernels))
-    spec = {"trial": trial, "compile_s": compile_s, "hangs": hangs}
-    end = run(local_cluster, "compiles_slowly", spec=spec, deadlines=deadlines)
-    if why is None:
-        assert isinstance(end.outcome, Measured), end.outcome
-        assert end.outcome.measurement.compile_s > compile_s
-    else:
-        assert isinstance(end.outcome, TimedOut)
-        assert why in end.outcome.evidence.message
-        assert end.outcome.evidence.rank == 1, end.outcome.evidence
+    trial = to_json(tiny_spec(Layout(dp_replicate=2), kernels=Kernels(compile="block", backend="slow")))
+    cases = (
+        (2 * STALL_S, False, Deadlines(stall_s=STALL_S, warmup_s=STALL_S)),
+        (2 * STALL_S, True, Deadlines(stall_s=STALL_S)),
+        (600, False, Deadlines(stall_s=STALL_S, compile_s=STALL_S)),
+    )
+    with LocalCluster(tmp_path, discover_node(num_devices=2 * len(cases)), preload=PRELOAD) as cluster:
+        gangs = []
+        for i, (compile_s, hangs, deadlines) in enumerate(cases):
+            spec = {"trial": trial, "compile_s": compile_s, "hangs": hangs}
+            on = cluster.topology.devices[2 * i : 2 * i + 2]
+            gangs.append(launch(cluster, "compiles_slowly", spec=spec, deadlines=deadlines, on=on))
+        events = events_until_end(cluster, *gangs)
+    ends = {event.attempt_id: event.outcome for event in events if isinstance(event, GangEnded)}
+    slow, hanging, endless = (ends[gang.attempt_id] for gang in gangs)
+    assert isinstance(slow, Measured), slow
+    assert slow.measurement.compile_s > 2 * STALL_S
+    for outcome, why in (
+        (hanging, f"no progress for {STALL_S:g} s in phase warmup"),
+        (endless, f"compiling took longer than {STALL_S:g} s"),
+    ):
+        assert isinstance(outcome, TimedOut), outcome
+        assert why in outcome.evidence.message
+        assert outcome.evidence.rank == 1, outcome.evidence
 
 
 @pytest.mark.exhaustive

@@ -109,24 +109,38 @@ def test_examples_lie_complete_beside_each_other(folder, name):
     assert run("plan", f"{name}.yaml", "--json").exit_code == 0
 
 
-def completed(*words, **environment):
-    line = {"_TUNE_CLUSTER_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    code = "import sys\nfrom orchestrator.cli.main import main\ntry:\n    main(prog_name='tune-cluster')\nfinally:\n"
-    code += "    assert not {'torch', 'ray', 'mlflow', 'numpy'} & set(sys.modules)\n"
-    env = {**os.environ, **line, **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+COMPLETE = """
+import contextlib, io, json, os, sys
+from orchestrator.cli.main import main
+found = []
+for line in sys.argv[1:]:
+    words = line.split()
+    os.environ |= {"_TUNE_CLUSTER_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    shown = io.TextIOWrapper(io.BytesIO())
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        main(prog_name="tune-cluster")
+    found.append([text.partition(",")[2] for text in shown.buffer.getvalue().decode().splitlines() if text])
+assert not {"torch", "ray", "mlflow", "numpy"} & set(sys.modules)
+print(json.dumps(found))
+"""
+
+
+def completed(*lines, **environment):
+    """What the shell offers at the end of each line, from one process."""
+    command = [sys.executable, "-c", COMPLETE, *(f"tune-cluster {line}" for line in lines)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert done.stderr == ""
-    return [text.partition(",")[2] for text in done.stdout.splitlines() if text]
+    return json.loads(done.stdout)
 
 
 def test_the_shell_completes_names_without_heavy_imports(folder):
     proven_home(folder / "tune-cluster-runs")
-    assert completed("tune-cluster", "do") == ["doctor"]
-    assert completed("tune-cluster", "status", "s") == ["story"]
-    assert completed("tune-cluster", "logs", "story", "t00")[:2] == ["t000", "t001"]
-    assert "t001" in completed("tune-cluster", "promote", "story", "--trial", "t00")
-    assert completed("tune-cluster", "export", "--format", "mega") == ["megatron"]
-    assert completed("tune-cluster", "status", "s", TUNE_CLUSTER_HOME="/nowhere") == []
+    lines = ("do", "status s", "logs story t00", "promote story --trial t00", "export --format mega")
+    command, sweep, trials, promoted, format_name = completed(*lines)
+    assert (command, sweep, format_name) == (["doctor"], ["story"], ["megatron"])
+    assert trials[:2] == ["t000", "t001"]
+    assert "t001" in promoted
+    assert completed("status s", TUNE_CLUSTER_HOME="/nowhere") == [[]]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -121,16 +121,24 @@ def test_text_of_others_cannot_steer_the_terminal(tmp_path):
             assert not re.search("[\x00-\x08\x0e-\x1f\x9b]", shown)
 
 
+LOOK = """
+import sys
+from orchestrator.cli.main import main
+for line in ("ps", "status busy", "explain busy 3", "logs busy 3"):
+    try:
+        main([*line.split(), "--home", sys.argv[1]], prog_name="tune-cluster")
+    except SystemExit as ended:
+        assert not ended.code, line
+"""
+
+
 def test_a_home_that_nobody_may_write_to_can_be_looked_at(tmp_path):
     """A real read-only mount: root may write anywhere else."""
     ledger = keep_running(tmp_path)
     ledger.close()
-    commands = ("ps", "status busy", "explain busy 3", "logs busy 3")
-    tool = Path(sys.executable).with_name("tune-cluster")
-    steps = ["mount --bind $0 $0", "mount -o remount,bind,ro $0", "! touch $0/sweeps/busy/x"]
-    steps += [f"{tool} {command} --home $0" for command in commands]
-    script = " && ".join(steps)
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    steps = ["mount --bind $0 $0", "mount -o remount,bind,ro $0", "! touch $0/sweeps/busy/x", '$1 -c "$2" $0']
+    words = ["unshare", "-m", "sh", "-c", " && ".join(steps), tmp_path, sys.executable, LOOK]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if "unshare" in done.stderr:
         pytest.skip(f"no mount namespaces here: {done.stderr}")
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from cluster.base import GangProgress
 from orchestrator.sweep.events import ControllerStarted
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import (
@@ -17,7 +18,6 @@ from orchestrator.sweep.ledger import (
     Ledger,
     LedgerError,
     LiveProgress,
-    LiveRank,
     SweepBusyError,
     Tracking,
 )
@@ -240,7 +240,7 @@ def test_documents_come_back_as_they_were_and_lacking_keys_have_their_defaults(t
         for document in (
             Controller(host="head", pid=7, mode="ray job", job="tune-x", address="head:6379", started_at_s=3.0),
             HeldNodes(nodes=("n1", "n2"), waiting="one more is busy", at_s=4.0),
-            LiveProgress(trials={"5": LiveRank(phase="measuring", step=7, step_time_s=0.2, at_s=1.0)}),
+            LiveProgress(trials={"5": GangProgress(attempt_id="a", token="t", phase="measuring", step=7)}),
             Tracking(uri="http://host:5000"),
         ):
             document.put(ledger)
