@@ -208,7 +208,7 @@ def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) ->
     """
     from orchestrator.doctor import examine
     from orchestrator.sweep.snapshot import Home
-    from orchestrator.terminal.probe_screen import render_doctor
+    from orchestrator.terminal.plan_screen import render_doctor
 
     diagnosed = examine(Home(home), file=file, address=address)
     print_result(as_json, diagnosed.to_json(), lambda: render_doctor(diagnosed))
@@ -320,7 +320,7 @@ def probe(file: Path, home: Path, as_json: bool) -> None:
     """
     from orchestrator.commands.forecast import probe_file
     from orchestrator.sweep.snapshot import Home
-    from orchestrator.terminal.probe_screen import progress, render_probe
+    from orchestrator.terminal.plan_screen import progress, render_probe
 
     with progress() as show:
         probed = probe_file(file, Home(home), show)
@@ -349,7 +349,7 @@ def check(file: Path, address: str | None, home: Path, as_json: bool) -> None:
     """
     from orchestrator.commands.short_run import check_file
     from orchestrator.sweep.snapshot import Home
-    from orchestrator.terminal.probe_screen import render_checked
+    from orchestrator.terminal.plan_screen import render_checked
 
     checked = check_file(file, Home(home), address=address, tell=lambda line: echo(line, err=True))
     print_result(as_json, checked.to_json(), lambda: render_checked(checked))

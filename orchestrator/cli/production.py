@@ -74,7 +74,7 @@ def ui(
       tune-cluster ui quickstart
       tune-cluster ui quickstart --page-only --port 8000
     """
-    from orchestrator.live.serve import Served, serve
+    from orchestrator.live.page_server import Served, serve
     from orchestrator.sweep.snapshot import Home
 
     what = Served(sweep=sweep, port=port, with_mlflow=not page_only, mlflow_host=mlflow_host, mlflow_port=mlflow_port)

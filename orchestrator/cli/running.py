@@ -179,7 +179,7 @@ def _checked(submission: Submission) -> Submission:
     from orchestrator.commands.short_run import check_sweep
     from orchestrator.console import SafeConsole
     from orchestrator.process_support import interruptible
-    from orchestrator.terminal.probe_screen import check_line, expected_line, render_checked
+    from orchestrator.terminal.plan_screen import check_line, expected_line, render_checked
 
     def tell(line: str) -> None:
         echo(f"check: {line}", err=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,65 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from orchestrator import statistics
-from orchestrator.diagnosis.observations import Observation, Table
 from orchestrator.diagnosis.values import KnobEffect
 from orchestrator.objective import Objective
+from orchestrator.space.notation import aligned_params
+from orchestrator.sweep.state import Trial, weighted_step_s
+from trials.outcome import Measurement
+
+IMPLIED = ("world_size",)
+"""Knobs that follow from others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One trial as a row of the table."""
+
+    trial: int
+    values: tuple[tuple[Any, ...], ...]
+    """Values of each group of the table's knobs, in their order."""
+    log_time: float
+    """Logarithm of the step time in seconds, times the objective's weight."""
+    measurement: Measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The trials of a search and the knobs that vary among them."""
+
+    knobs: tuple[tuple[str, ...], ...]
+    """Groups of knobs: those that always changed together, and cannot be told apart, are one group."""
+    rows: tuple[Observation, ...]
+
+
+def tabulate(trials: Iterable[Trial], objective: Objective) -> Table:
+    """The table of the search's trials that were measured."""
+    seen = [(t, t.measurement) for t in trials if t.check is None and t.measurement is not None]
+    params = aligned_params(trial.candidate for trial, _ in seen)
+    names = [name for name in (params[0] if params else ()) if len({str(p[name]) for p in params}) > 1]
+    groups = _aliases(names, params)
+    rows = tuple(
+        Observation(
+            trial=trial.number,
+            values=tuple(tuple(p[name] for name in group) for group in groups),
+            log_time=math.log(weighted_step_s(trial, objective)),
+            measurement=measurement,
+        )
+        for (trial, measurement), p in zip(seen, params, strict=True)
+    )
+    return Table(knobs=groups, rows=rows)
+
+
+def _aliases(names: Sequence[str], params: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """Names of knobs grouped by how they partition the trials; groups of implied knobs alone are left out."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        codes: dict[str, int] = {}
+        partition = tuple(codes.setdefault(str(p[name]), len(codes)) for p in params)
+        groups.setdefault(partition, []).append(name)
+    kept = ([name for name in group if name not in IMPLIED] for group in groups.values())
+    return tuple(tuple(group) for group in kept if group)
+
 
 Array = NDArray[np.float64]
 Value = tuple[Any, ...]
@@ -39,7 +96,7 @@ def main_effects(table: Table, objective: Objective) -> tuple[KnobEffect, ...]:
     found = [
         effect
         for index in range(len(table.knobs))
-        for reference, other in _contrasts(table.measured, index)
+        for reference, other in _contrasts(table.rows, index)
         if (effect := _effect(table, index, reference, other, regression, objective)) is not None
     ]
     return tuple(sorted(found, key=lambda effect: (not effect.is_shown, -effect.ratio)))
@@ -55,7 +112,7 @@ def _contrasts(rows: Sequence[Observation], index: int) -> list[tuple[Value, Val
 def _effect(
     table: Table, index: int, one: Value, other: Value, regression: _Regression | None, objective: Objective
 ) -> KnobEffect | None:
-    pairs = _pairs(table.measured, index, one, other)
+    pairs = _pairs(table.rows, index, one, other)
     estimate = _paired_ratio(pairs, objective) if pairs else None
     if estimate is None and regression is not None:
         estimate = regression.contrast(index, one, other)
@@ -92,7 +149,6 @@ def _paired_ratio(pairs: Sequence[tuple[Observation, Observation]], objective: O
         half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
         return mean, mean - half, mean + half
     (one, other), *_ = pairs
-    assert one.measurement is not None and other.measurement is not None
     ci95 = statistics.speed_ratio(other.measurement, one.measurement, objective).ci95
     return (mean, math.log(ci95.low), math.log(ci95.high)) if ci95 else (mean, None, None)
 
@@ -116,7 +172,7 @@ class _Regression:
     @classmethod
     def of(cls, table: Table) -> _Regression | None:
         """The regression over the measured trials; None where too few are left to tell how well it fits."""
-        rows = table.measured
+        rows = table.rows
         if not rows or not table.knobs:
             return None
         keys = dict.fromkeys((i, row.values[i]) for i, row in itertools.product(range(len(table.knobs)), rows))

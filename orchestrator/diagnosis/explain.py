@@ -11,12 +11,10 @@ from pydantic import ValidationError
 from cluster.hardware.topology import Node, Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.diagnosis.bottlenecks import DiagnosedCase, ProfileOf, diagnose, profiles_of, split
-from orchestrator.diagnosis.effects import main_effects
-from orchestrator.diagnosis.observations import Table, tabulate
+from orchestrator.diagnosis.effects import main_effects, tabulate
 from orchestrator.diagnosis.remedies import ConfirmedRatio, KnobChange, ModelView, changes, meaning, sample, spread
 from orchestrator.diagnosis.values import (
     Diagnosis,
-    Importance,
     KnobEffect,
     StepParts,
     SweepExplanation,
@@ -78,8 +76,7 @@ def explain_sweep(
     legal = tuple(dict.fromkeys([*basis.candidates, *(t.candidate for t in searched)]))
     near = {t.number: _changes(t, legal, state, basis) for t in asked}
     view, unmodelled = _view(state, basis, kept, [c.candidate for found in near.values() for c in found])
-    table = tabulate(kept, state.objective)
-    effects = main_effects(table, state.objective)
+    effects = main_effects(tabulate(kept, state.objective), state.objective)
     diagnoser = _Diagnoser(state, basis, view, unmodelled, effects, _varied(basis, kept))
     return SweepExplanation(
         sweep=state.sweep.sweep,
@@ -90,7 +87,6 @@ def explain_sweep(
         step_parts={t.number: diagnoser.parts(t) for t in _to_split(kept, asked, state) if t.measurement is not None},
         baseline=diagnoser.diagnosis(baseline, "baseline", near[baseline.number]) if baseline else None,
         chosen=diagnoser.diagnosis(chosen, role, near[chosen.number]) if chosen else None,
-        importance=_importance(table),
         effects=effects,
         predictions=compare_predictions(searched, kept),
         limit_bytes=diagnoser.limit_bytes,
@@ -179,12 +175,6 @@ def _view(
     except UnpredictableError as error:
         return None, str(error)
     return ModelView(predictor, kept, known.profile), ""
-
-
-def _importance(table: Table) -> Importance:
-    from orchestrator.diagnosis.importance import importance  # optuna takes seconds to import
-
-    return importance(table)
 
 
 class _Diagnoser:

@@ -208,42 +208,6 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnobImportance:
-    """Share of the variance of log device time per step that a knob explains on its own, with its 95 % interval."""
-
-    knobs: tuple[str, ...]
-    """More than one where they always changed together, so that trials cannot tell them apart."""
-    share: float
-    low: float
-    high: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {"knobs": list(self.knobs), "share": self.share, "low": self.low, "high": self.high}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Importance:
-    """How important the knobs are, the most important first; empty with a reason."""
-
-    knobs: tuple[KnobImportance, ...]
-    num_trials: int
-    """Trials that it rests on."""
-    num_bounds: int = 0
-    """Trials among them that were stopped early, counted with the time they would at least have taken."""
-    reason: str = ""
-    """Why nothing can be said; empty where something is."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "method": "fANOVA",
-            "num_trials": self.num_trials,
-            "num_stopped_early": self.num_bounds,
-            "reason": self.reason,
-            "knobs": [knob.to_json() for knob in self.knobs],
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KnobEffect:
     """Speed with one value of a knob over that with another, all else equal."""
 
@@ -365,7 +329,6 @@ class SweepExplanation:
     """Diagnosis of the baseline; None where it was not measured."""
     chosen: Diagnosis | None
     """Diagnosis of the trial asked for, else of the winner; None where that is the baseline."""
-    importance: Importance
     effects: tuple[KnobEffect, ...]
     """What single knobs did, the largest effect first."""
     predictions: Predictions
@@ -380,7 +343,7 @@ class SweepExplanation:
     is_script: bool = False
     """Whether a program of the user's own is trained."""
     num_looked_at: int = 0
-    """Trials that importance, effects and the cost model's fit rest on: fewer where the sweep is long."""
+    """Trials that effects and the cost model's fit rest on: fewer where the sweep is long."""
 
     @property
     def diagnosed(self) -> Diagnosis | None:
@@ -403,7 +366,6 @@ class SweepExplanation:
             "baseline": self.baseline.to_json() if self.baseline else None,
             "chosen": self.chosen.to_json() if self.chosen else None,
             "bottleneck": self.bottleneck.kind if self.bottleneck else None,
-            "importance": self.importance.to_json(),
             "effects": [effect.to_json() for effect in self.effects],
             "predictions": self.predictions.to_json(),
             "limit_bytes": self.limit_bytes,

@@ -32,8 +32,8 @@ from orchestrator.sweep.ledger import FILE_NAME, LedgerError
 from orchestrator.sweep.snapshot import AT_REST, Home, Phase, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, find_trial, nodes_of
 from orchestrator.text import Follower, plain
-from orchestrator.units import chance, signal_name, watermark, watermark_line
-from trials.outcome import Evidence, Measurement
+from orchestrator.units import watermark, watermark_line
+from trials.outcome import Measurement
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -429,10 +429,9 @@ def trial_document(home: Home, sweep: str, number: int, invocation: Invocation) 
     lines = [*found.proof, *(findings_lines(measurement.findings) if measurement else ())]
     is_measured = measurement is not None or lines
     attempts = table_of(ATTEMPT_COLUMNS, map(_attempt, found.attempts), "Attempts")
-    blamed = _blamed(found.attempts[-1], evidence) if evidence else ""
     html = {
         "why": fragment("why", trial, change_table(found.changed), _predicted(found)),
-        "failed": fragment("failed", found, evidence, blamed),
+        "failed": fragment("failed", found, evidence),
         "measured": fragment("measured", *_measured(found), lines) if is_measured else "",
         "attempts": fragment("attempts", attempts),
         "configuration": fragment("configuration", knobs),
@@ -478,12 +477,8 @@ def _measured(found: Explanation) -> tuple[dict[str, str], list[str]]:
 
 
 def _predicted(found: Explanation) -> str:
-    expected = found.trial.expected
-    if expected is None:
-        return ""
-    fits = f"; fits with a probability of {chance(expected.probability_fits)}" if expected.probability_fits < 1 else ""
-    text = f"step time {units.milliseconds(expected.step_time_s)}, give or take {expected.log_spread:.0%}{fits}"
-    return text if found.surprise is None else f"{text}; measured over predicted {found.surprise:.2f}x"
+    ratio = "" if found.surprise is None else f"; measured over predicted {found.surprise:.2f}x"
+    return f"{found.expected}{ratio}" if found.expected else ""
 
 
 def _curves(measurement: Measurement) -> dict[str, list[float]]:
@@ -510,14 +505,6 @@ def _attempt(one: AttemptExplanation) -> Sequence[str]:
         units.device_time(attempt.device_seconds),
         "; ".join(map(plain, one.consequences)),
     )
-
-
-def _blamed(one: AttemptExplanation, evidence: Evidence) -> str:
-    """Where and how it failed; empty if it was ended on purpose."""
-    rank = f"rank {evidence.rank}" if evidence.rank is not None else ""
-    where = " on ".join(part for part in (rank, evidence.node or "") if part)
-    ended = signal_name(evidence.exit_code) or (f"exit code {evidence.exit_code}" if evidence.exit_code else "")
-    return "" if one.is_blameless else plain(", ".join(filter(None, (where, evidence.error_type or "", ended))))
 
 
 def _trial_commands(found: Explanation, invocation: Invocation) -> Iterator[tuple[str, str]]:

@@ -225,7 +225,8 @@ def make_report(
         invocation: how to write commands.
     """
     sources = sources or Sources()
-    order = [name for knob in explanation.importance.knobs for name in knob.knobs] if explanation else []
+    effects = explanation.effects if explanation else ()
+    order = list(dict.fromkeys(name for effect in effects for name in effect.knobs))
     recorded, uri = sources.recorded, summary.tracking_uri
     short = make_short_report(state, summary, explanation)
     return Report(

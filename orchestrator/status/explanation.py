@@ -72,6 +72,17 @@ class AttemptExplanation:
         """Where and how it failed; None while it runs and where it was measured."""
         return getattr(self.attempt.outcome, "evidence", None)
 
+    @property
+    def blamed(self) -> str:
+        """Where and how it failed: ``rank 3 on node1, RuntimeError, exit code 1``; empty if it was ended on purpose."""
+        evidence = self.evidence
+        if evidence is None or self.is_blameless:
+            return ""
+        rank = f"rank {evidence.rank}" if evidence.rank is not None else ""
+        where = " on ".join(filter(None, (rank, evidence.node)))
+        code = signal_name(evidence.exit_code) or (f"exit code {evidence.exit_code}" if evidence.exit_code else "")
+        return plain(", ".join(filter(None, (where, evidence.error_type, code))))
+
     def to_json(self) -> dict[str, Any]:
         """Its part of ``explain --json``."""
         outcome = self.attempt.outcome
@@ -116,6 +127,16 @@ class Explanation:
     @property
     def measurement(self) -> Measurement | None:
         return self.trial.measurement
+
+    @property
+    def expected(self) -> str:
+        """The step time and memory expected when it was proposed; empty where nothing was predicted."""
+        expected = self.trial.expected
+        if expected is None:
+            return ""
+        step = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
+        peak = "" if expected.peak_bytes is None else f"peak {units.num_bytes(expected.peak_bytes)}, "
+        return f"{step}, {peak}fits with a probability of {units.chance(expected.probability_fits)}"
 
     @property
     def surprise(self) -> float | None:

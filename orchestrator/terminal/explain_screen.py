@@ -13,7 +13,6 @@ from orchestrator.diagnosis.values import (
     PART_NAMES,
     Bottleneck,
     Diagnosis,
-    Importance,
     KnobEffect,
     Part,
     PartName,
@@ -27,14 +26,13 @@ from orchestrator.status.explanation import AttemptExplanation, Explanation
 from orchestrator.sweep.state import Trial, nodes_of
 from orchestrator.terminal.fitted import FittedTable, indented, label_grid, mark, section, status_text
 from orchestrator.text import one_line, plain
-from orchestrator.units import chance, count, signal_name
+from orchestrator.units import count
 from trials.outcome import Evidence
 
 # The explanation of a sweep on the terminal: where the time goes, what holds it back, which knob matters, how good
 # the predictions were.
 
 
-MAX_KNOBS = 8
 MAX_EFFECTS = 8
 MAX_OTHERS = 4
 BAR_WIDTH = 10
@@ -69,7 +67,7 @@ def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
     sections.append(
         section(
             "Which knob matters",
-            Group(_knobs(explained.importance, explained.effects, explained.unit), *_left_out(explained)),
+            Group(_effects(explained.effects, explained.unit), *_left_out(explained)),
         )
     )
     sections.append(section(f"Expected and {explained.virtual or 'measured'}", _predictions(explained.predictions)))
@@ -236,35 +234,9 @@ def _gain(one: Bottleneck) -> str:
     return f"at least {units.floor(gain)}x, {trial} was measured {how}{more}"
 
 
-def _knobs(importance: Importance, effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
-    parts: list[RenderableType] = [_importance(importance)]
-    if effects:
-        parts += [Text(""), _effects(effects, unit)]
-    return Group(*parts)
-
-
-def _importance(importance: Importance) -> RenderableType:
-    if importance.reason:
-        return Text(importance.reason)
-    columns = (
-        Column(title="", name="knob", min_width=20),
-        Column(title="", name="share", is_number=True),
-        Column(title="", name="interval", priority=6, mood="rest"),
-        Column(title="", name="bars", priority=5),
-    )
-    grid = FittedTable(columns=columns)
-    for knob in importance.knobs[:MAX_KNOBS]:
-        bar = Text("█" * round(2 * BAR_WIDTH * knob.share), style="cyan")
-        interval = f"{knob.low:.0%} {units.DASH} {knob.high:.0%}"
-        grid.add_row(" + ".join(knob.knobs), f"{knob.share:.0%}", interval, bar)
-    rest = len(importance.knobs) - MAX_KNOBS
-    bounds = f", {importance.num_bounds} of them stopped early" if importance.num_bounds else ""
-    note = f"share of the variance of log step time, {importance.num_trials} trials{bounds}; 95 % by bootstrap"
-    more = [Text(f"and {rest} more knobs", style="dim")] if rest > 0 else []
-    return Group(grid, *more, Text(note, style="dim"))
-
-
 def _effects(effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
+    if not effects:
+        return Text("no two trials show what a single knob did")
     columns = (
         Column(title="", name="change", min_width=24),
         Column(title="", name="speed", is_number=True),
@@ -360,11 +332,8 @@ def _proposed(explained: Explanation) -> RenderableType:
     grid.add_row("why", Text(plain(trial.reason)))
     if explained.changed:
         grid.add_row("changed", Text(units.changes_words(explained.changed)))
-    if expected := trial.expected:
-        words = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
-        peak = "" if expected.peak_bytes is None else f"peak {units.num_bytes(expected.peak_bytes)}, "
-        memory = f"{peak}fits with a probability of {chance(expected.probability_fits)}"
-        grid.add_row("expected", Text(f"{words}, {memory}"))
+    if explained.expected:
+        grid.add_row("expected", Text(explained.expected))
     if measured:
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
         peak = f", peak {peak_memory(measured)}" if measured.peak_bytes else ""
@@ -393,7 +362,7 @@ def _attempt(explanation: AttemptExplanation) -> Iterable[RenderableType]:
     charged = f", {units.device_time(attempt.device_seconds)} charged" if attempt.outcome else " so far"
     grid.add_row("took", Text(f"{units.duration(explanation.duration_s)}{charged}"))
     if explanation.evidence:
-        for label, words in _evidence(explanation.evidence, is_blameless=explanation.is_blameless):
+        for label, words in _evidence(explanation.evidence, explanation.blamed):
             grid.add_row(label, words)
     for i, line in enumerate(explanation.consequences):
         grid.add_row("so" if i == 0 else "", Text(line))
@@ -402,12 +371,8 @@ def _attempt(explanation: AttemptExplanation) -> Iterable[RenderableType]:
     yield indented(grid)
 
 
-def _evidence(evidence: Evidence, *, is_blameless: bool) -> Iterable[tuple[str, Text]]:
-    rank = f"rank {evidence.rank}" if evidence.rank is not None else ""
-    where = " on ".join(part for part in (rank, evidence.node or "") if part)
-    ended = signal_name(evidence.exit_code) or (f"exit code {evidence.exit_code}" if evidence.exit_code else "")
-    blamed = ", ".join(part for part in (where, plain(evidence.error_type or ""), ended) if part)
-    if blamed and not is_blameless:
+def _evidence(evidence: Evidence, blamed: str) -> Iterable[tuple[str, Text]]:
+    if blamed:
         yield "blamed", Text(blamed)
     yield "because", Text(plain(evidence.message.strip()), style="red")
     for i, line in enumerate(evidence.log_tail[-MAX_LOG_LINES:]):

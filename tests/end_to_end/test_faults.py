@@ -46,13 +46,11 @@ def repaired(cluster):
 
 
 SWEEPS = (
-    ("agent killed", "rank killed"),
-    ("warden killed", "raylet killed", "controller killed"),
+    ("agent killed", "rank killed", "disk full"),
+    ("warden killed", "raylet killed", "MLflow away"),
+    ("node frozen", "controller killed", "controller and supervisor killed"),
     ("link cut", "head killed"),
-    ("node frozen", "controller and supervisor killed"),
     ("collective hangs",),
-    ("disk full",),
-    ("MLflow away",),
 )
 """Faults of one sweep, one after the other: all but the last leave the gang they hit to be launched again."""
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cluster.base import GangProgress
 from cluster.hardware.topology import describe_topology, uniform_topology
 from orchestrator.controller.step import ALLOWANCE, EarlyStop
-from orchestrator.diagnosis.observations import tabulate
+from orchestrator.diagnosis.effects import tabulate
 from orchestrator.objective import Objective
 from orchestrator.proof.next_check import choose_finalists
 from orchestrator.proof.progress import confirmation, confirmed_step_times

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from orchestrator import units
-from orchestrator.diagnosis.values import KnobEffect, KnobImportance, PartName, StepParts
+from orchestrator.diagnosis.values import KnobEffect, PartName, StepParts
 from orchestrator.proof.loss_gate import Curve
 from orchestrator.report import words
 from orchestrator.report.curves import Finalist, GateCurves, History, ParallelCoordinates, SpeedPoint, front
@@ -451,7 +451,7 @@ def _gate_title(trial: int, report: GateReport | None) -> str:
 _BAR_IN = 6.0
 """Length of the longest bar in inches."""
 MAX_KNOBS = 10
-"""Knobs whose importance is drawn."""
+"""Knobs whose largest effect is drawn."""
 
 COLORS: Mapping[PartName, str] = {
     "compute": BLUE,
@@ -543,46 +543,41 @@ def part_words(name: PartName) -> str:
     return name.replace("forward_backward", "forward and backward").replace("_", " ")
 
 
-def plot_importance(knobs: Sequence[KnobImportance], effects: Sequence[KnobEffect] = ()) -> Figure:
-    """A bar per knob with its interval, most important first, and its largest effect beside it."""
-    shown = sorted(knobs, key=lambda knob: -knob.share)[:MAX_KNOBS]
-    largest = {effect.knobs: effect for effect in reversed(effects)}
-    what = "share of the differences in speed between trials that a knob explains, with its 95 % interval"
-    figure = new_figure(_importance_title(shown), what, 0.85 + 0.28 * max(1, len(shown)))
+def plot_effects(effects: Sequence[KnobEffect], unit: str) -> Figure:
+    """A bar per knob, as long as its largest effect, with its interval; in the order of ``effects``."""
+    largest: dict[tuple[str, ...], KnobEffect] = {}
+    for effect in effects:
+        largest.setdefault(effect.knobs, effect)
+    shown = list(largest.values())[:MAX_KNOBS]
+    what = f"gain in {unit} of one value of a knob over another, all else equal, with its 95 % interval"
+    figure = new_figure(_effects_title(shown), what, 0.85 + 0.28 * len(shown))
     axes = add_axes(figure, left_in=2.1, right_in=3.0, bottom_in=0.1, top_in=0.65)
     axes.set_axis_off()
-    longest = max((knob.high for knob in shown), default=0.0) or 1.0
+    longest = max(min(effect.high or effect.ratio, 2 * effect.ratio) for effect in shown) - 1 or 1.0
     axes.set_xlim(0, longest)
-    axes.set_ylim(max(len(shown), 1) - 0.4, -0.6)
-    for row, knob in enumerate(shown):
-        (drawn,) = axes.barh(row, knob.share, height=0.6, color=BLUE if row == 0 else SKY, linewidth=0)
-        interval = f"{knob.low:.0%} {units.DASH} {knob.high:.0%}"
-        effect = largest.get(knob.knobs)
-        note = _effect_note(effect, 99.0)
-        entitle(drawn, [f"{_joined(knob.knobs)}: {knob.share:.0%} ({interval}){note}"], element="g")
-        axes.hlines(row, knob.low, knob.high, color=DIM, linewidth=1.2)
-        axes.text(-0.015 * longest, row, fitting(_joined(knob.knobs), 1.9, 9), ha="right", va="center", size=9)
-        words = fitting(f"  {knob.share:.0%}{_effect_note(effect, 0.9)}", 2.9, 8)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    for row, effect in enumerate(shown):
+        color = BLUE if effect.is_shown else SKY
+        (drawn,) = axes.barh(row, effect.ratio - 1, height=0.6, color=color, linewidth=0)
+        entitle(drawn, [f"{_joined(effect.knobs)}: {_effect_words(effect, 99.0)}"], element="g")
+        if effect.low is not None and effect.high is not None:
+            axes.hlines(row, max(0.0, effect.low - 1), min(longest, effect.high - 1), color=DIM, linewidth=1.2)
+        axes.text(-0.015 * longest, row, fitting(_joined(effect.knobs), 1.9, 9), ha="right", va="center", size=9)
+        words = fitting(f"  {_effect_words(effect, 0.9)}", 2.9, 8)
         axes.text(1.02 * longest, row, words, ha="left", va="center", size=8, color=DIM)
     return figure
 
 
-def _importance_title(shown: Sequence[KnobImportance]) -> str:
-    if not shown:
-        return "No knob matters"
-    first, *others = shown
-    share = f"{first.share:.0%} of the differences"
-    if any(other.high > first.low for other in others):
-        return f"No knob is shown to matter most; {_joined(first.knobs)} explains {share}"
-    return f"{_joined(first.knobs)} matters most: {share}"
+def _effects_title(shown: Sequence[KnobEffect]) -> str:
+    first = shown[0]
+    gain = f"{units.short_ratio(first.ratio, first)} by {_joined(first.knobs)}"
+    return f"Largest gain of a single knob: {gain}" if first.is_shown else "No knob is shown to matter by itself"
 
 
-def _effect_note(effect: KnobEffect | None, room_in: float) -> str:
-    """What changing the knob brings; values are cut to the room in inches."""
-    if effect is None:
-        return ""
+def _effect_words(effect: KnobEffect, room_in: float) -> str:
+    """The gain of a change; its values are cut to the room in inches."""
     after, before = (fitting(_joined(values), room_in, 8) for values in (effect.after, effect.before))
-    return f"; {after} is {effect.ratio:.2f}x as fast as {before}"
+    return f"{units.short_ratio(effect.ratio, effect)}, {after} over {before}"
 
 
 def _joined(values: Iterable[object]) -> str:

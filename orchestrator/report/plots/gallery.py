@@ -58,9 +58,9 @@ def _step_plots(report: Report) -> Iterator[Plot]:
     if shown:
         yield Plot(name="breakdown", draw=lambda: charts.plot_breakdown(shown))
     explanation = report.explanation
-    if explanation is not None and explanation.importance.knobs:
-        knobs, effects = explanation.importance.knobs, explanation.effects
-        yield Plot(name="importance", draw=lambda: charts.plot_importance(knobs, effects))
+    if explanation is not None and explanation.effects:
+        effects, unit = explanation.effects, explanation.unit
+        yield Plot(name="effects", draw=lambda: charts.plot_effects(effects, unit))
 
 
 def _proof_plots(report: Report) -> Iterator[Plot]:

@@ -1,4 +1,4 @@
-"""What all trials together tell: importance and effect of planted knobs, predictions held against measurements."""
+"""What all trials together tell: effects of planted knobs, predictions held against measurements."""
 
 import io
 import itertools
@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from orchestrator.diagnosis.effects import main_effects
+from orchestrator.diagnosis.effects import main_effects, tabulate
 from orchestrator.diagnosis.explain import Basis, _view, explain_sweep
-from orchestrator.diagnosis.importance import importance
-from orchestrator.diagnosis.observations import tabulate
 from orchestrator.diagnosis.remedies import MAX_TRIALS, sample
 from orchestrator.diagnosis.values import compare_predictions
 from orchestrator.objective import Objective
@@ -22,7 +20,7 @@ from orchestrator.sweep.events import PredictedResult
 from orchestrator.terminal.explain_screen import render_sweep_explanation
 from tests.orchestrator.diagnosis.diagnosed import O1, basis, llama, simulate, sweep
 from tests.support.story import evidence, measured
-from trials.outcome import OutOfMemory, StoppedEarly
+from trials.outcome import OutOfMemory
 from trials.spec import Candidate, Kernels, Layout, Loader, OwnChoice, Precision
 
 LOG_GAIN = 0.7
@@ -50,23 +48,10 @@ def predictions(state):
     return compare_predictions(state.searched(), state.searched())
 
 
-def test_importance_finds_the_planted_knob_and_says_how_sure_it_is():
-    found = importance(tabulate(planted().searched(), Objective()))
-    first = found.knobs[0]
-    assert (first.knobs, found.num_trials) == (("precision",), 24)
-    assert first.share > 0.7
-    assert first.low < first.share < first.high
-    shares = {knob.knobs[0]: knob.share for knob in found.knobs}
-    assert shares["compile"] < 0.1 and shares["micro_batch_size"] < 0.3
-    together = [knob.knobs for knob in found.knobs if len(knob.knobs) > 1]
-    assert together == [("num_workers", "prefetch_factor")], "no trial tells these apart"
-
-
-def test_too_few_trials_are_said_to_be_too_few():
-    found = importance(tabulate(planted(FACTORIAL[::5]).searched(), Objective()))
-    assert found.knobs == ()
-    assert found.reason == "shares of the variance need 10 trials where 4 knobs varied; there are 5"
-    assert importance(tabulate([], Objective())).reason == "no knob varied over the trials"
+def test_knobs_that_always_changed_together_are_one_line_and_nothing_is_said_of_no_trials():
+    found = tabulate(planted().searched(), Objective()).knobs
+    assert [knobs for knobs in found if len(knobs) > 1] == [("num_workers", "prefetch_factor")]
+    assert main_effects(tabulate([], Objective()), Objective()) == ()
 
 
 def test_effects_come_from_pairs_that_differ_in_nothing_else():
@@ -104,18 +89,6 @@ def test_own_knobs_that_a_trial_inherits_are_a_value_of_theirs():
         assert {group[0] for group in table.knobs} == {"micro_batch_size", "--dtype"}
         assert [effect.num_pairs for effect in main_effects(table, Objective())] == [1, 1]
         assert set(coordinates(state).knobs) == {"micro_batch_size", "--dtype"}
-
-
-def test_trials_stopped_early_count_with_the_least_they_would_have_taken():
-    slow = StoppedEarly(
-        step_times_s=(9.0,), at_least_s=9.0, incumbent=0, saved_device_seconds=1.0, evidence=evidence("slow")
-    )
-    candidates = [Candidate(micro_batch_size=size) for size in (1, 2)]
-    table = tabulate(sweep(candidates, [measured(1.0), slow]).searched(), Objective())
-    assert [round(math.exp(row.log_time), 6) for row in table.rows] == [1.0, 9.0]
-    assert len(table.measured) == 1
-    assert importance(table).num_bounds == 1
-    assert main_effects(table, Objective()) == ()
 
 
 def expectation(step_s, peak=2e8, spread=0.05, fits=1.0):
@@ -164,7 +137,7 @@ def test_of_a_long_sweep_a_sample_is_looked_at_that_shows_what_single_knobs_did(
 def test_the_explanation_of_a_long_sweep_says_that_it_rests_on_a_sample():
     state = planted(LONG, noise=0.3)
     explained = explain_sweep(state, Basis())
-    assert explained.num_trials == len(LONG) > explained.num_looked_at == explained.importance.num_trials
+    assert explained.num_trials == len(LONG) > explained.num_looked_at
     assert {explained.baseline.trial, explained.chosen.trial} <= set(explained.step_parts)
     shown = Console(record=True, width=80, file=io.StringIO())
     shown.print(render_sweep_explanation(explained))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from cluster.processes import python_module
-from orchestrator.live.serve import Archive
+from orchestrator.live.page_server import Archive
 from orchestrator.sweep.ledger import Recorded
 from tests.support.cli_homes import run
 from tests.support.mlflow_store import new_store

@@ -176,12 +176,6 @@ def next_of(state):
     return [one.purpose for one in make_report(state, summarize(state, "")).commands]
 
 
-def test_a_gain_of_the_search_alone_is_called_that():
-    sweep = fold(events(speeds(0.1, 0.08)))
-    assert headline(sweep, summarize(sweep, "")).endswith("As the search measured it, not confirmed.")
-    assert "confirm" in next_of(sweep)
-
-
 def test_a_sweep_without_a_baseline_is_not_to_be_confirmed_but_mended():
     sweep = fold(events([failures()["crashed"], measured(), measured()]))
     assert {"logs", "story", "retry"} <= set(next_of(sweep))

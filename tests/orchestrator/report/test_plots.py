@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from orchestrator.diagnosis.values import KnobEffect, KnobImportance, Part, StepParts
+from orchestrator.diagnosis.values import KnobEffect, Part, StepParts
 from orchestrator.report.curves import (
     Finalist,
     GateCurves,
@@ -47,16 +47,15 @@ def many_lines(num_trials: int) -> ParallelCoordinates:
     return ParallelCoordinates(knobs=tuple(knobs), values=values, lines=lines, speeds=speeds)
 
 
-def importance():
+def effects():
+    """Gains from certain to unknown, of knobs with long names and values."""
     names = sorted(KNOB_NAMES, key=len)[-10:]
-    effect = KnobEffect(
-        knobs=(names[0], names[1]), before=(LONG_VALUE,) * 2, after=(LONG_VALUE,) * 2, ratio=1.5, low=1.2, high=1.9,
-        num_pairs=2,
-    )  # fmt: skip
-    knobs = [
-        KnobImportance(knobs=(name, names[0]), share=0.3 / (i + 1), low=0.0, high=0.6) for i, name in enumerate(names)
+    values = {"before": (LONG_VALUE,) * 2, "after": (LONG_VALUE,) * 2}
+    intervals = [(1.2, 1.9), (1.01, 9.0), (0.8, 1.6), (None, None)]
+    return [
+        KnobEffect(knobs=(name, names[0]), ratio=1.5, low=low, high=high, num_pairs=i, **values)
+        for i, (name, (low, high)) in enumerate(zip(names, intervals * 3, strict=False))
     ]
-    return [KnobImportance(knobs=effect.knobs, share=0.5, low=0.1, high=0.9), *knobs], [effect]
 
 
 def steps():
@@ -76,7 +75,7 @@ def plots(num_trials: int):
         "pareto": lambda: charts.plot_pareto(found.measured, "tokens/s/p", 60 * 2**30),
         "parallel": lambda: charts.plot_coordinates(many_lines(num_trials), "tokens/s/p"),
         "breakdown": lambda: charts.plot_breakdown(steps()),
-        "importance": lambda: charts.plot_importance(*importance()),
+        "effects": lambda: charts.plot_effects(effects(), "tokens/s/p"),
         "rounds": lambda: charts.plot_rounds(several, "who is faster"),
         "gate": lambda: charts.plot_gate(curves, None),
     }

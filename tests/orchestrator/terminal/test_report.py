@@ -57,26 +57,6 @@ def test_shown_commands_can_be_typed_as_they_stand(monkeypatch):
     assert Invocation.current(Path("tune-cluster-runs")).command("status") == "tune-cluster status"
 
 
-def test_the_report_tells_the_fastest_changes_failures_and_what_to_do_next():
-    shown = full_report(state(all_kinds()))
-    assert "1.25x (1.23x – 1.27x) the speed of your present configuration: t001 at 3,200 tokens/s/p" in shown  # noqa: RUF001
-    assert re.search(r"fastest +t001 [^\n]*\n[^\n]*step 80 ms, 6,400 tokens/s, 3,200 tokens/s/p, 2 of 2 devices", shown)
-    assert re.search(r"baseline +t000 [^\n]*\n[^\n]*step 100 ms, 5,120 tokens/s, 2,560 tokens/s/p", shown)
-    assert re.search(r"dp_replicate +2 +→ +1", shown)
-    assert re.search(r"zero_stage +0 +→ +2", shown)
-    assert re.search(r"out of memory +t003\n +rank 0 on host: boom", shown)
-    assert re.search(r"gang lost +t008\n +rank 0 on host: boom", shown)
-    for command in ("ui story", "report story", "promote story --name"):
-        assert f"tune-cluster {command}" in shown
-
-
-def test_trials_are_sorted_by_speed_with_failures_last():
-    rows = re.findall(
-        r"^ +(t\d{3}) +\S.*(?:measured|oom|out of memory|infeasible)", full_report(state(all_kinds())), re.M
-    )
-    assert rows[:4] == ["t001", "t000", "t002", "t003"]
-
-
 def test_a_tie_says_keep_what_you_have():
     shown = full_report(state(speeds(0.1, 0.0999)))
     assert "Keep what you have: t001" in shown
@@ -86,10 +66,6 @@ def test_a_tie_says_keep_what_you_have():
 
 def test_a_baseline_nothing_beats_says_keep_what_you_have():
     assert "Keep what you have: nothing measured is faster" in full_report(state(speeds(0.1, 0.2)))
-
-
-def test_nothing_measured_is_said():
-    assert "Nothing was measured." in full_report(state(failures().values()))
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
@@ -193,14 +169,6 @@ def test_drawing_never_stops_a_sweep():
 
     with LiveView(Console(file=Broken())) as view:
         view.on_state(state(speeds(0.1), finished=False))
-
-
-def test_markdown_begins_with_the_result():
-    sweep = state(speeds(0.1, 0.08))
-    lines = report_markdown(made(sweep)).splitlines()
-    said = "1.25x (1.23x – 1.27x) the speed of your present configuration: t001 at 3,200 tokens/s/p."  # noqa: RUF001
-    assert lines[0] == f"**{said} As the search measured it, not confirmed.**"
-    assert any(line.startswith("| fastest | t001 |") for line in lines)
 
 
 FOUND_WORDS = (

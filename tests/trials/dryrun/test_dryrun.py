@@ -161,18 +161,11 @@ def test_layers_are_extrapolated() -> None:
     _assert_extrapolation_is_exact(spec, [0])
 
 
-EVERY_STAGE = (
-    "1f1b",
-    "gpipe",
-    "interleaved",
-    "zbv",
-    "1f1b, uneven",
-    "1f1b, an empty stage",
-    "interleaved, uneven chunks",
-)
+EVERY_STAGE = ("1f1b, uneven", "1f1b, an empty stage", "gpipe", "interleaved, uneven chunks", "zbv")
 """Pipelines of which all stages are compared: one of each schedule, and those with unlike stages."""
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_are_extrapolated(name: str) -> None:
