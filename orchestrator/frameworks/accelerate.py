@@ -13,7 +13,6 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -673,10 +672,6 @@ def _trial_mode(overlay: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - 
     return trackers_off(edit)
 
 
-def _find_files(argv: Words, cwd: str) -> dict[str, str]:
-    return {name: str(Path(path)) for name, path in find_launch_files(argv, cwd).items()}
-
-
 TRAINING = Training(
     name="accelerate",
     title="Accelerate",
@@ -686,7 +681,7 @@ TRAINING = Training(
     takes_own_names=True,
     log=LogFormat(name="accelerate"),
     recognises=_recognises,
-    find_files=_find_files,
+    find_files=find_launch_files,
     read=_read,
     overlay=_overlay,
     trial_mode=_trial_mode,

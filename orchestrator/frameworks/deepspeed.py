@@ -62,6 +62,7 @@ from orchestrator.frameworks.spelling import (
     tree,
 )
 from orchestrator.frameworks.trainer import (
+    SHORT,
     edit_of,
     expected_of,
     opened,
@@ -91,7 +92,6 @@ _BF16, _BF16_OVERFLOW = f"{FILE}:bf16.enabled", f"{FILE}:bf16.check_grad_overflo
 _FP16 = f"{FILE}:fp16.enabled"
 _SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis")
 _COMMUNICATION, _ACCUMULATED = f"{FILE}:communication_data_type", f"{FILE}:data_types.grad_accum_dtype"
-_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 _OPTIMIZER = "workload.optimizer"
 _PARAMS = f"{FILE}:optimizer.params"
 _BETAS = f"{_PARAMS}.betas"
@@ -256,7 +256,7 @@ def _write_precision(draft: Draft) -> None:
     if draft.settings[_AUTOCAST]:
         _write_autocast(draft, precision.dtype)
     if draft.is_export and is_half:
-        reduced = _SHORT[precision.dtype] if holds_plain(layout) or layout.world_size == 1 else "fp32"
+        reduced = SHORT[precision.dtype] if holds_plain(layout) or layout.world_size == 1 else "fp32"
         draft.settings |= {_COMMUNICATION: reduced, _ACCUMULATED: reduced}
     if draft.is_export and draft.settings[_BF16]:
         draft.settings[_BF16_OVERFLOW] = False

@@ -334,7 +334,7 @@ class FrameworkTable:
         self.check(edit, request)
         said = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
         spoken = [note.knob for note in edit.notes if note.severity == "error"]
-        wrong = [note for note in contradictions(request, reading) if not any(_touch(note.knob, k) for k in spoken)]
+        wrong = [note for note in contradictions(request, reading) if not any(touch(note.knob, k) for k in spoken)]
         edit.notes = list(dict.fromkeys([*edit.notes, *said, *wrong]))
         return edit.overlay()
 
@@ -433,7 +433,7 @@ def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
         _error(path, "this framework is not told of it")
         for path, value in asked.items()
         if not _is_said(path, said.values)
-        and any(_touch(path, name) for name in request.named)
+        and any(touch(path, name) for name in request.named)
         and value != defaults().get(path)
         and path not in (*_LEFT_OVER, *request.told)
     ]
@@ -483,7 +483,7 @@ def _is_said(path: str, values: Mapping[str, Any]) -> bool:
     return path in values or any(is_at_or_below(known, path) for known in values)
 
 
-def _touch(one: str, other: str) -> bool:
+def touch(one: str, other: str) -> bool:
     return is_at_or_below(one, other) or is_at_or_below(other, one)
 
 

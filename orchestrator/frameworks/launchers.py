@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from types import MappingProxyType
 
-from orchestrator.frameworks.arguments import Argument, Words, either_dash, is_option, read, read_text
+from orchestrator.frameworks.arguments import Words, either_dash, is_option, read, read_text
 from trials.files import open_regular
 
 MODULE = either_dash("--module", "flag", aliases=("-m",))
@@ -91,8 +91,8 @@ def without_launcher(argv: Words) -> Launched:
         return Launched(argv=argv)
     stop = _end_of_options(argv, start, launcher)
     options = argv[start:stop]
-    nodes, per_node = _count(options, _NODES), _count(options, _PER_NODE)
-    all_processes = _count(options, _PROCESSES) if launcher == "accelerate" else None
+    nodes, per_node = count(read_text(options, _NODES)), count(read_text(options, _PER_NODE))
+    all_processes = count(read_text(options, _PROCESSES)) if launcher == "accelerate" else None
     is_told = launcher == "torchrun" or per_node is not None
     world = all_processes or ((per_node or 1) * (nodes or 1) if is_told and not _unclear(options) else None)
     return Launched(
@@ -197,8 +197,8 @@ def _is_python(word: str) -> bool:
     return re.fullmatch(r"python[\d.]*|pypy[\d.]*", PurePath(word).name) is not None
 
 
-def _count(options: Words, argument: Argument) -> int | None:
-    text = read_text(options, argument)
+def count(text: str | None) -> int | None:
+    """The text as a whole number above 0; None where it is none."""
     return int(text) if text is not None and text.isdigit() and int(text) else None
 
 

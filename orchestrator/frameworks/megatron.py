@@ -768,6 +768,11 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
         edit.refuse("layout.cp", f"a sequence of {length} does not divide into {2 * layout.cp} parts, 2 per rank")
     if request.global_batch_size % (request.candidate.micro_batch_size * layout.dp):
         edit.refuse("micro_batch_size", "the global batch is no multiple of micro-batch x data-parallel ranks")
+    if layout.zero_stage == 0 and layout.cp > 1 and (found.is_on(OPTIMIZER) or found.is_on(FSDP)):
+        edit.warn(
+            "layout.zero_stage",
+            f"Megatron-LM shards over the {layout.cp} ranks of cp, where replicas were asked for",
+        )
     if shape is not None and layout.tp > 1:
         _check_dimensions(edit, found, request, shape)
     _check_queues(edit, found, request)

@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.frameworks import documents
 from orchestrator.frameworks.arguments import Words
 from orchestrator.frameworks.edit import Overlay, OverlayRequest, Reading, Run, Training
-from orchestrator.frameworks.launchers import program_of, python_beside, without_launcher
+from orchestrator.frameworks.launchers import count, program_of, python_beside, without_launcher
 from orchestrator.frameworks.trainer import expected_of, overlay_trainer, read_trainer, trial_of_trainer
 from orchestrator.frameworks.trainer_arguments import ARGS, Dialect, find_files
 from trials.script.command import LogFormat
@@ -99,7 +99,7 @@ def _read(run: Run) -> Reading:
     launched = without_launcher(run.argv)
     world = launched.world_size
     if world is None and program_of(launched.argv).name == "swift":  # which starts ranks where this is set
-        world = _whole(plain.env.get("NPROC_PER_NODE"))
+        world = count(plain.env.get("NPROC_PER_NODE"))
     env = {**plain.env, **({"WORLD_SIZE": str(world)} if world else {})}
     reading = read_trainer(dataclasses.replace(plain, env=env), _DIALECT)
     micro = reading.values.get("micro_batch_size")
@@ -107,10 +107,6 @@ def _read(run: Run) -> Reading:
         number = max(1, -(-_SAMPLES // (micro * world)))
         reading = dataclasses.replace(reading, num_microbatches=number, global_batch_size=micro * number * world)
     return reading
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
 
 
 def _overlay(run: Run, request: OverlayRequest) -> Overlay:

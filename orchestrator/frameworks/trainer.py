@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from orchestrator.frameworks.edit import (
     Reading,
     Run,
     contradictions,
+    touch,
     values_of,
 )
 from orchestrator.frameworks.gaps import TORCH_SCALER, without_pipeline
-from orchestrator.frameworks.launchers import program_of, without_launcher
+from orchestrator.frameworks.launchers import count, program_of, without_launcher
 from orchestrator.frameworks.spelling import Found, is_at_or_below
 from orchestrator.frameworks.trainer_arguments import (
     MIXED_PRECISION,
@@ -45,7 +46,7 @@ _REGIONAL = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
 MODES = ("default", "reduce-overhead", "max-autotune")
 """Modes of torch.compile that are knobs of ours."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
-_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def opened(run: Run) -> tuple[Edit, int | None]:
@@ -57,11 +58,7 @@ def opened(run: Run) -> tuple[Edit, int | None]:
     if launched.launcher == "accelerate":
         edit.env |= environment(launched.options, edit)
         world = world_size(launched, edit)
-    return edit, world or _whole(run.env.get("WORLD_SIZE"))
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+    return edit, world or count(run.env.get("WORLD_SIZE"))
 
 
 class TrainerLaying:
@@ -233,7 +230,7 @@ def _write_precision(laying: TrainerLaying, arguments: TrainerArguments) -> None
     precision, engine = laying.candidate.precision, laying.engine
     if not _changes_precision(laying):
         return
-    short = _SHORT.get(precision.dtype)
+    short = SHORT.get(precision.dtype)
     is_autocast = precision.level == "O1" and engine.kind == "deepspeed" and engine.config is not None
     for name in ("bf16", "fp16"):
         is_on = name == short and not is_autocast
@@ -270,7 +267,7 @@ def write_precision_of_engine(laying: TrainerLaying) -> None:
 def precision_in_deepspeed(config: FileSection | EditedFile, precision: Precision) -> dict[str, Any]:
     """What has to change in DeepSpeed's configuration for a number format; what is left to the arguments stays so."""
     changes: dict[str, Any] = {}
-    short = _SHORT.get(precision.dtype) if precision.level == "O2" else None
+    short = SHORT.get(precision.dtype) if precision.level == "O2" else None
     for name in ("bf16", "fp16"):
         said = config.get(f"{name}.enabled")
         if said not in (None, "auto", name == short) or (said is None and name == short):
@@ -551,13 +548,8 @@ def finished(laying: TrainerLaying, said: Reading) -> Overlay:
     if laying.changes("layout.zero_stage") and stage != laying.candidate.layout.zero_stage:
         message = f"asked for {laying.candidate.layout.zero_stage}, the command says {stage}"
         edit.refuse("layout.zero_stage", message)
-    wrong = [note for note in contradictions(request, said) if not _touches(note.knob, known)]
-    edit.notes += wrong
+    edit.notes += [note for note in contradictions(request, said) if not any(touch(note.knob, k) for k in known)]
     return edit.overlay()
-
-
-def _touches(path: str, knobs: Iterable[str]) -> bool:
-    return any(is_at_or_below(path, knob) or is_at_or_below(knob, path) for knob in knobs)
 
 
 def expected_of(request: OverlayRequest) -> Expected:

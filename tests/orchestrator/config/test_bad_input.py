@@ -4,13 +4,23 @@ import copy
 
 import pytest
 
-from tests.orchestrator.config.bad_files import ALL_PATHS, FREE_KEYS, MAPPINGS, MARK, at, dotted, marked_lines, refusal
+from tests.orchestrator.config.bad_files import (
+    ALL_PATHS,
+    FREE_KEYS,
+    MAPPINGS,
+    MARK,
+    around,
+    at,
+    dotted,
+    marked_lines,
+    refusal,
+)
 from tests.support.sweep_files import FULL, LINEAR, RESNET, SIMULATED, changed
 
 
 @pytest.mark.parametrize("path", MAPPINGS, ids=dotted)
 def test_an_unknown_key_is_refused_at_every_level(tmp_path, path):
-    error = refusal(tmp_path, changed(FULL, (*path, MARK), 1))
+    error = refusal(tmp_path, changed(around(path), (*path, MARK), 1))
     assert [error.line] == marked_lines(tmp_path)
     assert error.key == dotted((*path, MARK))
     assert error.message == "unknown key"
@@ -20,7 +30,7 @@ def test_an_unknown_key_is_refused_at_every_level(tmp_path, path):
 @pytest.mark.parametrize("path", MAPPINGS[1:], ids=dotted)
 def test_a_misspelt_key_gets_the_nearest_valid_one(tmp_path, path):
     right = max(at(FULL, path), key=len)
-    content = copy.deepcopy(FULL)
+    content = copy.deepcopy(around(path))
     node = at(content, path)
     node[right[:-1] + "zz"] = node.pop(right)
     error = refusal(tmp_path, content)
@@ -91,7 +101,7 @@ WRONG = [{MARK: 1}, f"{MARK} {MARK}", None, 10**30, -1.5]
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_for_every_key(tmp_path, path, bad):
-    error = refusal(tmp_path, changed(FULL, path, bad))
+    error = refusal(tmp_path, changed(around(path), path, bad))
     everything = [error, *error.others]
     assert any((one.key or "").startswith(dotted(path)) for one in everything), str(error)
     assert all(one.line and one.message and one.remedy for one in everything), str(error)
@@ -106,7 +116,7 @@ LEAVES = [path for path in ALL_PATHS if not isinstance(at(FULL, path), dict | li
 def test_numbers_and_truth_values_do_not_pass_as_text_nor_text_as_numbers(tmp_path, path):
     value = at(FULL, path)
     wrong = "true" if isinstance(value, bool) else "8" if isinstance(value, int | float) else 8
-    error = refusal(tmp_path, changed(FULL, path, wrong))
+    error = refusal(tmp_path, changed(around(path), path, wrong))
     assert any(one.key.startswith(dotted(path)) for one in [error, *error.others])
 
 

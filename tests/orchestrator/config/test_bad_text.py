@@ -1,5 +1,7 @@
 """Whatever is wrong with a file as text, or as a whole: one clear error, never another exception."""
 
+import functools
+
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
@@ -9,14 +11,13 @@ from orchestrator.config.sweep import load_sweep
 from orchestrator.config.yaml_source import MAX_FILE_BYTES, read_yaml
 from orchestrator.errors import ConfigError
 from orchestrator.planning.planner import make_plan
-from tests.orchestrator.config.bad_files import ALL_PATHS, MAPPINGS, dotted, refusal
+from tests.orchestrator.config.bad_files import ALL_PATHS, MAPPINGS, around, dotted, refusal
 from tests.support.sweep_files import FULL, RESNET, SMALL, changed, topology, write
 
 
 @pytest.mark.parametrize("path", [path for path in MAPPINGS if path and not any(isinstance(p, int) for p in path)])
 def test_a_duplicate_key_is_refused_at_every_level(tmp_path, path):
-    lines = yaml.safe_dump(FULL, sort_keys=False).splitlines()
-    text, path = "\n".join(lines), list(path)
+    lines, path = yaml.safe_dump(around(path), sort_keys=False).splitlines(), list(path)
     here = next(i for i, node in enumerate(_key_paths(lines)) if node == path)
     last = here + 1
     while last < len(lines) and lines[last].startswith("  " * len(path)):
@@ -153,13 +154,16 @@ VALUES = st.recursive(
 )
 
 
+FULL_TEXT = yaml.safe_dump(FULL, sort_keys=False)
+
+
 MANY_IN_ONE_FOLDER = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @MANY_IN_ONE_FOLDER
 @given(path=st.sampled_from(ALL_PATHS), value=VALUES)
 def test_any_value_anywhere_loads_or_is_refused_cleanly(tmp_path, path, value):
-    _load_or_refuse(tmp_path, changed(FULL, path, value))
+    _load_or_refuse(tmp_path, changed(around(path), path, value))
 
 
 @MANY_IN_ONE_FOLDER
@@ -169,9 +173,8 @@ def test_any_value_anywhere_loads_or_is_refused_cleanly(tmp_path, path, value):
     insert=st.text(alphabet="[]{}:,-&*!|>'\"%@\t\n #ax1\0é", max_size=6),
 )
 def test_any_damage_to_the_text_loads_or_is_refused_cleanly(tmp_path, cut, length, insert):
-    text = yaml.safe_dump(FULL, sort_keys=False)
-    cut %= len(text)
-    _load_or_refuse(tmp_path, text[:cut] + insert + text[cut + length :])
+    cut %= len(FULL_TEXT)
+    _load_or_refuse(tmp_path, FULL_TEXT[:cut] + insert + FULL_TEXT[cut + length :])
 
 
 @MANY_IN_ONE_FOLDER
@@ -193,9 +196,14 @@ TAGGED = st.tuples(
 ).map("".join)
 
 
+@functools.cache
+def _with_place(path):
+    return yaml.safe_dump(changed(around(path), path, "PLACE"))
+
+
 def _check_tagged(tmp_path, path, scalar):
     """``scalar`` as it stands, not what PyYAML would make of it when it writes the file."""
-    _load_or_refuse(tmp_path, yaml.safe_dump(changed(FULL, path, "PLACE")).replace("PLACE", scalar))
+    _load_or_refuse(tmp_path, _with_place(path).replace("PLACE", scalar))
 
 
 @MANY_IN_ONE_FOLDER
@@ -209,6 +217,11 @@ def test_any_scalar_anywhere_loads_or_is_refused_cleanly(tmp_path, path, scalar)
 @given(path=st.sampled_from(ALL_PATHS), scalar=TAGGED)
 def test_thousands_of_scalars_load_or_are_refused_cleanly(tmp_path, path, scalar):
     _check_tagged(tmp_path, path, scalar)
+
+
+@pytest.mark.parametrize("section", sorted(FULL))
+def test_the_files_that_are_damaged_are_right(tmp_path, section):
+    load_sweep(write(tmp_path, around((section,))))
 
 
 @pytest.mark.parametrize("value", ["9" * 400 + "GB", "9" * 30 + "B"])
