@@ -16,14 +16,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.topology import Topology
+from cluster.hardware.topology import Topology, describe_topology
 from cluster.virtual import ModelledCost
 from configs import CONFIGS
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.diagnosis.values import Remedy
-from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.dry_runs import known_topology
 from orchestrator.planning.planner import make_plan
 from tests.orchestrator.diagnosis.diagnosed import measurement, sweep
 from tests.support.story import evidence

@@ -163,7 +163,7 @@ def clock_of(cluster: Cluster, *, start_s: float) -> Callable[[], float] | None:
 
 
 def _simulated(simulation: Simulation, topology: Topology) -> Cluster:
-    from cluster.hardware.accelerators import describe_topology
+    from cluster.hardware.topology import describe_topology
     from cluster.virtual import Behaviour, ModelledCost, SimulatedCluster, machine_rates
 
     described = describe_topology(topology)
@@ -179,7 +179,7 @@ def _simulated(simulation: Simulation, topology: Topology) -> Cluster:
 
 
 def _simulated_topology(request: ClusterRequest, simulation: Simulation) -> Topology:
-    from cluster.hardware.accelerators import find_accelerator
+    from cluster.hardware.topology import find_accelerator
 
     accelerator = find_accelerator(simulation.accelerator)
     return uniform_topology(

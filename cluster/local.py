@@ -12,13 +12,13 @@ from uuid import uuid4
 
 from cluster.base import GangEvent, GangLaunch
 from cluster.gang.environment import single_node_env
+from cluster.gang.gang_outcome import GangTracker
 from cluster.gang.messages import GangOrder, node_launch
-from cluster.gang.tracker import GangTracker
 from cluster.hardware.discovery import discover_node
 from cluster.hardware.topology import Node, Topology
 from cluster.node.agent import PRELOAD, Agent
-from cluster.node.cpu_load import CONTROLLER_VARIABLE
 from cluster.node.guardian import LEASE_VARIABLE, Guardian
+from cluster.node.load_watch import CONTROLLER_VARIABLE
 from cluster.queue import Admission, Unlimited
 
 

@@ -13,12 +13,10 @@ from uuid import uuid4
 import numpy as np
 
 from cluster.base import Cluster, Deadlines, GangEnded, GangLaunch
-from cluster.cost.calibrate import derivatives
-from cluster.cost.coefficients import Coefficients, Prior
-from cluster.cost.inputs import Array
+from cluster.cost.cost_model import derivatives
+from cluster.cost.inputs import Array, Coefficients, Prior
 from cluster.cost.step_time import matmul_flops_per_s
-from cluster.hardware.accelerators import Accelerator, ClusterDescription
-from cluster.hardware.topology import Device, Node, Placement
+from cluster.hardware.topology import Accelerator, ClusterDescription, Device, Node, Placement
 from trials.accelerator.kinds import DeviceKind
 from trials.files import to_json
 from trials.outcome import Measured, Outcome

@@ -16,16 +16,13 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from cluster.base import Fault, GangEnded, GangEvent, GangLaunch, GangProgress
-from cluster.cost.calibrate import Calibrated
-from cluster.cost.candidates import inputs_of
-from cluster.cost.coefficients import Coefficients, Prior, load_prior
-from cluster.cost.cost_model import CostModel
+from cluster.cost.cost_model import Calibrated, CostModel, inputs_of
 from cluster.cost.generic import generic_inputs, generic_peak_bytes, generic_step_seconds
+from cluster.cost.inputs import Coefficients, Prior, load_prior
 from cluster.cost.step_time import matmul_flops_per_s
 from cluster.gang.gang_outcome import fold
 from cluster.gang.messages import RankClock, RankFailure, RankProgress, RankSuccess, due_at_s, overdue_reason
-from cluster.hardware.accelerators import ClusterDescription
-from cluster.hardware.topology import Device, Node, Topology
+from cluster.hardware.topology import ClusterDescription, Device, Node, Topology
 from cluster.probing import RUNNER as PROBE
 from cluster.queue import Admission, Unlimited
 from trials.files import from_json, to_json

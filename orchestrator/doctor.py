@@ -30,18 +30,17 @@ from typing import Any, Literal
 
 from cluster.base import ClusterError
 from cluster.gang.environment import defaults_of
-from cluster.hardware import listing
-from cluster.hardware.discovery import DeviceError, discover_node, hidden
-from cluster.hardware.listing import DeviceQueryError
+from cluster.hardware import discovery
+from cluster.hardware.discovery import DeviceError, DeviceQueryError, discover_node, hidden
 from cluster.hardware.topology import Node, is_slice_name, num_usable_cores, read_or_empty, usable_memory_bytes
-from cluster.node import cpu_load
-from cluster.node.memory_watch import SHARED_REMEDY
+from cluster.node import load_watch
+from cluster.node.load_watch import SHARED_REMEDY
 from cluster.processes import python_module
 from orchestrator import units
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import sqlite_path
-from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.dry_runs import known_topology
 from orchestrator.report.words import disturbance_words
 from orchestrator.sweep.snapshot import Home
 from trials.accelerator.kinds import FAMILIES, DeviceKind
@@ -133,7 +132,7 @@ MIN_DISK_BYTES, LOW_DISK_BYTES = 200 << 20, 5 << 30
 LOW_SHM_BYTES = 1 << 30
 MIN_FILES = 1024
 LOW_MEMORY_BYTES = 2 << 30
-LOAD_WINDOW_S = cpu_load.MIN_WINDOW_S + 0.2
+LOAD_WINDOW_S = load_watch.MIN_WINDOW_S + 0.2
 STRAY_MODULES = ("orchestrator", "cluster", "trials", "configs")
 
 
@@ -248,9 +247,9 @@ def host_clock() -> str:
 
 def machine_load() -> str:
     """What other programs use of the cores, by the measure and the limits by which trials count as disturbed."""
-    before = cpu_load.look()
+    before = load_watch.look()
     time.sleep(LOAD_WINDOW_S)
-    found = cpu_load.disturbance(platform.node(), before, cpu_load.look(), os.getpid())
+    found = load_watch.disturbance(platform.node(), before, load_watch.look(), os.getpid())
     if found.is_disturbing:
         remedy = "Wait, or end other programs: what is measured beside them is slower than it would be."
         raise TroubleError(disturbance_words(found), remedy)
@@ -364,7 +363,7 @@ _BUILDS: Mapping[DeviceKind, str] = {
 
 def _is_slow() -> bool:
     try:
-        return listing.is_persistent() is False
+        return discovery.is_persistent() is False
     except DeviceQueryError:
         return False
 
@@ -430,7 +429,7 @@ def ray_cluster(address: str | None) -> str:
     if address is None:
         return "none asked for: a sweep starts a Ray of its own on this host; --address looks at one that runs"
     from cluster.base import ClusterError
-    from cluster.ray.survey import survey
+    from cluster.ray.leases import survey
 
     try:
         hosts = survey(address, timeout_s=RAY_S - 10)
@@ -446,7 +445,7 @@ def ray_jobs(address: str | None) -> str:
     if address is None:
         return "not needed on this host"
     from cluster.base import ClusterError
-    from cluster.ray.head import dashboard_url
+    from cluster.ray.connection import dashboard_url
 
     try:
         url = dashboard_url(address)

@@ -9,6 +9,8 @@ from collections import defaultdict
 import pytest
 
 from tests.support import ROOT
+from tests.support.sweep_files import write
+from tests.support.virtual_sweeps import SWEEP, home
 
 PACKAGES = ("orchestrator", "cluster", "trials")
 SOURCES = {
@@ -46,6 +48,16 @@ def test_files_keep_to_the_size_budget():
     assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
+def test_a_module_name_has_one_meaning():
+    """Paths and tracebacks show base names: each tells its module from all others."""
+    places = defaultdict(list)
+    for name in MODULES:
+        base = name.rpartition("/")[2]
+        if base != "__main__.py":
+            places[base].append(name)
+    assert {base: found for base, found in places.items() if len(found) > 1} == {}
+
+
 def test_every_room_says_what_it_is_for():
     packages = [name for name in SOURCES if name.endswith("__init__.py")]
     assert [name for name in packages if not ast.get_docstring(TREES[name])] == []
@@ -70,6 +82,36 @@ def loaded_by(statement):
     code = f"import sys\n{statement}\nprint(' '.join(name.partition('.')[0] for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     return set(done.stdout.split())
+
+
+UNTIL_LAUNCH = """
+import inspect, os, sys, threading
+
+rooms = tuple(os.path.join(os.getcwd(), room) + os.sep for room in ("orchestrator", "cluster", "trials"))
+entered = set()
+
+def enter(frame, event, argument):
+    code = frame.f_code
+    is_function = event == "call" and code.co_flags & inspect.CO_OPTIMIZED  # bodies of modules and classes are none
+    if is_function and code.co_filename.startswith(rooms):
+        entered.add(code.co_filename)
+        if code.co_name == "launch" and code.co_filename.endswith("cluster/virtual.py"):
+            print("files entered:", len(entered), flush=True)
+            os._exit(0)
+
+threading.setprofile(enter)
+sys.setprofile(enter)
+from orchestrator.cli.main import main
+main(["--home", sys.argv[1], "submit", sys.argv[2]])
+"""
+MAX_FILES_UNTIL_LAUNCH = 110
+
+
+@pytest.mark.slow
+def test_a_reader_follows_few_files_from_submit_to_the_first_launch(tmp_path):
+    command = [sys.executable, "-c", UNTIL_LAUNCH, str(home(tmp_path).path), str(write(tmp_path, SWEEP))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert 10 < int(done.stdout.rpartition("files entered: ")[2]) <= MAX_FILES_UNTIL_LAUNCH
 
 
 PLANNING = (

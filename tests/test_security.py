@@ -21,7 +21,7 @@ from markupsafe import escape
 
 from cluster.base import ClusterRequest
 from cluster.connect import connect
-from cluster.hardware.accelerators import CatalogueError, load_cluster
+from cluster.hardware.topology import CatalogueError, load_cluster
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
 from orchestrator.config.training_program import ScriptSection

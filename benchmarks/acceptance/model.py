@@ -13,7 +13,7 @@ from benchmarks.acceptance.measures import MEASURES, is_used, without
 from cluster.connect import describe
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
-from orchestrator.planning.hardware import cluster_request
+from orchestrator.planning.dry_runs import cluster_request
 from orchestrator.planning.planner import Plan, make_plan
 from orchestrator.planning.predictions import find
 from orchestrator.search.predictor import Prediction, make_predictor, predict

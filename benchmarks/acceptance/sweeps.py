@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.acceptance.cases import Case
 from benchmarks.acceptance.model import Model
-from cluster.hardware.accelerators import describe_topology
+from cluster.hardware.topology import describe_topology
 from cluster.virtual import ModelledCost
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller import controller

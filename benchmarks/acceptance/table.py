@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.published.table import PublishedRow, read_table
-from cluster.cost.calibrate import Calibrated
-from cluster.cost.coefficients import load_prior
-from cluster.cost.cost_model import CostModel
-from cluster.cost.inputs import from_rows
+from cluster.cost.cost_model import Calibrated, CostModel
+from cluster.cost.inputs import from_rows, load_prior
 
 CLOSE = 0.1
 TIE = 0.01

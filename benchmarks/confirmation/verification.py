@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.confirmation.methods import ROUND_NOISE
-from orchestrator.proof.drift import FIRST_LOOK, Rounds, SpeedChange, change
+from orchestrator.proof.confirmation import FIRST_LOOK, Rounds, SpeedChange, change
 
 TOLERANCE = 0.05
 MAX_ROUNDS = 12

@@ -45,9 +45,8 @@ import numpy.typing as npt
 from benchmarks.cost.believed import BelievedMemory, believed_memory
 from benchmarks.cost.families import Family, add_tables, families_of, read_tables
 from benchmarks.published.table import PublishedRow
-from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD, log_step_predictor
-from cluster.cost.coefficients import Prior, load_prior
-from cluster.cost.inputs import Array
+from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD, log_step_predictor
+from cluster.cost.inputs import Array, Prior, load_prior
 from orchestrator.search.acquisition import ErrorModel, condition
 from orchestrator.search.predictor import COMMON_STD, LOCAL_STD, linearised, of_candidates, physical_places
 

@@ -1,7 +1,7 @@
 """What the search's belief about memory says of published runs, after some of the same software have been seen.
 
 The same mixture over structures of software as the search's (``orchestrator/search/memory_belief.py``), but
-peaks count what their sources mean by them (``cluster.cost.calibrate``).
+peaks count what their sources mean by them (``cluster.cost.cost_model``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.cost.calibrate import Reported, reported_terms
-from cluster.cost.coefficients import Prior
-from cluster.cost.inputs import Array, CostInputs
-from cluster.cost.peak_memory import log_slopes, stage_bytes
-from cluster.cost.software import FOREIGN, Structure, apart
+from cluster.cost.cost_model import Reported, reported_terms
+from cluster.cost.inputs import Array, CostInputs, Prior
+from cluster.cost.peak_memory import FOREIGN, Structure, apart, log_slopes, stage_bytes
 from cluster.cost.work import work_of
 from orchestrator.search.memory_belief import MemoryBelief, Structured
 from orchestrator.search.predictor import mixture, physical_places

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.cost.families import Family
-from cluster.cost.calibrate import Calibrated, log_step_predictor, step_derivatives
-from cluster.cost.coefficients import Coefficients, Prior
-from cluster.cost.inputs import Array
+from cluster.cost.cost_model import Calibrated, log_step_predictor, step_derivatives
+from cluster.cost.inputs import Array, Coefficients, Prior
 from orchestrator.search.acquisition import ErrorModel
 from orchestrator.search.predictor import COMMON_STD, LOCAL_STD, physical_places
 

@@ -24,9 +24,8 @@ from benchmarks.cost import hierarchy
 from benchmarks.cost.families import Family, FamilyKey, add_tables, family_of
 from benchmarks.cost.hierarchy import Evidence, distribution, own_evidence
 from benchmarks.published.table import PublishedRow, read_table
-from cluster.cost.calibrate import calibrate_memory, calibrate_time, log_step_predictor
-from cluster.cost.coefficients import MEMORY, PRIORS_FILE, TIME, Prior, assumed_prior
-from cluster.cost.inputs import CostInputs, from_rows
+from cluster.cost.cost_model import calibrate_memory, calibrate_time, log_step_predictor
+from cluster.cost.inputs import MEMORY, PRIORS_FILE, TIME, CostInputs, Prior, assumed_prior, from_rows
 from orchestrator.search.predictor import LOCAL_STD
 
 MAX_ROWS_PER_FAMILY = 60

@@ -19,9 +19,8 @@ import time
 import numpy as np
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.candidates import inputs_of_table
-from cluster.cost.cost_model import cost_model
-from cluster.hardware.accelerators import load_cluster
+from cluster.cost.cost_model import cost_model, inputs_of_table
+from cluster.hardware.topology import load_cluster
 from orchestrator.space.file_types import even_split
 from orchestrator.space.space import Frame, Space
 from trials.spec import Kernels, Layout, LlamaModel, Loader, Offload, Precision, Recompute, TextData, Workload

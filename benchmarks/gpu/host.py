@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.gpu.child import environment
 from benchmarks.gpu.parts import Setting
-from cluster.hardware.listing import QUERY_TIMEOUT_S
+from cluster.hardware.discovery import QUERY_TIMEOUT_S
 
 IMPORTS = ("torch", "trials.worker", "trials.dryrun.simulate", "cluster.local")
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits")

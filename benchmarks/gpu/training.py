@@ -22,7 +22,7 @@ from trials.spec import Kernels
 def device_peaks() -> Callable[[str, str], float | None] | None:
     """The catalogue's peaks; None where it cannot be read, as it needs a package for YAML."""
     try:
-        from cluster.hardware.accelerators import dense_peak
+        from cluster.hardware.topology import dense_peak
 
         dense_peak("NVIDIA H100 80GB HBM3", "bfloat16")
     except ImportError:

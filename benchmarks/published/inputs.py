@@ -20,7 +20,7 @@ from benchmarks.published.texts import (
     stated_format,
 )
 from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, even_layers
-from cluster.hardware.accelerators import Accelerator, CatalogueError, find_accelerator, outruns_flash_attention_2
+from cluster.hardware.topology import Accelerator, CatalogueError, find_accelerator, outruns_flash_attention_2
 
 SHORT_GRADIENTS = ("paddle", "nemo", "bridge", "internevo", "mind")
 """Frameworks that reduce gradients in 16 bits; NeMo's and Megatron-Bridge's performance recipes do."""

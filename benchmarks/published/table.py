@@ -19,9 +19,8 @@ import numpy as np
 from benchmarks.published.experts import NotModelledError, Numbers
 from benchmarks.published.inputs import published_inputs
 from benchmarks.published.texts import norms, stated_format
-from cluster.cost.calibrate import Reported, is_limit, reported_as
-from cluster.cost.coefficients import MEMORY, assumed
-from cluster.cost.inputs import from_rows
+from cluster.cost.cost_model import Reported, is_limit, reported_as
+from cluster.cost.inputs import MEMORY, assumed, from_rows
 from cluster.cost.peak_memory import stage_bytes
 from cluster.cost.work import work_of
 

@@ -25,7 +25,7 @@ from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller.controller import make_search
 from orchestrator.planning import planner as planning
-from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.dry_runs import known_topology
 from orchestrator.planning.planner import Plan, make_plan
 from orchestrator.planning.predictions import PriorKnowledge, plan_predictor, predict_plan
 from orchestrator.search import predictor

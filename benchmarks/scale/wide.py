@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.hardware.topology import Device, Topology
 from orchestrator.config.sweep import SweepSpec, load_sweep
-from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.dry_runs import known_topology
 from orchestrator.planning.planner import make_plan
 from orchestrator.sweep.checkpoint import CheckpointWriter
 from orchestrator.sweep.events import (

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.published.table import PublishedRow, read_table
-from cluster.cost.coefficients import Prior, load_prior
-from cluster.cost.inputs import Array, CostInputs, from_rows
+from cluster.cost.inputs import Array, CostInputs, Prior, from_rows, load_prior
 from orchestrator.search.acquisition import ErrorModel, condition
 from orchestrator.search.predictor import COMMON_STD, LOCAL_STD, NOISE_STD, linearised, physical_places
 

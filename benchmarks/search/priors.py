@@ -10,11 +10,21 @@ from typing import Any
 import numpy as np
 
 from benchmarks.search.tables import FIGURES, Configuration, Problem
-from cluster.cost.calibrate import fit
-from cluster.cost.coefficients import MEMORY, TIME, Prior, assumed_prior, load_prior
-from cluster.cost.inputs import Array, CostInputs, concatenate, from_rows
-from cluster.cost.software import FOREIGN
+from cluster.cost.cost_model import fit
+from cluster.cost.inputs import (
+    MEMORY,
+    TIME,
+    Array,
+    CostInputs,
+    Prior,
+    assumed_prior,
+    concatenate,
+    from_rows,
+    load_prior,
+)
+from cluster.cost.peak_memory import FOREIGN
 from orchestrator.search.acquisition import ErrorModel, Posterior, Seen
+from orchestrator.search.knob_effects import nearest
 from orchestrator.search.memory_belief import MemoryBelief
 from orchestrator.search.predictor import (
     COMMON_STD,
@@ -29,7 +39,6 @@ from orchestrator.search.predictor import (
     prior_belief,
     trial_device_seconds,
 )
-from orchestrator.search.transfer import nearest
 
 UNKNOWN_STD = 10.0
 """Standard deviation of what all log figures have in common where they are not seconds per step."""

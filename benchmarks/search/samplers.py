@@ -11,7 +11,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
 from orchestrator.search.acquisition import Posterior, ProposalRound, Seen, plain_scores
-from orchestrator.search.guided import MIN_KEPT
+from orchestrator.search.search import MIN_KEPT
 
 
 class Configured(Protocol):

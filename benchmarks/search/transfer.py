@@ -10,7 +10,7 @@ from benchmarks.search.priors import Earlier, Posteriors, Priors
 from benchmarks.search.samplers import guided
 from benchmarks.search.tables import FIGURES, Problem
 from orchestrator.search.acquisition import should_stop
-from orchestrator.search.guided import MIN_MEASURED_TO_STOP, STOP_TOLERANCE
+from orchestrator.search.search import MIN_MEASURED_TO_STOP, STOP_TOLERANCE
 
 
 def in_sequence(problems: Sequence[Problem], prior: str, seed: int) -> Iterator[tuple[Problem, Posteriors]]:

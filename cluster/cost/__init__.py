@@ -1,5 +1,5 @@
 """Predicts step time and peak memory of candidates, and learns from measurements. Imports ``hardware`` only; numpy.
 
-``inputs`` (one row per candidate) -> ``work`` (FLOPs and bytes) -> ``memory`` and ``time`` (named terms, with
-``coefficients``) -> ``estimate``; ``calibrate`` fits the coefficients to measurements.
+``inputs`` (one row per candidate, and coefficients) -> ``work`` (FLOPs and bytes) -> ``peak_memory`` and ``step_time``
+(named terms) -> ``cost_model``, which fits the coefficients to measurements.
 """

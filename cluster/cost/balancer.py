@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.cost.candidates import inputs_of
-from cluster.cost.cost_model import CostModel
+from cluster.cost.cost_model import CostModel, inputs_of
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.peak_memory import passes_bytes, stage_bytes
 from cluster.cost.stage_balance import (
@@ -38,7 +37,7 @@ from cluster.cost.stage_balance import (
 )
 from cluster.cost.step_time import stage_seconds
 from cluster.cost.work import work_of
-from cluster.hardware.accelerators import ClusterDescription
+from cluster.hardware.topology import ClusterDescription
 from trials.spec import Candidate, Counts, Recompute, SelectiveRecompute, Workload
 
 
@@ -300,7 +299,7 @@ def problem_of(
         memory_share: of the device's usable memory that may be filled.
 
     Raises:
-        NotImplementedError: as :func:`cluster.cost.candidates.inputs_of`.
+        NotImplementedError: as :func:`cluster.cost.cost_model.inputs_of`.
     """
     layout = candidate.layout
     layers = layout.stage_layers if layout.pp > 1 else ((workload.num_layers,),)

@@ -2,25 +2,562 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from cluster.cost.calibrate import (
-    OUT_OF_MEMORY_THRESHOLD,
-    Calibrated,
-    calibrate_memory,
-    calibrate_time,
-    derivatives,
-    log_step_predictor,
-    probability_out_of_memory,
+from cluster.candidate_table import CandidateTable
+from cluster.cost.inputs import (
+    BUCKET_BYTES,
+    CP_METHODS,
+    DEFAULTS,
+    SCHEDULES,
+    TIME,
+    WORKSPACE_BYTES,
+    Array,
+    Coefficients,
+    CostInputs,
+    FactoredInputs,
+    InputBlock,
+    Prior,
+    distinct_rows,
+    from_rows,
+    load_prior,
 )
-from cluster.cost.coefficients import load_prior
-from cluster.cost.inputs import Array, CostInputs, distinct_rows
 from cluster.cost.peak_memory import MEMORY_TERMS, stage_bytes
 from cluster.cost.step_time import TIME_TERMS, step_seconds
-from cluster.cost.work import work_of
+from cluster.cost.work import selective_shares, work_of
+from cluster.hardware.topology import Accelerator, ClusterDescription, outruns_flash_attention_2
+from trials.legality import holds_plain
+from trials.sizes import matmul_format
+from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
+
+# ---- Turns candidates of decoder workloads into inputs of the cost model
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some fields of the inputs, and all that they depend on besides workload and cluster."""
+
+    reads: tuple[str, ...]
+    """Fields of the candidate, or attributes of theirs like ``layout.tp``."""
+    fields_of: Callable[[Workload, Candidate, ClusterDescription], dict[str, Any]]
+
+
+def inputs_of(pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription) -> CostInputs:
+    """One row per (workload, candidate), all on the same cluster.
+
+    Raises:
+        NotImplementedError: a workload is no decoder; see ``generic.py`` for those.
+    """
+    return from_rows([_row(workload, candidate, cluster) for workload, candidate in pairs])
+
+
+def inputs_of_table(workload: Workload, table: CandidateTable, cluster: ClusterDescription) -> FactoredInputs:
+    """As :func:`inputs_of` for many candidates of one workload: each part of a row is made once for every combination
+    of what it depends on.
+
+    Raises:
+        NotImplementedError: the workload is no decoder.
+    """
+    _check(workload)
+    blocks = []
+    for part in _PARTS:
+        firsts, places = table.combinations(part.reads)
+        rows = [part.fields_of(workload, candidate, cluster) for candidate in table.take(firsts)]
+        blocks.append(InputBlock.of_rows(rows, places))
+    known = {name for block in blocks for name in block.columns}
+    rest = {name: value for name, value in DEFAULTS.items() if name not in known}
+    return FactoredInputs([*blocks, InputBlock.of_rows([rest], np.zeros(len(table), dtype=np.int32))])
+
+
+def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, Any]:
+    _check(workload)
+    found: dict[str, Any] = {}
+    for part in _PARTS:
+        found |= part.fields_of(workload, candidate, cluster)
+    return found
+
+
+def _check(workload: Workload) -> None:
+    if not isinstance(workload.model, LlamaModel):
+        raise NotImplementedError(f"{workload.model.kind} is no decoder")
+
+
+def _hardware(_workload: Workload, _candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
+    return {
+        "memory_bytes": cluster.accelerator.usable_memory_bytes,
+        "memory_bytes_per_s": cluster.accelerator.memory_bytes_per_s,
+        "host_bytes_per_s": cluster.accelerator.host_bytes_per_s,
+        "on_cores": float(cluster.accelerator.is_core),
+        "node_size": cluster.devices_per_node,
+        "link_bytes_per_s": cluster.accelerator.link_bytes_per_s,
+        "network_bytes_per_s": cluster.network_bytes_per_s,
+        "domain_size": cluster.domain_size,
+    }
+
+
+def _model(workload: Workload, _candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    model = _decoder(workload)
+    return {
+        "num_layers": model.num_layers,
+        "hidden": model.hidden_size,
+        "ffn": model.ffn_hidden_size,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.hidden_size // model.num_heads,
+        "vocab": model.vocab_size,
+        "seq_length": workload.seq_length,
+        "gated": 1.0,
+        "dropout": 0.0,
+        "tied": 0.0,
+        "trained_share": 1.0,
+    }
+
+
+def _decoder(workload: Workload) -> LlamaModel:
+    assert isinstance(workload.model, LlamaModel)
+    return workload.model
+
+
+def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, Any]:
+    layout = candidate.layout
+    return {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "cp": layout.cp,
+        "cp_method": CP_METHODS.index(layout.cp_method),
+        "tp": layout.tp,
+        "zero_stage": layout.zero_stage,
+        "reduces_last": float(layout.gradient_reduction == "last"),
+        "sequence_parallel": float(layout.sequence_parallel),
+        # Stages of torch's pipelines free weights after forward passes only.
+        "stays_gathered": float(layout.pp > 1),
+        "num_copies": layout.num_copies,
+        "shard_embedding": float(layout.shard_embedding),
+        "schedule": SCHEDULES.index(layout.schedule),
+        "num_virtual_stages": layout.num_virtual_stages,
+        "stage_layers": _per_stage(layout.stage_layers, layout) if layout.stage_layers else [workload.num_layers],
+    }
+
+
+def _gathering(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    """Layers wait for their own new weights of ZeRO-1, but a model that is one graph waits for all."""
+    return {"hides_gathering": float(candidate.layout.zero_stage == 1 and candidate.kernels.compile != "model")}
+
+
+def _sums(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    """Whether sums over tp hide behind matmuls, see :mod:`trials.parallel.tensor`: zbv takes the backward pass
+    apart itself, and in 8-bit matmuls gradients of input and weight are one operator."""
+    layout, takes_apart = candidate.layout, candidate.precision.level != "O1-fp8"
+    hides = layout.tp > 1 and layout.tp_engine == "local" and layout.schedule != "zbv" and takes_apart
+    return {"hides_sums": float(hides)}
+
+
+def _per_stage(counts: Counts, layout: Layout) -> list[int]:
+    """Layers of each pipeline rank, all its chunks together."""
+    if not counts:
+        return [0] * layout.pp
+    return [sum(chunk[stage] for chunk in counts) for stage in range(layout.pp)]
+
+
+def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    """Bytes per element or parameter: O0 keeps all in fp32, O1 adds a 16-bit copy of the weights, O2 keeps 16-bit
+    weights with fp32 masters. O1-fp8 casts weights in every matmul instead, and keeps no copy of them."""
+    level, layout = candidate.precision.level, candidate.layout
+    low = level == "O2"
+    # FSDP2 reduces in fp32, what holds plain 16-bit parameters in their own format.
+    is_short = low and (holds_plain(layout) or layout.dp * layout.cp == 1)
+    return {
+        "compute_bytes": 4.0 if level == "O0" else 2.0,
+        "weight_bytes": 2.0 if low else 4.0,
+        "gradient_bytes": 2.0 if is_short else 4.0,
+        "optimizer_bytes": 12.0 if low else 8.0,
+        "cast_bytes": 2.0 if level == "O1" else 0.0,
+        "casts_operands": float(level == "O1-fp8"),
+        "bucket_bytes": BUCKET_BYTES,
+        "keeps_gradients": 0.0,
+        "workspace_limit_bytes": WORKSPACE_BYTES if is_short else 0.0,
+    }
+
+
+def _peaks(_workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
+    precision, peak = candidate.precision, matmul_peak(candidate, cluster.accelerator)
+    base = cluster.accelerator.peak(precision.dtype) if precision.level == "O1-fp8" else None
+    return {"peak_flops_per_s": peak, "base_flops_per_s": base or peak}
+
+
+def _loss_columns(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    """Where one rank computes the loss of all logits, two fp32 copies exist, read or written in turn with the logits.
+
+    In parts, by tp or in chunks, gradients are written in the place of the logits; by count of the operators of
+    :mod:`trials.parallel.tensor`, 7 times the logits themselves are read or written and 10 times their
+    values in fp32. Chunks add up the gradient of the head's weights in fp32.
+    """
+    size = 4.0 if candidate.precision.level == "O0" else 2.0
+    chunks = candidate.kernels.loss_chunks
+    if candidate.layout.tp == 1 and chunks == 1:
+        return {"loss_bytes": 8.0, "loss_traffic": 3 * (size + 8), "loss_chunks": 1.0, "head_sums_bytes": 0.0}
+    sums = 4.0 if chunks > 1 else 0.0
+    return {"loss_bytes": 0.0, "loss_traffic": 7 * size + 10 * 4, "loss_chunks": chunks, "head_sums_bytes": sums}
+
+
+def _offload(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    offload = candidate.offload
+    return {"offload_activations": float(offload.activations), "offload_optimizer": float(offload.optimizer)}
+
+
+def _kernels(_workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
+    is_compiled, attention = float(candidate.kernels.compile != "off"), candidate.kernels.attention
+    return {
+        "fused": is_compiled,
+        "compiled": is_compiled,
+        "flash": float(attention != "math"),
+        "aged_attention": float(attention != "cudnn" and outruns_flash_attention_2(cluster.accelerator.name)),
+    }
+
+
+def _batch(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    return {
+        "micro_batch_size": candidate.micro_batch_size,
+        "num_microbatches": max(1, candidate.num_microbatches(workload.global_batch_size)),
+    }
+
+
+def matmul_peak(candidate: Candidate, accelerator: Accelerator) -> float:
+    """Peak FLOPs per second in the number format of the candidate's matmuls.
+
+    Raises:
+        NotImplementedError: the catalogue has none.
+    """
+    name = matmul_format(candidate)
+    peak = accelerator.peak(name) or accelerator.peak("float32")
+    if peak is None:
+        raise NotImplementedError(f"{accelerator.name} has no peak for {name}")
+    return peak
+
+
+def _recompute(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, Any]:
+    model, layout, recompute = _decoder(workload), candidate.layout, candidate.recompute
+    layers = layout.stage_layers or ((model.num_layers,),)
+    full = recompute.full or tuple((0,) * len(row) for row in layers)
+    plain = tuple(tuple(n - done for n, done in zip(*rows, strict=True)) for rows in zip(layers, full, strict=True))
+    dropped, repeated = selective_shares(recompute, model, workload.seq_length, plain)
+    again = sum(map(sum, recompute.communication)) / model.num_layers
+    return {
+        "stage_full": _per_stage(recompute.full, layout),
+        "stage_dropped": dropped,
+        "stage_repeated": repeated,
+        "recompute_communication": again,
+        "keeps_gathered": (1 - again) if layout.sequence_parallel else 0.0,
+    }
+
+
+def _reading(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    """Reading of records: every rank reads its data-parallel share of the batch, or all of it."""
+    layout = candidate.layout
+    records = workload.global_batch_size / (1 if candidate.loader.full_batch else layout.dp)
+    return {"num_reads": records * layout.world_size, "data_wait_s": 0.0}
+
+
+def _reading_ahead(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    return {"reads_ahead": float(candidate.loader.num_workers > 0 or candidate.loader.tuning is not None)}
+
+
+_PARTS = (
+    _Part((), _model),
+    _Part((), _hardware),
+    _Part(("layout",), _layout),
+    _Part(("layout.zero_stage", "kernels.compile"), _gathering),
+    _Part(("layout.tp", "layout.tp_engine", "layout.schedule", "precision.level"), _sums),
+    _Part(("layout", "recompute"), _recompute),
+    _Part(("layout", "precision.level"), _precision),
+    _Part(("precision", "kernels.matmul_precision"), _peaks),
+    _Part(("layout.tp", "precision.level", "kernels.loss_chunks"), _loss_columns),
+    _Part(("layout.dp", "micro_batch_size"), _batch),
+    _Part(("kernels.compile", "kernels.attention"), _kernels),
+    _Part(("offload",), _offload),
+    _Part(("layout.dp", "layout.world_size", "loader.full_batch"), _reading),
+    _Part(("loader.num_workers", "loader.tuning"), _reading_ahead),
+)
+"""All fields, each once. What a function reads of the candidate and does not declare here would be another one's."""
+
+
+# ---- Fits coefficients to measurements: maximum a posteriori on log residuals, robust against outliers
+#
+# The prior says what other software and hardware taught (``coefficients.load_prior``); each measurement moves the
+# coefficients it depends on, the rest stay. With no measurement the prior itself is the answer. Candidates that ran out
+# of memory, or fitted, without a figure are one-sided evidence on memory.
+
+# Which pipeline rank a published memory peak belongs to, and what it counts.
+
+
+Rank = Literal["first", "last", "fullest"]
+Scope = Literal["allocated", "reserved", "device"]
+"""What a peak counts: memory that the framework's allocator handed out, that it holds, or all that is taken on the
+device."""
+
+NOT_COUNTED: dict[Scope, tuple[str, ...]] = {"allocated": ("constant", "fragmentation"), "reserved": ("constant",)}
+"""Terms of ``memory.MEMORY_TERMS`` that a scope leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Whose peak a published figure is, and what it counts."""
+
+    rank: Rank = "fullest"
+    scope: Scope = "device"
+
+
+def reported_as(text: str) -> Reported:
+    """The meaning of a figure that its source describes by ``text``.
+
+    No rank named: the first, whose log and whose device's line in the driver's list are what people copy. No tool
+    named: what a rank says of itself comes from its framework's allocator, anything else from the driver.
+    """
+    lower = text.lower()
+    if re.search(r"\blast (pipeline )?(rank|stage)", lower):
+        rank: Rank = "last"
+    elif re.search(r"(?<!not )\b(max\w*|highest|worst|largest) (over|across|among|of all)\b", lower):
+        rank = "fullest"
+    else:
+        rank = "first"
+    if "reserved" in lower:
+        return Reported(rank, "reserved")
+    return Reported(rank, "allocated" if re.search(r"allocated|\btorch\b|\brank\b", lower) else "device")
+
+
+def is_limit(text: str) -> bool:
+    """Whether the figure is what a run was given, not what it took: a pool's size or a set limit."""
+    return bool(re.search(r"max_device_memory|\blimit|pre-?allocat|\bpool\b|fraction", text.lower()))
+
+
+def reported_log_bytes(x: CostInputs, terms: dict[str, Array], reported: Sequence[Reported] | None) -> Array:
+    """Logarithm of the figure that would be reported, shape (n,), from all ranks' terms, each (n, stages).
+
+    ``reported``: one entry per row; None: the fullest rank's whole device for all.
+    """
+    if reported is None:
+        return np.asarray(np.log(np.sum(list(terms.values()), axis=0).max(axis=1)))
+    return np.asarray(np.log(np.sum(list(reported_terms(x, terms, reported).values()), axis=0)))
+
+
+def reported_terms(x: CostInputs, terms: dict[str, Array], reported: Sequence[Reported]) -> dict[str, Array]:
+    """The terms of the figure that would be reported, each (n,), from all ranks' terms, each (n, stages); those that
+    the figure does not count are 0."""
+    counted = {name: values.copy() for name, values in terms.items()}
+    for scope, names in NOT_COUNTED.items():
+        rows = np.flatnonzero([entry.scope == scope for entry in reported])
+        for name in names:
+            counted[name][rows] = 0.0
+    stages = _stages(x, np.sum(list(counted.values()), axis=0), reported)
+    return {name: values[np.arange(len(values)), stages] for name, values in counted.items()}
+
+
+def _stages(x: CostInputs, total: Array, reported: Sequence[Reported]) -> npt.NDArray[np.intp]:
+    by_rank = {"first": np.zeros(len(total)), "last": x.pp - 1, "fullest": total.argmax(axis=1)}
+    return np.array([by_rank[entry.rank][row] for row, entry in enumerate(reported)], dtype=np.intp)
+
+
+HUBER = 2.0
+"""Residuals beyond this many noise deviations pull linearly, not quadratically."""
+MEMORY_HUBER = 1.0
+"""The same for memory: less, so that a layout of which software keeps more than the formula knows does not bend what
+the others teach."""
+MAX_ITERATIONS = 30
+STEP = 1e-4
+"""Step of the numeric derivatives, in log coefficients."""
+
+OUT_OF_MEMORY_THRESHOLD = 0.4
+"""Probability from which a candidate counts as not fitting: where, on problems in which memory binds and a few trials
+have told their peaks (``benchmarks/search/made``), as large a share of those that do not fit passes for fitting as the
+other way round, or somewhat less. A launch that dies costs the whole gang's time, an optimum never tried all of it."""
+
+Predict = Callable[[Coefficients], Array]
+"""Given coefficients, the logarithm of the predicted figure of each measurement."""
+Derive = Callable[[Coefficients], Array]
+"""Given coefficients, the derivatives of those logarithms by the log coefficients, shape (n, coefficients)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """Coefficients after some measurements, with what is still uncertain."""
+
+    coefficients: Coefficients
+    covariance: Array
+    """Covariance of the log coefficients, shape (coefficients, coefficients)."""
+    noise: float
+    """Standard deviation of log(measured / predicted) that no coefficient explains."""
+
+    @classmethod
+    def of_prior(cls, prior: Prior) -> Calibrated:
+        """The prior's coefficients, before any measurement."""
+        return cls(prior.coefficients, prior.covariance, prior.noise)
+
+    def log_spread(self, jacobian: Array) -> Array:
+        """Standard deviation of the predicted logarithms with these derivatives, shape (n,)."""
+        variance = np.einsum("ni,ij,nj->n", jacobian, self.covariance, jacobian)
+        return np.asarray(np.sqrt(variance + self.noise**2))
+
+
+def fit(
+    prior: Prior,
+    predict: Predict,
+    log_measured: Array,
+    side: npt.NDArray[np.int64] | None = None,
+    huber: float = HUBER,
+    derive: Derive | None = None,
+) -> Calibrated:
+    """The most likely coefficients given prior and measurements (Gauss-Newton with damping, Huber weights).
+
+    ``side`` of each measurement: 0 a measured figure, 1 known to be at least the given one, -1 at most. ``derive``: a
+    faster way to :func:`derivatives` of ``predict``. Without measurements the prior is returned.
+    """
+    if not len(log_measured):
+        return Calibrated.of_prior(prior)
+    theta = prior.mean.copy()
+    precision = np.linalg.inv(prior.covariance)
+    sides = np.zeros(len(log_measured), dtype=np.int64) if side is None else side
+    damping, cost = 1e-3, _cost(prior, predict, theta, log_measured, sides, huber)
+    hessian = precision
+    for _ in range(MAX_ITERATIONS):
+        at = Coefficients(prior.group, theta)
+        excess = log_measured - predict(at)
+        jacobian = derive(at) if derive else derivatives(predict, at)
+        _, pull, curvature = _loss(excess / prior.noise, sides, huber)
+        hessian = jacobian.T @ (jacobian * (curvature / prior.noise**2)[:, None]) + precision
+        gradient = jacobian.T @ (pull / prior.noise) - precision @ (theta - prior.mean)
+        step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
+        candidate = theta + np.clip(step, -1.0, 1.0)
+        new_cost = _cost(prior, predict, candidate, log_measured, sides, huber)
+        if new_cost > cost:
+            damping *= 10
+            if damping > 1e6:
+                break
+            continue
+        improved, theta, cost, damping = cost - new_cost, candidate, new_cost, damping / 5
+        if improved < 1e-3:
+            break
+    return Calibrated(Coefficients(prior.group, theta), np.linalg.inv(hessian), prior.noise)
+
+
+def derivatives(predict: Predict, at: Coefficients) -> Array:
+    """Derivatives of the log predictions by the log coefficients, shape (n, coefficients)."""
+    base = predict(at)
+    columns = []
+    for i in range(len(at.group)):
+        moved = at.log_values.copy()
+        moved[i] += STEP
+        columns.append((predict(Coefficients(at.group, moved)) - base) / STEP)
+    return np.stack(columns, axis=1)
+
+
+def step_derivatives(x: CostInputs) -> Derive:
+    """The derivatives of ``log_step_predictor(x)``, of few candidates: all coefficients are moved in one evaluation,
+    of as many copies of the candidates, which costs little more than one."""
+    num_sets = len(TIME) + 1
+    predict = log_step_predictor(x.take(np.tile(np.arange(len(x)), num_sets)))
+    steps = np.repeat(STEP * np.eye(len(TIME), num_sets, 1), len(x), axis=1)
+
+    def derive(at: Coefficients) -> Array:
+        log_s = predict(Coefficients(at.group, at.log_values[:, None] + steps)).reshape(num_sets, len(x))
+        return np.asarray((log_s[1:] - log_s[0]).T / STEP)
+
+    return derive
+
+
+def calibrate_time(prior: Prior, x: CostInputs, measured_s: Array) -> Calibrated:
+    """Time coefficients after measured step times of the candidates ``x``."""
+    derive = step_derivatives(x) if len(x) else None
+    return fit(prior, log_step_predictor(x), np.log(measured_s), derive=derive)
+
+
+def calibrate_memory(
+    prior: Prior,
+    x: CostInputs,
+    measured_bytes: Array,
+    out_of_memory: Array,
+    reported: Sequence[Reported] | None = None,
+) -> Calibrated:
+    """Memory coefficients after measured peaks (NaN: not known) and outcomes (1 ran out of memory, 0 fitted, NaN).
+
+    ``reported``: what each peak was measured of; None: the whole device of the fullest rank. Outcomes are one-sided
+    evidence on that, and say more than the peak of another rank or of the allocator alone.
+    """
+    reported = reported or [Reported()] * len(x)
+    peaks = np.flatnonzero(np.isfinite(measured_bytes))
+    whole = np.array([entry == Reported() for entry in reported], dtype=bool)
+    outcomes = np.flatnonzero(np.isfinite(out_of_memory) & ~(whole & np.isfinite(measured_bytes)))
+    asked = [*(reported[int(i)] for i in peaks), *[Reported()] * len(outcomes)]
+    side = np.concatenate([np.zeros(len(peaks), np.int64), np.where(out_of_memory[outcomes] > 0, 1, -1)])
+    figures = np.concatenate([measured_bytes[peaks], x.memory_bytes[outcomes]])
+    predict = log_peak_predictor(x.take(np.concatenate([peaks, outcomes])), asked)
+    return fit(prior, predict, np.log(figures), side, MEMORY_HUBER)
+
+
+def log_step_predictor(x: CostInputs) -> Predict:
+    """Log of the predicted step seconds as a function of the time coefficients."""
+    work = work_of(x)
+
+    def predict(coefficients: Coefficients) -> Array:
+        return np.asarray(np.log(np.sum(list(step_seconds(x, work, coefficients).values()), axis=0)))
+
+    return predict
+
+
+def log_peak_predictor(x: CostInputs, reported: Sequence[Reported] | None = None) -> Predict:
+    """Log of the predicted peak bytes as a function of the memory coefficients; ``reported`` as in calibration."""
+    work = work_of(x)
+
+    def predict(coefficients: Coefficients) -> Array:
+        return reported_log_bytes(x, stage_bytes(x, work, coefficients), reported)
+
+    return predict
+
+
+def probability_out_of_memory(calibrated: Calibrated, x: CostInputs) -> Array:
+    """Probability that the fullest rank needs more memory than the device has, shape (n,)."""
+    predict = log_peak_predictor(x)
+    spread = calibrated.log_spread(derivatives(predict, calibrated.coefficients))
+    excess = predict(calibrated.coefficients) - np.log(x.memory_bytes)
+    return np.array([math.erfc(-z / math.sqrt(2)) / 2 for z in excess / spread])
+
+
+def _loss(excess: Array, side: npt.NDArray[np.int64], huber: float) -> tuple[Array, Array, Array]:
+    """Loss of each measurement, its pull on the prediction and its curvature, in units of the noise.
+
+    A figure: Huber's loss of measured less predicted. One-sided: the negative logarithm of the probability that noise
+    lets the prediction be on the known side, linear beyond ``huber`` deviations on the wrong side like the former.
+    """
+    size = np.abs(excess)
+    inside = size <= huber
+    loss = np.where(inside, excess**2 / 2, huber * (size - huber / 2))
+    pull = np.clip(excess, -huber, huber)
+    curvature = np.minimum(1.0, huber / np.maximum(size, 1e-12))
+    for i in np.flatnonzero(side):
+        room = -float(excess[i]) * int(side[i])
+        bounded = max(room, -huber)
+        probability = math.erfc(-bounded / math.sqrt(2)) / 2
+        ratio = math.exp(-(bounded**2) / 2) / math.sqrt(2 * math.pi) / probability
+        loss[i] = -math.log(probability) + ratio * (bounded - room)
+        pull[i] = ratio * int(side[i])
+        curvature[i] = ratio * (ratio + bounded)
+    return loss, pull, curvature
+
+
+def _cost(
+    prior: Prior, predict: Predict, theta: Array, measured: Array, side: npt.NDArray[np.int64], huber: float
+) -> float:
+    loss, _, _ = _loss((measured - predict(Coefficients(prior.group, theta))) / prior.noise, side, huber)
+    moved = theta - prior.mean
+    return float(loss.sum() + moved @ np.linalg.solve(prior.covariance, moved) / 2)
+
 
 ROWS_AT_ONCE = 4096
 """Candidates estimated at once: few enough for the intermediate arrays to stay in the processor's cache."""

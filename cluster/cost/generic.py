@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster.cost.candidates import matmul_peak
-from cluster.cost.coefficients import Coefficients
-from cluster.cost.inputs import Array
+from cluster.cost.cost_model import matmul_peak
+from cluster.cost.inputs import Array, Coefficients
 from cluster.cost.usual import (
     Draw,
     Kind,
@@ -24,7 +23,7 @@ from cluster.cost.usual import (
     usual_program,
     with_data,
 )
-from cluster.hardware.accelerators import ClusterDescription
+from cluster.hardware.topology import ClusterDescription
 from trials.dryrun.estimate import DryRunEstimate
 from trials.sizes import activation_elements, model_flops_per_token, num_kernels, num_parameters
 from trials.spec import Candidate, ImageFolderData, LinearModel, OwnModel, PythonData, ResNetModel, Workload

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.cost.pipelining import in_flight_peaks
+from cluster.cost.work import in_flight_peaks
 from trials.spec import Counts, Recompute, Schedule, SelectiveRecompute
 
 EVENNESS_WEIGHT = 1e-6

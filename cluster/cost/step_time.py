@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.cost.coefficients import Coefficients
-from cluster.cost.inputs import CP_METHODS, Array, CostInputs
+from cluster.cost.inputs import CP_METHODS, Array, Coefficients, CostInputs
 from cluster.cost.peak_memory import layer_activation_bytes
-from cluster.cost.pipelining import pipeline_seconds
-from cluster.cost.work import Work, exchanged_bytes, is_first, is_last, rows_per_expert
+from cluster.cost.work import Work, exchanged_bytes, is_first, is_last, pipeline_seconds, rows_per_expert
 
 REFERENCE_PEAK_FLOPS_PER_S = 312e12
 """Peak of the device (A100, 16 bits) for which ``matmul_efficiency`` is stated."""

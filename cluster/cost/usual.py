@@ -16,7 +16,7 @@ import numpy as np
 
 from cluster.candidate_table import CandidateTable
 from cluster.cost.inputs import Array
-from cluster.hardware.accelerators import Accelerator
+from cluster.hardware.topology import Accelerator
 from trials.spec import Candidate, OwnChoice, Workload
 
 # How far knobs usually go: normal distributions with their sources, and draws from all of them together.

@@ -437,3 +437,205 @@ def _allowed_s(phase: Phase, deadlines: Deadlines) -> float:
         "warmup": deadlines.warmup_s,
         "measuring": deadlines.measuring_s,
     }[phase]
+
+
+# ---- Who keeps a gang waiting that makes no progress: a pure function of what was seen of its ranks
+#
+# Whoever has begun a collective waits for the members of its group that have not. Followed to its end, such a chain
+# leads to a rank that waits for nobody: the culprit. Where no record says more, the stacks decide. A gang whose ranks
+# all stand in the same collective has no culprit among them: what joins them stands still.
+#
+# On a device, a rank has begun what its host has only queued there: the host runs ahead. A device that hangs in a
+# kernel of its own is told from those that wait for it only where NCCL keeps timings. Then what it has queued is
+# behind what the others are at; else its record says what theirs do, and the verdict is ``link``.
+
+_SAME_SIZES = frozenset({"all_reduce", "allreduce", "barrier"})
+"""Collectives to which every rank of a group brings tensors of the same shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangVerdict:
+    """Who is to blame for a hang."""
+
+    kind: Literal["rank", "link", "disagreement", "unknown"]
+    """A rank hangs; all are in one collective; ranks wait for each other in different ones; nothing tells."""
+    suspects: tuple[int, ...]
+    """The ranks of which one is to blame, all equally; for the other kinds the ranks that wait."""
+    why: str = ""
+    """What the records show beyond what the ranks were doing, as a clause for people."""
+
+
+def verdict(sights: Mapping[int, RankSight]) -> HangVerdict:
+    """Judge a gang by what was seen of its ranks, at least one, by rank."""
+    waits = {rank: _waits_for(rank, sights) for rank in sights}
+    behind = {peer: rank for rank, peers in waits.items() for peer in sorted(peers)}
+    least = min((sight.progress for sight in sights.values() if sight.progress is not None), default=None)
+    levels = {
+        rank: _level(sight, bool(waits[rank]) or _is_in_call(rank, sights), rank in behind, least)
+        for rank, sight in sights.items()
+    }
+    worst = min(levels.values())
+    suspects = tuple(sorted(rank for rank, level in levels.items() if level == worst))
+    if worst is Blame.WAITING:
+        return _all_wait(sights, waits)
+    late = next((rank for rank in suspects if rank in behind), None)
+    why = "" if late is None else _lag(late, behind[late], sights)
+    return HangVerdict(kind="rank", suspects=suspects, why=why)
+
+
+def _waits_for(rank: int, sights: Mapping[int, RankSight]) -> set[int]:
+    """The ranks that have not begun what ``rank`` is in."""
+    record = sights[rank].record
+    calls = () if record is None else record.calls
+    return {peer for call in calls for peer in _members(rank, call, sights) if _is_missing(rank, peer, call, sights)}
+
+
+def _members(rank: int, call: PendingCall, sights: Mapping[int, RankSight]) -> tuple[int, ...]:
+    if call.peer is not None:
+        return (call.peer,)
+    record = sights[rank].record
+    place = None if record is None else record.place(call.group)
+    if place is not None and place.ranks:
+        return place.ranks
+    return tuple(peer for peer, sight in sights.items() if sight.record and sight.record.place(call.group))
+
+
+def _is_missing(rank: int, peer: int, call: PendingCall, sights: Mapping[int, RankSight]) -> bool:
+    if peer == rank or peer not in sights:
+        return False
+    sight = sights[peer]
+    if sight.record is None:  # it did not even answer: it is missing unless it evidently waits as well
+        return sight.blame is not Blame.WAITING
+    same = _counterparts(rank, call, peer, sight.record)
+    if call.peer is None:
+        place = sight.record.place(call.group)
+        if place is None:
+            return sight.record.is_complete
+        if place.entered < call.number:
+            return True
+    elif not same:
+        return True
+    return call.is_started and bool(same) and not any(other.is_started for other in same)
+
+
+def _counterparts(rank: int, call: PendingCall, peer: int, record: FlightRecord) -> list[PendingCall]:
+    """What ``peer`` has begun of the operation that ``call`` is of ``rank``: a send meets a receive, and no send."""
+    if call.peer is None:
+        return [it for it in record.calls if it.peer is None and (it.group, it.number) == (call.group, call.number)]
+    if call.peer != peer:
+        return []
+    return [it for it in record.calls if it.peer == rank and it.group == call.group and it.name != call.name]
+
+
+def _is_in_call(rank: int, sights: Mapping[int, RankSight]) -> bool:
+    """Whether the rank is in an operation that its device is at work on, as far as is known."""
+    record = sights[rank].record
+    calls = () if record is None else record.calls
+    return any(call.is_started or not _is_started_by_any(rank, call, sights) for call in calls)
+
+
+def _is_started_by_any(rank: int, call: PendingCall, sights: Mapping[int, RankSight]) -> bool:
+    known = ((peer, sight.record) for peer, sight in sights.items() if sight.record is not None)
+    return any(other.is_started for peer, record in known for other in _counterparts(rank, call, peer, record))
+
+
+def _level(sight: RankSight, is_in_call: bool, is_behind: bool, least: tuple[int, int] | None) -> Blame:
+    """How likely a rank is the culprit, by its records first and by its stack where they say nothing.
+
+    ``is_in_call``: it is in an operation that it has begun, whoever else has: wherever its host is meanwhile, the
+    others do not wait for that.
+    """
+    if sight.blame is Blame.STOPPED:
+        return Blame.STOPPED
+    if is_in_call:
+        return Blame.WAITING
+    if is_behind:
+        # gloo records neither sends nor what goes through a store: a rank that waits there is behind by no own fault
+        return Blame.UNCLEAR if sight.blame is Blame.WAITING and not _records_all(sight) else Blame.ELSEWHERE
+    return sight.blame if sight.progress in (None, least) else Blame.WAITING
+
+
+def _records_all(sight: RankSight) -> bool:
+    """Whether the rank's recorder knows of every operation by which it could wait for a peer."""
+    places = () if sight.record is None else sight.record.places
+    return any(not place.group.startswith("gloo:") for place in places)
+
+
+def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) -> HangVerdict:
+    """The verdict on a gang in which everybody waits."""
+    ranks = tuple(sorted(sights))
+    elsewhere = tuple(rank for rank in ranks if waits[rank] and sights[rank].blame is Blame.ELSEWHERE)
+    if 0 < len(elsewhere) < len(ranks):  # it has left operations behind that go on without it
+        return HangVerdict(kind="rank", suspects=elsewhere)
+    calls = {rank: sight.record.calls for rank, sight in sights.items() if sight.record and sight.record.calls}
+    if not calls:
+        return HangVerdict(kind="unknown", suspects=ranks, why="every rank seems to wait for its peers")
+    first = {(call.group, call.number): call for found in calls.values() for call in found if call.peer is None}
+    differing = [
+        (first[call.group, call.number], call)
+        for found in calls.values()
+        for call in found
+        if call.peer is None and _differ(first[call.group, call.number], call)
+    ]
+    if differing:
+        one, other = differing[0]
+        why = f"ranks of one group disagree on its collective {one.number}: {_call(other)} or {_call(one)}"
+        return HangVerdict(kind="disagreement", suspects=ranks, why=why)
+    if set(calls) <= _in_circles(waits):
+        why = "ranks wait for each other in different operations: " + "; ".join(
+            f"rank {rank} in {_call(found[0])}" for rank, found in sorted(calls.items())[:4]
+        )
+        return HangVerdict(kind="disagreement", suspects=ranks, why=why)
+    stuck = sorted(rank for rank in calls if not waits[rank])
+    call = calls[stuck[0]][0]
+    members = _members(stuck[0], call, sights)
+    if unseen := sorted(set(members) - set(ranks)):
+        why = f"rank {stuck[0]} is in {_call(call)} with rank {unseen[0]}, of which nothing was seen"
+        return HangVerdict(kind="unknown", suspects=ranks, why=why)
+    if not all(_may_be_in(call, sights[rank]) for rank in members):
+        return HangVerdict(kind="unknown", suspects=ranks, why="every rank seems to wait for its peers")
+    number = "" if call.peer is not None else f" (number {call.number} of group {_label(stuck[0], call, sights)})"
+    why = f"ranks {', '.join(map(str, stuck))} all wait in {_call(call)}{number}: what joins them stands still"
+    return HangVerdict(kind="link", suspects=tuple(stuck), why=why)
+
+
+def _may_be_in(call: PendingCall, sight: RankSight) -> bool:
+    """Whether a rank that waits is in this operation, as far as is known."""
+    if sight.record is None or call.peer is not None:
+        return True
+    return any((other.group, other.number) == (call.group, call.number) for other in sight.record.calls)
+
+
+def _in_circles(waits: Mapping[int, set[int]]) -> set[int]:
+    """The ranks from which no chain of waiting leads to one that waits for nobody."""
+    free = {rank for rank, peers in waits.items() if not peers}
+    while found := {rank for rank, peers in waits.items() if rank not in free and peers & free}:
+        free |= found
+    return set(waits) - free
+
+
+def _differ(one: PendingCall, other: PendingCall) -> bool:
+    return one.name != other.name or (one.name in _SAME_SIZES and one.sizes != other.sizes)
+
+
+def _call(call: PendingCall) -> str:
+    if call.peer is not None:
+        return f"{call.name} with rank {call.peer}"
+    return f"{call.name} of {call.sizes}" if call.sizes else call.name
+
+
+def _label(rank: int, call: PendingCall, sights: Mapping[int, RankSight]) -> str:
+    record = sights[rank].record
+    place = None if record is None else record.place(call.group)
+    return call.group if place is None else place.label
+
+
+def _lag(late: int, waiting: int, sights: Mapping[int, RankSight]) -> str:
+    """What a rank waits for that another has not begun, as a clause."""
+    record = sights[waiting].record
+    calls = () if record is None else record.calls
+    for call in calls:
+        if _is_missing(waiting, late, call, sights):
+            number = "" if call.peer is not None else f" number {call.number} of group {_label(waiting, call, sights)}"
+            return f"rank {waiting} waits for it in {call.name}{number}"
+    return ""

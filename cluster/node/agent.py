@@ -161,7 +161,7 @@ class Agent:
         make_private_folder(self._log_path.parent)
         with theirs, self._log_path.open("ab") as log:
             self._fork_server = subprocess.Popen(
-                python_module("cluster.node.fork_server", *arguments),
+                python_module("cluster.node.warden", *arguments),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,28 +1,236 @@
-"""Watches a node while a gang measures on it: its processors, and what nvidia-smi tells of its GPUs; of other makers'
-devices nobody is asked.
-
-nvidia-smi tells of processes of others, throttling, clocks and heat. It runs beside the gang, looks every few seconds,
-and writes to files in the attempt's folder, so that nobody waits for it. Where it is not installed, or does not answer,
-all of this is unknown, and no error.
-"""
+"""Watches a node while a gang runs on it: processors, devices and memory, and whose processes take them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
-from collections.abc import Collection, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
+from cluster.gang.messages import NodeLaunch, RankSlot
+from cluster.hardware import discovery
+from cluster.hardware.discovery import DeviceQueryError, listed
 from cluster.hardware.topology import DeviceHandle, read_or_empty
-from cluster.node import cpu_load
-from cluster.node.cpu_load import MIN_WINDOW_S, CpuLook
+from cluster.processes import descendants
+from trials.accelerator.kinds import DeviceKind
 from trials.files import to_json, write_atomically
 from trials.outcome import Phase
 from trials.reports import LOAD_SUFFIX, Disturbance, reasons_in
+
+# ---- How busy a node's processors are, and with whose processes
+#
+# The load of others is the time that the processors were busy less the time of the sweep's own processes: so the load
+# of other containers counts too, whose processes cannot be seen from here. One look reads ``/proc/stat`` and the
+# ``stat`` of every process, some 20 microseconds each; a warden takes two or three looks in an attempt.
+
+CONTROLLER_VARIABLE = "TUNE_CLUSTER_CONTROLLER"
+"""Set to the controller's pid in what it starts on its own host: whatever descends from it is the sweep's own."""
+MIN_WINDOW_S = 1.0
+"""Shortest window that says anything: the kernel counts in hundredths of a second."""
+NUM_NAMED = 3
+"""Foreign processes that are named."""
+MIN_NAMED_CPUS = 0.05
+"""Processors from which on a foreign process is named."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTime:
+    """Processor time of one process, in ticks."""
+
+    parent_pid: int
+    name: str
+    started_at: int
+    own_ticks: int
+    reaped_ticks: int
+    """Time of its children that have ended and were waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuLook:
+    """The counters of a node at one moment; seconds since it was started."""
+
+    at_s: float
+    """Monotonic time of the look."""
+    num_cpus: int
+    """Processors that this process may run on."""
+    busy_s: float | None
+    steal_s: float | None
+    pressure_s: float | None
+    quota_s: float | None
+    processes: Mapping[int, ProcessTime]
+
+
+def look() -> CpuLook:
+    """Read all counters now."""
+    cpus = os.sched_getaffinity(0)
+    busy_s, steal_s = _busy_and_steal(read_or_empty(_PROC / "stat"), cpus)
+    return CpuLook(
+        at_s=time.monotonic(),
+        num_cpus=len(cpus),
+        busy_s=busy_s,
+        steal_s=steal_s,
+        pressure_s=_pressure_s(read_or_empty(_PROC / "pressure" / "cpu")),
+        quota_s=_quota_s(read_or_empty(_own_group() / "cpu.stat")),
+        processes=dict(_processes()),
+    )
+
+
+def disturbance(node: str, before: CpuLook, after: CpuLook, owner: int) -> Disturbance:
+    """What happened between two looks; ``owner`` is the pid whose descendants, and itself, are the sweep's own."""
+    seconds = after.at_s - before.at_s
+    if seconds < MIN_WINDOW_S:
+        return Disturbance(node=node, seconds=seconds)
+    capacity_s = seconds * after.num_cpus
+    own = family(after.processes, owner) | family(before.processes, owner)
+    own_s = (_ticks(after, own) - _ticks(before, own)) / _TICKS_PER_S
+    busy_s = _growth(before.busy_s, after.busy_s)
+    steal_s, quota_s = _growth(before.steal_s, after.steal_s), _growth(before.quota_s, after.quota_s)
+    pressure_s = _growth(before.pressure_s, after.pressure_s)
+    return Disturbance(
+        node=node,
+        seconds=seconds,
+        foreign_cpu=None if busy_s is None else _share(busy_s - own_s, capacity_s),
+        foreign_processes=tuple(_named(before, after, own, seconds)),
+        steal=None if steal_s is None else _share(steal_s, capacity_s),
+        quota=None if quota_s is None else _share(quota_s, seconds),
+        pressure=None if pressure_s is None else _share(pressure_s, seconds),
+    )
+
+
+def owner_pid() -> int:
+    """Pid of the topmost process that is the sweep's own: the controller where it is on this host, else the agent.
+
+    Called by a warden, whose parent is the fork server and whose grandparent the agent's process.
+    """
+    told = os.environ.get(CONTROLLER_VARIABLE, "")
+    if told.isdigit() and (_PROC / told).exists():
+        return int(told)
+    fork_server = os.getppid()
+    found = _process(fork_server)
+    return found.parent_pid if found is not None and found.parent_pid > 1 else fork_server
+
+
+def family(processes: Mapping[int, ProcessTime], owner: int) -> set[int]:
+    """``owner`` and all that descend from it."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid, process in processes.items():
+        children[process.parent_pid].append(pid)
+    found, ahead = set(), [owner]
+    while ahead:
+        pid = ahead.pop()
+        if pid in processes and pid not in found:
+            found.add(pid)
+            ahead += children[pid]
+    return found
+
+
+def _ticks(seen: CpuLook, pids: set[int]) -> int:
+    """Time of these processes and of those of their children that have ended: what a child used is not lost."""
+    times = (seen.processes[pid] for pid in pids if pid in seen.processes)
+    return sum(process.own_ticks + process.reaped_ticks for process in times)
+
+
+def _growth(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else max(0.0, after - before)
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, max(0.0, part / whole))
+
+
+def _named(before: CpuLook, after: CpuLook, own: set[int], seconds: float) -> Iterator[str]:
+    """The foreign processes that used most, by name: ``python 1.9``; those of one name are added up."""
+    used: dict[str, float] = defaultdict(float)
+    for pid, process in after.processes.items():
+        if pid not in own:
+            earlier = before.processes.get(pid)
+            is_same = earlier is not None and earlier.started_at == process.started_at
+            since = earlier.own_ticks if earlier is not None and is_same else 0
+            used[process.name] += (process.own_ticks - since) / _TICKS_PER_S / seconds
+    for name, cpus in sorted(used.items(), key=lambda item: -item[1])[:NUM_NAMED]:
+        if cpus >= MIN_NAMED_CPUS:
+            yield f"{name} {cpus:.1f}"
+
+
+def _processes() -> Iterator[tuple[int, ProcessTime]]:
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit() and (found := _process(int(entry.name))) is not None:
+            yield int(entry.name), found
+
+
+def _process(pid: int) -> ProcessTime | None:
+    text = read_or_empty(_PROC / str(pid) / "stat")
+    head, _, rest = text.rpartition(")")
+    fields = rest.split()
+    if len(fields) < 20:
+        return None  # it has ended meanwhile
+    ticks = [int(field) for field in fields[11:15]]
+    return ProcessTime(
+        parent_pid=int(fields[1]),
+        name="".join(c if c.isprintable() else "?" for c in head.partition("(")[2]),
+        started_at=int(fields[19]),
+        own_ticks=ticks[0] + ticks[1],
+        reaped_ticks=ticks[2] + ticks[3],
+    )
+
+
+def _busy_and_steal(stat: str, cpus: set[int]) -> tuple[float | None, float | None]:
+    """Seconds that these processors worked for processes, and that were stolen from them (proc(5))."""
+    rows = [line.split() for line in stat.splitlines() if line.startswith("cpu")]
+    ours = [list(map(int, row[1:])) for row in rows if row[0][3:].isdigit() and int(row[0][3:]) in cpus]
+    if not ours or not any(map(any, ours)):
+        return None, None  # some sandboxes give zeros
+    busy = sum(row[0] + row[1] + row[2] for row in ours)  # user, nice, system; guests are within user
+    steal = sum(row[7] for row in ours if len(row) > 7)
+    return busy / _TICKS_PER_S, steal / _TICKS_PER_S
+
+
+def _pressure_s(text: str) -> float | None:
+    """Seconds in which some process waited for a processor (the kernel's Documentation/accounting/psi.rst)."""
+    for line in text.splitlines():
+        if line.startswith("some ") and (total := line.rpartition("total=")[2]).isdigit():
+            return int(total) / 1e6
+    return None
+
+
+def _quota_s(text: str) -> float | None:
+    """Seconds in which a control group was stopped for its quota: ``throttled_usec``, ``throttled_time`` (v1, ns)."""
+    fields = dict(pair for line in text.splitlines() if len(pair := line.split()) == 2)
+    for name, unit in (("throttled_usec", 1e6), ("throttled_time", 1e9)):
+        if fields.get(name, "").isdigit():
+            return int(fields[name]) / unit
+    return None
+
+
+def _own_group() -> Path:
+    """Folder of this process's control group for processors; the root, where its path is another namespace's."""
+    for line in read_or_empty(_PROC / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(",") or not controllers:
+            root = _CGROUP / "cpu" if controllers else _CGROUP
+            for folder in (root / path.lstrip("/"), root):
+                if (folder / "cpu.stat").exists():
+                    return folder
+    return _CGROUP
+
+
+# ---- Watches a node while a gang measures on it: its processors, and what nvidia-smi tells of its GPUs; of other
+# makers'
+# devices nobody is asked.
+#
+# nvidia-smi tells of processes of others, throttling, clocks and heat. It runs beside the gang, looks every few
+# seconds, and writes to files in the attempt's folder, so that nobody waits for it. Where it is not installed, or
+# does not answer, all of this is unknown, and no error.
 
 PERIOD_S = 5
 """Seconds between two looks at the devices."""
@@ -53,7 +261,7 @@ class LoadWatch:
 
     def __init__(self, node: str, handles: Sequence[DeviceHandle], folder: Path) -> None:
         self._node, self._handles, self._folder = node, handles, folder
-        self._owner = cpu_load.owner_pid()
+        self._owner = owner_pid()
         self._looks: dict[Phase, CpuLook] = {}
         self._devices: DeviceWatch | None = None
         self.found: Disturbance | None = None
@@ -65,7 +273,7 @@ class LoadWatch:
         """All ranks of the node are in ``phase`` now, maybe since long."""
         if phase == "starting" or phase in self._looks:
             return
-        self._looks[phase] = cpu_load.look()
+        self._looks[phase] = look()
         if phase == "measuring":
             self._devices = DeviceWatch(self._handles, self._folder)
 
@@ -73,12 +281,12 @@ class LoadWatch:
         """The first rank has ended measuring, or all are being killed; only the first call counts."""
         if self.found is not None or "measuring" not in self._looks:
             return
-        last, first = cpu_load.look(), self._looks["measuring"]
+        last, first = look(), self._looks["measuring"]
         if last.at_s - first.at_s < MIN_WINDOW_S:
             first = self._looks.get("warmup", first)  # warm-up steps are like the measured ones
-        found = cpu_load.disturbance(self._node, first, last, self._owner)
+        found = disturbance(self._node, first, last, self._owner)
         if self._devices is not None:
-            own = cpu_load.family(first.processes, self._owner) | cpu_load.family(last.processes, self._owner)
+            own = family(first.processes, self._owner) | family(last.processes, self._owner)
             found = self._devices.end(found, own)
             self.samples = self._devices.samples()
         self.found = found
@@ -198,3 +406,255 @@ def _is_any(handles: Sequence[DeviceHandle], one: DeviceSample) -> bool:
 def _has_any(one: DeviceSample, handles: Sequence[DeviceHandle]) -> bool:
     """Whether the sample is of a GPU that one of these slices is a part of."""
     return any(handle.gpu_uuid == one.uuid for handle in handles if handle.gpu_uuid)
+
+
+# ---- Whether the host has memory enough for a gang, how much its programs take, and whether the kernel killed a
+# process
+# for want of it.
+#
+# A control group counts the processes that the kernel killed in it for want of memory, whether its own limit or the
+# host's memory was exhausted. That counter tells such a death from any other SIGKILL.
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_VMSTAT = Path("/proc/vmstat")
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class _ControlGroup:
+    """A memory control group, with the file names that its version uses."""
+
+    folder: Path
+    events: str
+    limit: str
+    usage: str
+    reclaimable: str
+    """Name in ``memory.stat`` of file pages that the kernel drops when it must."""
+
+
+def memory_group() -> _ControlGroup | None:
+    """This process's memory control group; None where none can be read.
+
+    In a container the path named in ``/proc`` may be the host's, while the group itself is mounted at the root.
+    """
+    for line in read_or_empty(_OWN_GROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            words = ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mount = CGROUP_ROOT / "memory"
+        elif not controllers:
+            words = ("memory.events", "memory.max", "memory.current", "inactive_file")
+            mount = CGROUP_ROOT
+        else:
+            continue
+        for folder in (mount / path.lstrip("/"), mount):
+            if (folder / words[0]).exists():
+                return _ControlGroup(folder, *words)
+    return None
+
+
+class OomKills:
+    """Counts the kernel's out-of-memory kills from :meth:`begin` on. Construction finds out where they are counted."""
+
+    def __init__(self) -> None:
+        group = memory_group()
+        self._counter = _VMSTAT if group is None else group.folder / group.events
+        """File with the count; without a control group that of the whole host, which counts others' processes too."""
+        self.begin()
+
+    def begin(self) -> None:
+        self._before = self._count()
+
+    def grew(self) -> bool:
+        """Whether a process was killed since :meth:`begin`."""
+        return self._count() > self._before
+
+    def _count(self) -> int:
+        return _field(read_or_empty(self._counter), "oom_kill")
+
+
+def shortage(num_ranks: int, limit_bytes: int) -> str | None:
+    """A message if ``num_ranks`` ranks of ``limit_bytes`` each do not fit this host's memory; None if they do."""
+    available = available_bytes()
+    if available is None or num_ranks * limit_bytes <= available:
+        return None
+    gib = float(1 << 30)
+    return (
+        f"{num_ranks} rank(s) may use {limit_bytes / gib:.1f} GiB each, but {available / gib:.1f} GiB of host memory "
+        "are available; is something else running here, or is cluster.device_memory too large?"
+    )
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without anything else losing its own; None where the system does not tell."""
+    amounts = []
+    if available_kib := _field(read_or_empty(_MEMINFO), "MemAvailable:"):
+        amounts.append(available_kib << 10)
+    if (group := memory_group()) is not None:
+        limit = read_or_empty(group.folder / group.limit).strip()
+        used = read_or_empty(group.folder / group.usage).strip()
+        if limit.isdigit() and used.isdigit():  # "max" is no limit
+            reclaimable = _field(read_or_empty(group.folder / "memory.stat"), group.reclaimable)
+            amounts.append(max(0, int(limit) - int(used) + reclaimable))
+    return min(amounts, default=None)
+
+
+def peak_below(pid: int) -> int:
+    """The most memory, in bytes, that any one of the living processes below ``pid`` has ever had resident; 0 if there
+    is none. What they share counts in each, so there is no telling for all of them together."""
+    statuses = [read_or_empty(f"/proc/{child}/status").replace("\t", " ") for child in descendants(pid)]
+    return max((_field(status, "VmHWM:") << 10 for status in statuses), default=0)
+
+
+def _field(text: str, name: str) -> int:
+    """The number behind ``name`` at the beginning of a line; 0 where there is none."""
+    _, found, rest = f"\n{text}".partition(f"\n{name} ")
+    return int(rest.split(maxsplit=1)[0]) if found else 0
+
+
+SHARED_MEMORY = Path("/dev/shm")
+MIN_SHARED_BYTES = 256 << 20
+"""Less is not enough for NCCL among eight ranks, or data loaders with workers; Docker gives 64 MiB unless told."""
+SHARED_REMEDY = "in a container --shm-size=8g or --ipc=host, on Kubernetes an emptyDir of medium Memory at /dev/shm"
+
+
+def shared_memory_shortage(needed_bytes: int) -> str | None:
+    """What happens where less than this is free in /dev/shm, and the remedy; None where there is enough."""
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:
+        return f"there is no {SHARED_MEMORY}: NCCL and data loaders with workers fail; {SHARED_REMEDY}"
+    if usage.free >= needed_bytes:
+        return None
+    return (
+        f"{usage.free >> 20} of {usage.total >> 20} MiB are free in {SHARED_MEMORY}: NCCL and data loaders with "
+        f'workers may fail with "No space left on device" or a bus error; {SHARED_REMEDY}'
+    )
+
+
+# Whether the devices given to a gang are free before it starts, and free again after it ended, as their tool tells.
+#
+# Called by the warden, which has a process of its own: the answers may take their time. Devices that the tool gives no
+# figure for (some with unified memory) cannot be checked and count as free.
+
+
+LEAST_ALLOWANCE_BYTES = 512 << 20
+"""What an idle device may show as used whatever its size: contexts of monitoring tools, the driver's own share."""
+ALLOWANCE_SHARE = 0.01
+"""The same as a share of its memory: drivers of large devices keep more."""
+GROWTH_BYTES = 256 << 20
+"""How much more than when the node was looked at a device may show as used."""
+MAX_IDLE_SHARE = 0.08
+"""The share of a device's memory up to which what it showed then counts as idle: an Ascend 910B shows 3.3 of 64 GiB.
+What shows more was somebody's."""
+SETTLE_BEFORE_S = 5.0
+"""How long whoever had the devices before may take to let go of them."""
+SETTLE_AFTER_S = 20.0
+"""How long the driver may take to clean up after a killed process."""
+PAUSE_S = 0.25
+"""Pause between two queries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """Memory in use on one device."""
+
+    handle: DeviceHandle
+    used_bytes: int
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether that is more than an idle device shows."""
+        return self.used_bytes > allowance_bytes(self.handle)
+
+
+def allowance_bytes(handle: DeviceHandle) -> int:
+    """Memory that the device may show as used while it is idle."""
+    idle_bytes = min(handle.idle_bytes + GROWTH_BYTES, int(handle.memory_bytes * MAX_IDLE_SHARE))
+    return max(LEAST_ALLOWANCE_BYTES, int(handle.memory_bytes * ALLOWANCE_SHARE), idle_bytes)
+
+
+def held_handles(launch: NodeLaunch) -> tuple[DeviceHandle, ...]:
+    """The devices of the gang on this node, in the order of local ranks; none on CPUs."""
+    return tuple(handle for slot in launch.slots for handle in slot_handles(launch, slot))
+
+
+def slot_handles(launch: NodeLaunch, slot: RankSlot) -> tuple[DeviceHandle, ...]:
+    """Those of one slot."""
+    if launch.device_kind == "cpu":
+        return ()
+    known = launch.handles
+    return tuple(known[index] if index < len(known) else DeviceHandle(name=str(index)) for index in slot.devices)
+
+
+def device_names(launch: NodeLaunch) -> tuple[str, ...]:
+    """Names of the gang's devices here for the variable that says which ones ranks see."""
+    return tuple(handle.name for handle in held_handles(launch))
+
+
+def watched_handles(launch: NodeLaunch) -> tuple[DeviceHandle, ...]:
+    """The devices whose clocks and strangers can be watched: nvidia-smi alone tells of them."""
+    return held_handles(launch) if launch.device_kind == "cuda" else ()
+
+
+def why_not_free(launch: NodeLaunch, timeout_s: float) -> str | None:
+    """As :func:`wait_until_free`, for all devices of the gang on this node."""
+    return wait_until_free(launch.device_kind, held_handles(launch), timeout_s)
+
+
+def wait_until_free(kind: DeviceKind, handles: Sequence[DeviceHandle], timeout_s: float) -> str | None:
+    """Wait until each device shows as much memory in use as an idle one.
+
+    Returns a message that names the devices still in use after ``timeout_s``, or how their tool fails; else None.
+    """
+    give_up_s = time.monotonic() + timeout_s
+    while handles:
+        try:
+            busy = [use for use in device_uses(kind, handles) if use.is_busy]
+            if not busy:
+                break
+            if time.monotonic() >= give_up_s:
+                return _describe(kind, busy)
+        except DeviceQueryError as error:
+            return str(error)
+        time.sleep(PAUSE_S)
+    return None
+
+
+def device_uses(kind: DeviceKind, handles: Sequence[DeviceHandle]) -> list[DeviceUse]:
+    """Memory in use on these devices, as far as their tool gives figures.
+
+    Raises:
+        DeviceQueryError: the tool fails, or says that one of them cannot be used.
+    """
+    shown = {one.name: one for one in listed(kind, with_slices=any(_is_slice(one) for one in handles))}
+    found = []
+    for handle in handles:
+        if (one := shown.get(handle.name)) is None:
+            continue
+        if one.trouble:
+            raise DeviceQueryError(f"device {one.name} is of no use any more: {one.trouble}")
+        if one.used_bytes is not None:
+            found.append(DeviceUse(handle=handle, used_bytes=one.used_bytes))
+    return found
+
+
+def _is_slice(handle: DeviceHandle) -> bool:
+    return handle.name.startswith("MIG-")
+
+
+def _describe(kind: DeviceKind, busy: Sequence[DeviceUse]) -> str:
+    try:
+        rows = discovery.holders() if kind == "cuda" else []
+    except DeviceQueryError:
+        rows = []  # the figures per device are enough
+    what = "NPU" if kind == "npu" else "GPU"
+    parts = []
+    for use in busy:
+        handle = use.handle
+        holders = [f"pid {pid} ({mebibytes} MiB)" for uuid, pid, mebibytes in rows if uuid == handle.uuid]
+        by = ", ".join(holders) or "no process that its tool shows"
+        named = f"{handle.name} ({handle.uuid})" if handle.uuid not in ("", handle.name) else handle.name
+        parts.append(f"{what} {named} has {use.used_bytes >> 20} MiB in use by {by}")
+    return "; ".join(parts)

@@ -36,7 +36,7 @@ from cluster.gang.messages import (
 )
 from cluster.hardware.topology import cores_near
 from cluster.node.hang import RecordedRank, answer_requests, recorder_env
-from cluster.node.memory_watch import (
+from cluster.node.load_watch import (
     MIN_SHARED_BYTES,
     OomKills,
     device_names,

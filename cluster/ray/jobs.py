@@ -24,8 +24,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 from cluster.base import ClusterError
-from cluster.ray.connection import environment, first_line
-from cluster.ray.head import TOKEN_REMEDY, dashboard_url
+from cluster.ray.connection import TOKEN_REMEDY, dashboard_url, environment, first_line
 from trials.secrets import is_secret_name
 
 logger = logging.getLogger(__name__)

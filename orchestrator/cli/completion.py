@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from orchestrator.cli.options import GLOBAL_HOME, json_option
 from orchestrator.errors import ConfigError
-from orchestrator.invocation import DEFAULT_HOME, HOME_VARIABLE, PROGRAM
+from orchestrator.process_support import DEFAULT_HOME, HOME_VARIABLE, PROGRAM
 from orchestrator.text import echo
 
 _LEDGER = "ledger.sqlite"

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.invocation import DEFAULT_HOME, HOME_VARIABLE
+from orchestrator.process_support import DEFAULT_HOME, HOME_VARIABLE
 from orchestrator.report.result_schema import versioned
 from orchestrator.text import echo, echo_json
 

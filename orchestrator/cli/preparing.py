@@ -155,7 +155,7 @@ def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from orchestrator.invocation import DEFAULT_HOME, Invocation
+    from orchestrator.process_support import DEFAULT_HOME, Invocation
     from orchestrator.terminal.fitted import NextCommands, indented, label_grid
 
     grid = label_grid()
@@ -177,7 +177,7 @@ def _next_steps(file: Path, files: tuple[Path, ...], advice: str = "") -> Render
     from rich.console import Group
     from rich.text import Text
 
-    from orchestrator.invocation import DEFAULT_HOME, Invocation
+    from orchestrator.process_support import DEFAULT_HOME, Invocation
     from orchestrator.terminal.fitted import NextCommands, indented
 
     program = Invocation.current(DEFAULT_HOME)

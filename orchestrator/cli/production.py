@@ -13,7 +13,7 @@ import click
 
 from orchestrator.cli.options import announce, home_option, json_option, print_result
 from orchestrator.errors import ExitCode
-from orchestrator.invocation import Invocation
+from orchestrator.process_support import Invocation
 from orchestrator.text import echo, echo_file
 from trials.files import write_atomically
 
@@ -414,8 +414,7 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool)
     from orchestrator.errors import ConfigError
     from orchestrator.frameworks import catalog
     from orchestrator.frameworks.spelling import Export, Note
-    from orchestrator.program.candidate_command import START
-    from orchestrator.program.program_export import artifact
+    from orchestrator.program.candidate_command import START, artifact
 
     script = described.script
     if name == COMMAND and script is None:

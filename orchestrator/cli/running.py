@@ -14,7 +14,7 @@ import click
 
 from orchestrator.cli.options import home_option, json_option, print_result, program_options
 from orchestrator.errors import ExitCode
-from orchestrator.invocation import Invocation
+from orchestrator.process_support import Invocation
 from orchestrator.text import echo
 
 if TYPE_CHECKING:
@@ -125,10 +125,10 @@ def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool, profile_
 
 def _run_submission(submission: Submission, *, follow: bool, as_json: bool, profile_of: int | None = None) -> None:
     """Run its controller in this process or a supervisor's, or start it in the background; print what came of it."""
-    from orchestrator import homes
+    from orchestrator import process_support
     from orchestrator.commands.submission import find_running, start_in_background
 
-    homes.remember(submission.home.path)
+    process_support.remember(submission.home.path)
     if submission.mode == "foreground":
         _run_in_foreground(submission, as_json, profile_of)
         return

@@ -10,7 +10,7 @@ import click
 
 from orchestrator.cli.options import home_option, json_option, print_result
 from orchestrator.errors import ExitCode
-from orchestrator.invocation import Invocation
+from orchestrator.process_support import Invocation
 from orchestrator.report.result_schema import versioned
 from orchestrator.text import echo, echo_json
 
@@ -37,7 +37,7 @@ def ps(home: Path, as_json: bool) -> None:
       tune-cluster ps
       tune-cluster ps --json
     """
-    from orchestrator.homes import elsewhere
+    from orchestrator.process_support import elsewhere
     from orchestrator.status import overview
     from orchestrator.sweep.snapshot import Home
     from orchestrator.terminal import sweep_screen

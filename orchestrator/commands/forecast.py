@@ -15,20 +15,23 @@ from pydantic import TypeAdapter, ValidationError
 
 from cluster.base import ClusterError
 from cluster.connect import connect
-from cluster.hardware.accelerators import CatalogueError, load_cluster
-from cluster.hardware.topology import Topology, uniform_topology
+from cluster.hardware.topology import CatalogueError, Topology, load_cluster, uniform_topology
 from cluster.probing import NodeRates, Profile, probe
 from cluster.probing import Progress as probing_Progress
 from orchestrator.config.settings import ByteSize
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.config.yaml_source import YamlSource, parse_yaml, to_config_error
 from orchestrator.errors import ConfigError
-from orchestrator.planning.dry_runs import DryRunCache, DryRunEstimates, Progress, estimate_all, load_estimates
-from orchestrator.planning.hardware import (
+from orchestrator.planning.dry_runs import (
+    DryRunCache,
+    DryRunEstimates,
     ProfileStore,
+    Progress,
     cluster_request,
     device_kind,
+    estimate_all,
     known_topology,
+    load_estimates,
     load_profile,
     memory_limit_bytes,
     profile_key,

@@ -18,10 +18,9 @@ from cluster.base import ClusterRequest, GangLaunch, GangProgress
 from cluster.connect import connect
 from cluster.hardware.topology import Placement, Topology
 from orchestrator.config.sweep import SweepSpec, load_sweep
-from orchestrator.controller.leasing import LeaseManager
-from orchestrator.controller.runtime import Runtime, SteadyClock, make_launcher, preload
+from orchestrator.controller.runtime import LeaseManager, Runtime, SteadyClock, make_launcher, preload
 from orchestrator.frameworks.edit import Training
-from orchestrator.planning.hardware import cluster_request, known_topology
+from orchestrator.planning.dry_runs import cluster_request, known_topology
 from orchestrator.planning.planner import make_plan
 from orchestrator.proof.confirmation import MIN_SOAK_S
 from orchestrator.search.search import Search

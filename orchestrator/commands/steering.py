@@ -18,7 +18,7 @@ from orchestrator import units
 from orchestrator.console import SafeConsole
 from orchestrator.controller.step import apply_requests
 from orchestrator.errors import ConfigError
-from orchestrator.invocation import Invocation
+from orchestrator.process_support import Invocation
 from orchestrator.status.overview import follow
 from orchestrator.sweep.checkpoint import action, asker, checks, chosen
 from orchestrator.sweep.checkpoint import budget as budget_request

@@ -571,7 +571,7 @@ def start_in_background(submission: Submission, show: Callable[[str], None]) -> 
 
 
 def _submit_job(submission: Submission, show: Callable[[str], None]) -> StartedSubmission:
-    from cluster.ray.head import dashboard_url
+    from cluster.ray.connection import dashboard_url
     from cluster.ray.jobs import submit_job
 
     assert submission.address is not None

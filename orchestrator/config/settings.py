@@ -27,8 +27,7 @@ from pydantic import (
 
 from cluster.base import Deadlines
 from cluster.gang.environment import owner_of
-from cluster.hardware.accelerators import catalogue
-from cluster.hardware.topology import DeviceChoice
+from cluster.hardware.topology import DeviceChoice, catalogue
 from orchestrator.mlflow_urls import URI_PATTERN
 from orchestrator.space.file_types import OneOrMany, Section, ShortForms, Word, fault, off_is_false, show
 from orchestrator.space.knobs import (

@@ -13,25 +13,37 @@ from cluster.base import Cluster, ClusterLostError, ClusterRequest, OwnClusterLo
 from cluster.connect import clock_of, connect
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec, check_same
-from orchestrator.controller.leasing import LeaseManager, Waiting, WithdrawnError
 from orchestrator.controller.observer import Heartbeat, Observers, Projection
-from orchestrator.controller.runtime import Runtime, SteadyClock, make_launcher, preload
+from orchestrator.controller.runtime import (
+    LeaseManager,
+    Runtime,
+    SteadyClock,
+    Waiting,
+    WithdrawnError,
+    make_launcher,
+    preload,
+)
 from orchestrator.controller.step import apply_requests
 from orchestrator.errors import ConfigError
 from orchestrator.notifications import Notifier, check_notify
 from orchestrator.objective import Objective
-from orchestrator.planning.dry_runs import DryRunCache, DryRunEstimates, load_estimates
-from orchestrator.planning.hardware import cluster_request, fingerprint, known_topology, load_profile
+from orchestrator.planning.dry_runs import (
+    DryRunCache,
+    DryRunEstimates,
+    cluster_request,
+    fingerprint,
+    known_topology,
+    load_estimates,
+    load_profile,
+)
 from orchestrator.planning.planner import Plan, check_plan, make_plan, plan_document
 from orchestrator.planning.predictions import PriorKnowledge, relative_search_predictor, search_predictor
 from orchestrator.program.user_program import PROGRAM, program_source
 from orchestrator.report.sources import ProfileCopies
 from orchestrator.report.summary import Summary, summarize
-from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.knob_effects import RelativePredictor
+from orchestrator.search.knob_effects import EarlierTrial, RelativePredictor, num_sweeps, same_program
 from orchestrator.search.predictor import Predictor, UnknownDimensionsError, UnpredictableError
-from orchestrator.search.search import Search
-from orchestrator.search.transfer import EarlierTrial, num_sweeps, same_program
+from orchestrator.search.search import GuidedSearch, Search
 from orchestrator.space.knobs import memory_ranks
 from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import Hardware, SweepCreated

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.cost.calibrate import Calibrated, fit
-from cluster.cost.coefficients import load_prior
-from cluster.cost.cost_model import CostModel
-from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.cost_model import Calibrated, CostModel, fit
+from cluster.cost.inputs import Array, CostInputs, load_prior
 from cluster.cost.step_time import stage_seconds
 from cluster.cost.usual import built_in_knob
 from cluster.cost.work import work_of

@@ -14,7 +14,7 @@ from scipy import stats
 from orchestrator.space.notation import flat_params
 from orchestrator.statistics import Interval
 from orchestrator.sweep.state import Trial
-from orchestrator.watermark import Virtual
+from orchestrator.units import Virtual
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate
 

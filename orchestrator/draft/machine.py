@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.hardware.accelerators import CatalogueError, find_accelerator, load_cluster
 from cluster.hardware.discovery import discover_node
-from cluster.hardware.topology import Topology, uniform_topology
+from cluster.hardware.topology import CatalogueError, Topology, find_accelerator, load_cluster, uniform_topology
 from orchestrator.errors import ConfigError
 from trials.accelerator.kinds import FAMILIES
 
@@ -123,7 +122,7 @@ def machine_at(address: str, num_nodes: int | None, devices_per_node: int | None
         ClusterError: it does not answer.
         ConfigError: it has fewer nodes than are asked for.
     """
-    from cluster.ray.survey import survey
+    from cluster.ray.leases import survey
 
     hosts = survey(address)
     able = [host for host in hosts if host.num_gpus] or [host for host in hosts if host.num_cpus]

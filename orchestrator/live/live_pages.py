@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator import statistics, units
 from orchestrator.errors import ConfigError
-from orchestrator.invocation import Invocation
 from orchestrator.objective import unit_legend
+from orchestrator.process_support import Invocation
 from orchestrator.report import words
 from orchestrator.report.curves import Finalist
 from orchestrator.report.page import page as offline
@@ -32,7 +32,7 @@ from orchestrator.sweep.ledger import FILE_NAME, LedgerError
 from orchestrator.sweep.snapshot import AT_REST, Home, Phase, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, find_trial, nodes_of
 from orchestrator.text import Follower, plain
-from orchestrator.watermark import watermark, watermark_line
+from orchestrator.units import watermark, watermark_line
 from trials.outcome import Measurement
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from cluster.processes import python_module
 from orchestrator.commands import steering
 from orchestrator.commands.submission import submission_of_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.invocation import Invocation
 from orchestrator.live.feed import Hub, Watch
 from orchestrator.live.live_pages import IndexLook, Links, SweepLook, log_document, render, static, trial_document
+from orchestrator.process_support import Invocation
 from orchestrator.sweep.checkpoint import RETRIABLE
 from orchestrator.sweep.events import Action
 from orchestrator.sweep.ledger import LedgerError

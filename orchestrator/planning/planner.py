@@ -22,18 +22,15 @@ from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
 from cluster.cost.balancer import RecomputePolicy, balance, nested_policies, problem_of
-from cluster.cost.candidates import inputs_of
-from cluster.cost.cost_model import CostModel, cost_model
+from cluster.cost.cost_model import CostModel, cost_model, inputs_of
 from cluster.cost.inputs import distinct_rows
 from cluster.cost.stage_balance import Balance, BalanceProblem, DoesNotFitError
 from cluster.gang.environment import Default, defaults_of
-from cluster.hardware.accelerators import CatalogueError, ClusterDescription, describe_topology
-from cluster.hardware.topology import Topology
+from cluster.hardware.topology import CatalogueError, ClusterDescription, Topology, describe_topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
-from orchestrator.planning.dry_runs import DryRunEstimates
-from orchestrator.planning.hardware import device_kind
+from orchestrator.planning.dry_runs import DryRunEstimates, device_kind
 from orchestrator.program.candidate_command import notes_of
 from orchestrator.search.memory_belief import normal_cdf
 from orchestrator.search.predictor import Predictor, UnpredictableError, estimate_rows, make_predictor

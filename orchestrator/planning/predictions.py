@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
+from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD
 from cluster.cost.generic import GenericInputs
 from cluster.cost.stage_balance import Balance
 from cluster.cost.usual import kind_of_device
-from cluster.hardware.accelerators import CatalogueError, describe_topology
-from cluster.hardware.topology import Topology
+from cluster.hardware.topology import CatalogueError, Topology, describe_topology
 from cluster.probing import Profile
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.config.yaml_source import YamlSource, to_config_error
@@ -31,7 +30,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
 from orchestrator.planning.dry_runs import DryRunEstimates
 from orchestrator.planning.planner import POOL_SIZE, Plan, pool_rows
-from orchestrator.search.knob_effects import RelativePredictor
+from orchestrator.search.knob_effects import EarlierTrial, RelativePredictor
 from orchestrator.search.predictor import (
     MAX_CANDIDATES,
     TRIAL_OVERHEAD_S,
@@ -41,7 +40,6 @@ from orchestrator.search.predictor import (
     make_predictor,
     predict,
 )
-from orchestrator.search.transfer import EarlierTrial
 from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.notation import describe, diff, flat_params, short_name
 from orchestrator.space.rules import Violation, check

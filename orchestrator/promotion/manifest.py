@@ -17,8 +17,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.frameworks.catalog import export_all
 from orchestrator.frameworks.shell import with_exports
 from orchestrator.objective import Objective, noun_of
-from orchestrator.program.candidate_command import START
-from orchestrator.program.program_export import ScriptArtifact, artifact
+from orchestrator.program.candidate_command import START, ScriptArtifact, artifact
 from orchestrator.program.user_program import Script, program_source
 from orchestrator.proof.loss_gate import trajectory
 from orchestrator.proof.progress import checks, confirmation, gate_runs
@@ -30,7 +29,7 @@ from orchestrator.sweep.events import ConfirmationRun, GateReport, Verdict, swee
 from orchestrator.sweep.ledger import SPEC, Ledger, MeasuredProgram, SweepFile
 from orchestrator.sweep.state import SweepState, Trial, find_trial
 from orchestrator.tracking.mlflow_store import MAX_DESCRIPTION_CHARS, Registered
-from orchestrator.watermark import watermark, watermark_line
+from orchestrator.units import watermark, watermark_line
 from trials.files import digest, from_json, to_json
 from trials.outcome import Measurement
 from trials.secrets import redact, redact_all

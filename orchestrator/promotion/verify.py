@@ -2,7 +2,7 @@
 
 There are three answers: ``no drift``, ``drift`` and ``could not verify``. The first claims that a loss of speed beyond
 the tolerance is ruled out, the second that there is one; what is too noisy, disturbed or on another machine for either
-is the third. :mod:`orchestrator.promotion.verify` measures, :mod:`orchestrator.proof.drift` judges the speed,
+is the third. :mod:`orchestrator.promotion.verify` measures, :mod:`orchestrator.proof.confirmation` judges the speed,
 :mod:`orchestrator.promotion.verify` everything else.
 """
 
@@ -30,8 +30,8 @@ from orchestrator.program.user_program import PROGRAM
 from orchestrator.promotion.manifest import is_of_script, trajectory_json
 from orchestrator.promotion.records import Records
 from orchestrator.promotion.references import Version, differing, read, store
-from orchestrator.proof import drift
-from orchestrator.proof.drift import FIRST_LOOK, Rounds, SpeedChange, is_too_busy
+from orchestrator.proof import confirmation as drift
+from orchestrator.proof.confirmation import FIRST_LOOK, Rounds, SpeedChange, is_too_busy
 from orchestrator.proof.loss_gate import GateTrajectories, Trajectory, judge_gate
 from orchestrator.proof.progress import (
     BASELINE,
@@ -53,8 +53,7 @@ from orchestrator.sweep.snapshot import Home, Observer
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.tracking.mlflow_store import Registry
 from orchestrator.tracking.mlflow_tracker import Tracker
-from orchestrator.units import trial_id
-from orchestrator.watermark import Virtual
+from orchestrator.units import Virtual, trial_id
 from trials.files import from_json, to_json, write_atomically
 from trials.outcome import GangLost, Measurement, NotBelieved, TimedOut
 from trials.spec import Candidate, Precision, ScriptModel, Workload
@@ -63,7 +62,7 @@ from trials.spec import Candidate, Precision, ScriptModel, Workload
 #
 # Beside the baseline of the sweep that it was promoted from, it is a finalist that is confirmed once more: rounds of
 # both, interleaved on the same nodes, by the mechanism of :mod:`orchestrator.proof`, until
-# :mod:`orchestrator.proof.drift` settles whether speed was lost. A slow hour of the machine then slows both. A
+# :mod:`orchestrator.proof.confirmation` settles whether speed was lost. A slow hour of the machine then slows both. A
 # configuration that *is* the baseline has nothing to be interleaved with: every round is a sweep of one trial.
 
 

@@ -8,7 +8,7 @@ from statistics import geometric_mean
 from typing import assert_never
 
 from orchestrator.objective import Objective
-from orchestrator.proof import drift
+from orchestrator.proof import confirmation as drift
 from orchestrator.proof.confirmation import (
     MAX_PAIRS,
     MIN_SOAK_S,

@@ -11,9 +11,9 @@ from typing import Literal
 from orchestrator import units
 from orchestrator.diagnosis.values import Part, PartName, StepParts, SweepExplanation
 from orchestrator.errors import ConfigError
-from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.mlflow_urls import sweep_links
 from orchestrator.objective import Figures
+from orchestrator.process_support import PLAIN, Invocation
 from orchestrator.proof.next_check import hopeful
 from orchestrator.report import words
 from orchestrator.report.curves import (
@@ -54,8 +54,7 @@ from orchestrator.statistics import Estimate
 from orchestrator.sweep.events import Conclusion
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.units import is_wide, trial_id
-from orchestrator.watermark import watermark
+from orchestrator.units import is_wide, trial_id, watermark
 from trials.files import to_json
 from trials.outcome import Measurement, NotBelieved
 

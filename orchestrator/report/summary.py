@@ -30,7 +30,7 @@ from orchestrator.statistics import Estimate, Interval, SpeedVerdict
 from orchestrator.sweep.events import CandidatesPruned, ProfileRun, RatioInterval, Verdict
 from orchestrator.sweep.snapshot import Phase
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
-from orchestrator.watermark import Virtual, predicted_words, watermark_line
+from orchestrator.units import Virtual, predicted_words, watermark_line
 from trials.files import to_json
 from trials.outcome import NotBelieved, duration
 

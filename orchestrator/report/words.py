@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from orchestrator.objective import Figures
     from orchestrator.report.curves import Finalist
     from orchestrator.report.summary import Speedup
-    from orchestrator.watermark import Virtual
+    from orchestrator.units import Virtual
     from trials.spec import Candidate
 
 

@@ -1,6 +1,6 @@
 """What is believed of candidates' memory: a mixture over what the software may keep, corrected by what trials showed.
 
-Within one *structure* (a hypothesis on what the software keeps, :mod:`cluster.cost.software`) the logarithm
+Within one *structure* (a hypothesis on what the software keeps, :mod:`cluster.cost.peak_memory`) the logarithm
 of the peak is a sum of independent parts::
 
     mean                   at the prior's coefficients

@@ -1,6 +1,6 @@
 """The predictor: the cost model on the candidates of a sweep, for the plan (before any trial) and the sampler (after).
 
-The numbers that the cost model cannot know (``cluster.cost.coefficients``) have a prior, which measured trials correct.
+The numbers that the cost model cannot know (``cluster.cost.inputs``) have a prior, which measured trials correct.
 Around it the model is linearised, so that the Gaussian process of ``acquisition.py`` weighs what the coefficients
 explain against what is a candidate's own. Trials of earlier sweeps are rows of that process next to the sweep's own
 candidates, with an error in common per sweep.
@@ -18,24 +18,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD, Calibrated, derivatives, fit, step_derivatives
-from cluster.cost.candidates import inputs_of, inputs_of_table
-from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
-from cluster.cost.cost_model import CostModel, Estimates
+from cluster.cost.cost_model import (
+    OUT_OF_MEMORY_THRESHOLD,
+    Calibrated,
+    CostModel,
+    Estimates,
+    derivatives,
+    fit,
+    inputs_of,
+    inputs_of_table,
+    step_derivatives,
+)
 from cluster.cost.generic import GenericInputs, generic_inputs, generic_peak_bytes, generic_step_seconds
-from cluster.cost.inputs import Array, CostInputs, FactoredInputs, distinct_rows
-from cluster.cost.peak_memory import log_slopes, stage_bytes
-from cluster.cost.software import FOREIGN, KNOWN, Structure, apart
+from cluster.cost.inputs import TIME, Array, Coefficients, CostInputs, FactoredInputs, Prior, distinct_rows, load_prior
+from cluster.cost.peak_memory import FOREIGN, KNOWN, Structure, apart, log_slopes, stage_bytes
 from cluster.cost.step_time import step_seconds
 from cluster.cost.work import work_of
-from cluster.hardware.accelerators import CatalogueError, ClusterDescription, describe_topology
-from cluster.hardware.topology import Topology
+from cluster.hardware.topology import CatalogueError, ClusterDescription, Topology, describe_topology
 from cluster.probing import Profile, with_measured_figures, with_probe
 from orchestrator.objective import Figures, Objective
 from orchestrator.search.acquisition import ErrorModel, Posterior
-from orchestrator.search.knob_effects import MODELLED, Believed, OwnEffects, UnmodelledKnobs, usual_errors
+from orchestrator.search.knob_effects import (
+    MODELLED,
+    Believed,
+    EarlierTrial,
+    OwnEffects,
+    UnmodelledKnobs,
+    nearest,
+    usual_errors,
+)
 from orchestrator.search.memory_belief import Floats, MemoryBelief, Structured
-from orchestrator.search.transfer import EarlierTrial, nearest
 from orchestrator.space.notation import Features, describe, flat_params
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of

@@ -29,8 +29,7 @@ from orchestrator.sweep.state import (
     spent_budget,
 )
 from orchestrator.text import plain, tail
-from orchestrator.units import count, signal_name, trial_id
-from orchestrator.watermark import Virtual
+from orchestrator.units import Virtual, count, signal_name, trial_id
 from trials.files import fields_json, to_json
 from trials.outcome import (
     Crashed,

@@ -22,13 +22,11 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
-from orchestrator.invocation import user_name
-from orchestrator.process_support import pause_s
+from orchestrator.process_support import pause_s, user_name
 from orchestrator.sweep.events import Action, Asked, Budget, BudgetChanged, ChecksAsked, TrialsRetried
 from orchestrator.sweep.fold import apply, is_retriable
 from orchestrator.sweep.ledger import Ledger, LedgerEntry, Request
-from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.vector import Block, LazyBlock, Vector
+from orchestrator.sweep.state import Block, LazyBlock, SweepState, Trial, Vector
 from trials.files import from_json, to_json
 
 MIN_EVENTS = 256
@@ -37,7 +35,6 @@ MIN_EVENTS = 256
 CODE = (
     *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "state")),
     "orchestrator.objective",
-    "orchestrator.vector",
     *(f"trials.{name}" for name in ("files", "outcome", "reports", "spec")),
     "cluster.hardware.topology",
 )

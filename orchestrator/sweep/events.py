@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 
 from cluster.hardware.topology import Device, Topology
 from orchestrator.objective import Objective
-from orchestrator.watermark import ClusterKind, Virtual
+from orchestrator.units import ClusterKind, Virtual
 from trials.accelerator.kinds import DeviceKind
 from trials.files import digest, to_json
 from trials.outcome import Outcome, StoppedEarly

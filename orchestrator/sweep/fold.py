@@ -44,13 +44,13 @@ from orchestrator.sweep.state import (
     SweepState,
     SweepStatus,
     Trial,
+    Vector,
     end_of_search,
     rank,
     rank_fastest,
     spent_budget,
     spent_by_search,
 )
-from orchestrator.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly, TimedOut
 
 TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from cluster.base import GangProgress
 from orchestrator import process_support
 from orchestrator.errors import ConfigError
-from orchestrator.homes import where_seen
+from orchestrator.process_support import where_seen
 from orchestrator.sweep import checkpoint
 from orchestrator.sweep.events import LedgerEvent
 from orchestrator.sweep.fold import apply

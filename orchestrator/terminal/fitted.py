@@ -22,7 +22,7 @@ from orchestrator.console import SafeConsole
 from orchestrator.report.tables import TrialTable, status_mood
 from orchestrator.report.view import ALWAYS, Cell, Column, Mood, ShownTable
 from orchestrator.text import plain
-from orchestrator.watermark import Virtual, watermark_line
+from orchestrator.units import Virtual, watermark_line
 
 # Layout that everything on the terminal shares: its width, sections, indentation, grids of labels.
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
-from orchestrator.invocation import PLAIN, Invocation
+from orchestrator.process_support import PLAIN, Invocation
 from orchestrator.promotion.manifest import gate_words, speed_words, verdict_of
 from orchestrator.promotion.references import Difference
 from orchestrator.report import words

@@ -15,9 +15,9 @@ from rich.text import Text
 from cluster.base import GangProgress
 from orchestrator import units
 from orchestrator.console import SafeConsole
-from orchestrator.invocation import Invocation
 from orchestrator.mlflow_urls import public_uri, sweep_links
 from orchestrator.objective import unit_legend
+from orchestrator.process_support import Invocation
 from orchestrator.report import words
 from orchestrator.report.curves import ProofResult, proof_result
 from orchestrator.report.summary import cost, headline, speedup
@@ -48,7 +48,7 @@ from orchestrator.terminal.fitted import (
     status_text,
 )
 from orchestrator.text import one_line, plain
-from orchestrator.watermark import watermark, watermark_line
+from orchestrator.units import watermark, watermark_line
 
 # The proof of a sweep on the terminal: rounds of the confirmation, the loss gate, the user's own evaluation.
 

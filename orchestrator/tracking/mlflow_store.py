@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
-from orchestrator.search.transfer import MAX_PER_SWEEP, MAX_TRIALS, EarlierTrial, same_hardware
+from orchestrator.search.knob_effects import MAX_PER_SWEEP, MAX_TRIALS, EarlierTrial, same_hardware
 from orchestrator.tracking.mlflow_tracker import Tracker
 from trials.files import from_json
 from trials.outcome import Outcome
@@ -218,7 +218,7 @@ def earlier_trials(
     A store that cannot be read only costs what could have been learned: that is logged, and the answer is empty.
 
     Args:
-        environment: the fingerprint; see :data:`orchestrator.search.transfer.MEASURED_ON` for what has to
+        environment: the fingerprint; see :data:`orchestrator.search.knob_effects.MEASURED_ON` for what has to
             agree.
         kind: the kind of model; trials of others teach nothing about it.
         objective: what the trials of a sweep are ranked by.

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator import units
-from orchestrator.invocation import user_name
 from orchestrator.mlflow_urls import PAGE, charts_view, table_view
 from orchestrator.objective import ObjectiveName
+from orchestrator.process_support import user_name
 from orchestrator.report import words
 from orchestrator.report.curves import finalists
 from orchestrator.report.sources import MAX_PARAM_CHARS, log_tail
@@ -30,8 +30,7 @@ from orchestrator.sweep.events import (
 )
 from orchestrator.sweep.ledger import Ledger, MeasuredProgram
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
-from orchestrator.units import rounded
-from orchestrator.watermark import watermark, watermark_line
+from orchestrator.units import rounded, watermark, watermark_line
 from trials.files import to_json
 from trials.outcome import Measured, Measurement, Outcome, StoppedEarly
 from trials.reports import Findings

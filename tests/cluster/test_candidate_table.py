@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.candidates import inputs_of, inputs_of_table
+from cluster.cost.cost_model import inputs_of, inputs_of_table
 from cluster.cost.inputs import CostInputs
-from cluster.hardware.accelerators import load_cluster
+from cluster.hardware.topology import load_cluster
 from orchestrator.space.notation import feature_columns, flat_params
 from orchestrator.space.rules import RULES, Case, first_broken
 from tests.orchestrator.space.candidate_strategies import SEEDS, random_candidate

@@ -12,7 +12,7 @@ from cluster.gang.messages import CompileTime, Lines, RankClock, RankProgress, S
 from cluster.hardware import topology
 from cluster.hardware.discovery import discover_node
 from cluster.hardware.topology import path_safe
-from cluster.ray.agents import interface_of
+from cluster.ray.backend import interface_of
 from trials.files import from_json
 
 DEADLINES = Deadlines(starting_s=10, warmup_s=20, measuring_s=30, stall_s=5)

@@ -103,7 +103,7 @@ def wait_until(holds, timeout_s=120.0):
 
 def test_our_processes_are_started_safely():
     """Only one function makes command lines of interpreters; the guardian's is isolated altogether."""
-    may = {"cluster/processes.py", "cluster/node/guardian.py", "orchestrator/invocation.py"}
+    may = {"cluster/processes.py", "cluster/node/guardian.py", "orchestrator/process_support.py"}
     starts = re.compile(r"sys\.executable\b(?!})")
     sources = [path for room in ("cluster", "orchestrator", "trials") for path in (ROOT / room).rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix() for path in sources if starts.search(path.read_text(encoding="utf-8"))}

@@ -133,13 +133,13 @@ def test_processes_and_placement_groups_left_behind_are_found():
         host = switch.host("node1")
         cluster = SimpleNamespace(hosts=(host,), groups=list)
         assert leaks(cluster) == []
-        command = host.command(sys.executable, "-S", "-c", "import time; time.sleep(600)", "cluster.node.fork_server")
+        command = host.command(sys.executable, "-S", "-c", "import time; time.sleep(600)", "cluster.node.warden")
         left = subprocess.Popen(command)
         try:
-            wait_until(lambda: host.find("cluster.node.fork_server"), "the process")
+            wait_until(lambda: host.find("cluster.node.warden"), "the process")
             cluster.groups = lambda: ["tune-cluster-1"]
             process, group = leaks(cluster)
-            assert "cluster.node.fork_server" in process
+            assert "cluster.node.warden" in process
             assert group == "placement group tune-cluster-1"
         finally:
             host.end_all()

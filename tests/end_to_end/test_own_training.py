@@ -10,8 +10,7 @@ from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import controller
 from orchestrator.controller.observer import Observers
 from orchestrator.errors import ConfigError
-from orchestrator.program.candidate_command import START
-from orchestrator.program.program_export import artifact
+from orchestrator.program.candidate_command import START, artifact
 from orchestrator.promotion.commands import promote, show
 from orchestrator.promotion.references import describe
 from orchestrator.promotion.verify import verify

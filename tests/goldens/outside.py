@@ -30,8 +30,8 @@ from click.testing import CliRunner
 from mlflow import MlflowClient
 
 from orchestrator.cli.main import main
-from orchestrator.invocation import PLAIN
 from orchestrator.live.page_server import HOST, PageServer
+from orchestrator.process_support import PLAIN
 from orchestrator.sweep.events import FinishCause, LedgerEvent, SweepFinished
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.snapshot import Home

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.base import GangProgress
-from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.topology import uniform_topology
+from cluster.hardware.topology import describe_topology, uniform_topology
 from orchestrator.controller.step import ALLOWANCE, EarlyStop
 from orchestrator.diagnosis.effects import tabulate
 from orchestrator.objective import Objective
@@ -20,9 +19,8 @@ from orchestrator.proof.progress import confirmation, confirmed_step_times
 from orchestrator.report.curves import history
 from orchestrator.report.summary import summarize
 from orchestrator.report.tables import by_speed, make_trial_table
-from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.predictor import Predictor
-from orchestrator.search.search import Search
+from orchestrator.search.search import GuidedSearch, Search
 from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import (
     Budget,

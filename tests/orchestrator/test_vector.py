@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.vector import BLOCK_SIZE, Vector
+from orchestrator.sweep.state import BLOCK_SIZE, Vector
 
 sizes = st.integers(0, 3 * BLOCK_SIZE)
 

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.search.generic.programs import Program
-from cluster.hardware.accelerators import ClusterDescription, catalogue
-from cluster.hardware.topology import Device
-from orchestrator.search.guided import GuidedSearch
+from cluster.hardware.topology import ClusterDescription, Device, catalogue
 from orchestrator.search.knob_effects import RelativePredictor
 from orchestrator.search.predictor import Predictor
-from orchestrator.search.search import SamplerName, Search
+from orchestrator.search.search import GuidedSearch, SamplerName, Search
 from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import (
     AttemptEnded,

@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cluster.cost.coefficients import Coefficients
-from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.inputs import Array, Coefficients, CostInputs
 from cluster.cost.peak_memory import stage_bytes
-from cluster.cost.pipelining import in_flight
-from cluster.cost.work import is_last, layers_params, tables_params, work_of
+from cluster.cost.work import in_flight, is_last, layers_params, tables_params, work_of
 
 Terms = dict[str, Array]
 """Bytes of each pipeline rank by name, arrays of shape (n, stages)."""

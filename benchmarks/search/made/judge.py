@@ -16,7 +16,7 @@ from benchmarks.search.figures import Run, follow
 from benchmarks.search.made.knowledge import MadeKnowledge
 from benchmarks.search.made.problem import MadeProblem, make_problem
 from benchmarks.search.samplers import DETERMINISTIC, SAMPLERS
-from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
+from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD
 from orchestrator.search.acquisition import probability_fits
 
 logger = logging.getLogger(__name__)

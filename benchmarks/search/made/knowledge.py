@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from benchmarks.search.made.problem import MadeProblem
 from orchestrator.search.acquisition import Posterior, Seen
-from orchestrator.search.guided import RUN_STD
 from orchestrator.search.predictor import Predictor
+from orchestrator.search.search import RUN_STD
 from orchestrator.space.notation import flat_params
 from orchestrator.space.rules import Pruner
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from cluster.cost.coefficients import Coefficients, Prior
-from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.inputs import Array, Coefficients, CostInputs, Prior
 from cluster.cost.step_time import step_seconds
 from cluster.cost.work import work_of
 

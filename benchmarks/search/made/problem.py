@@ -16,10 +16,9 @@ from benchmarks.search.figures import TOLERANCE
 from benchmarks.search.made import dryruns, holdings, machine, spaces
 from benchmarks.search.made.shapes import SIZES
 from benchmarks.search.made.spaces import Setup
-from cluster.cost.candidates import inputs_of
-from cluster.cost.coefficients import load_prior
-from cluster.cost.inputs import Array, CostInputs
-from cluster.hardware.accelerators import ClusterDescription, catalogue, describe_topology
+from cluster.cost.cost_model import inputs_of
+from cluster.cost.inputs import Array, CostInputs, load_prior
+from cluster.hardware.topology import ClusterDescription, catalogue, describe_topology
 from orchestrator.space.notation import flat_params
 from trials.spec import Candidate
 

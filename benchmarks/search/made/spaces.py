@@ -20,8 +20,7 @@ from benchmarks.search.made.shapes import (
     SEQ_LENGTHS,
     SIZES,
 )
-from cluster.hardware.accelerators import catalogue
-from cluster.hardware.topology import Topology, uniform_topology
+from cluster.hardware.topology import Topology, catalogue, uniform_topology
 from orchestrator.config.settings import BaselineSection, SpaceSection
 from orchestrator.space.rules import Filters, first_broken, rules_for
 from orchestrator.space.space import Rest, make_space

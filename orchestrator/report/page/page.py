@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import units, watermark
+from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.report import profile_tables, tables, words
 from orchestrator.report.plots.gallery import Plot, gallery
@@ -50,7 +50,7 @@ def environment() -> Environment:
         "units": units,
         "zip": zip,
         "words": words,
-        "virtual": watermark,
+        "virtual": units,
     }
     return found
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.cost.balancer import balance
-from cluster.cost.pipelining import in_flight_peaks
 from cluster.cost.stage_balance import MAX_COMBINATIONS, BalanceProblem, DoesNotFitError, LayerState
+from cluster.cost.work import in_flight_peaks
 
 GIB = 2.0**30
 NONE = LayerState(name="none", activation_bytes=10)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.cost.calibrate import (
+from cluster.cost.cost_model import (
+    Trials,
     calibrate_memory,
     calibrate_time,
+    cost_model,
     derivatives,
     log_peak_predictor,
     log_step_predictor,
     probability_out_of_memory,
     step_derivatives,
 )
-from cluster.cost.coefficients import MEMORY, TIME, Coefficients, assumed, assumed_prior, load_prior
-from cluster.cost.cost_model import Trials, cost_model
-from cluster.cost.inputs import concatenate
+from cluster.cost.inputs import MEMORY, TIME, Coefficients, assumed, assumed_prior, concatenate, load_prior
 from tests.cluster.cost.rows import inputs, row, varied
 
 PRIOR = assumed_prior(TIME, 0.02)

@@ -8,12 +8,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cluster.cost.candidates import inputs_of
-from cluster.cost.cost_model import cost_model
+from cluster.cost.cost_model import cost_model, inputs_of
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.usual import KnobColumns
 from cluster.cost.work import layers_params, selective_shares, tables_params, work_of
-from cluster.hardware.accelerators import load_cluster
+from cluster.hardware.topology import load_cluster
 from tests.cluster.cost.rows import varied
 from trials.sizes import model_flops_per_token, num_parameters
 from trials.spec import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published.experts import NotModelledError, expert_fields, mixture_shape
-from cluster.cost.coefficients import MEMORY, TIME, assumed
+from cluster.cost.inputs import MEMORY, TIME, assumed
 from cluster.cost.peak_memory import stage_bytes
 from cluster.cost.step_time import gather_seconds, step_seconds
 from cluster.cost.work import exchanged_bytes, experts_params, layers_params, tables_params, work_of

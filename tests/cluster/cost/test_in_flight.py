@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.cost.inputs import SCHEDULES
-from cluster.cost.pipelining import in_flight, in_flight_peaks
+from cluster.cost.work import in_flight, in_flight_peaks
 from tests.cluster.cost.rows import inputs, row
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.cost.coefficients import MEMORY, TIME, assumed
+from cluster.cost.inputs import MEMORY, TIME, assumed
 from cluster.cost.peak_memory import passes_bytes
 from cluster.cost.step_time import HOST_LINK_SHARE, HOST_UPDATES_PER_S, step_seconds
 from cluster.cost.work import work_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.cost.pipelining import _operations, _simulate, closed_form_seconds, pipeline_seconds, simulated_seconds
+from cluster.cost.work import _operations, _simulate, closed_form_seconds, pipeline_seconds, simulated_seconds
 from tests.cluster.cost.rows import inputs, row
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.cost.accuracy import evaluate, rank_correlation
 from benchmarks.published.table import PublishedRow, TableError, read_table, read_what_can_be
 from benchmarks.published.texts import network_bytes_per_s
-from cluster.cost.calibrate import Reported
+from cluster.cost.cost_model import Reported
 from cluster.cost.inputs import from_rows
 from tests.support import ROOT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.cost.calibrate import (
+from cluster.cost.cost_model import (
     Reported,
     calibrate_memory,
     is_limit,
@@ -13,7 +13,7 @@ from cluster.cost.calibrate import (
     probability_out_of_memory,
     reported_as,
 )
-from cluster.cost.coefficients import MEMORY, assumed_prior
+from cluster.cost.inputs import MEMORY, assumed_prior
 from cluster.cost.peak_memory import stage_bytes
 from cluster.cost.work import work_of
 from tests.cluster.cost.rows import inputs, row

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from cluster.cost.coefficients import MEMORY, assumed
-from cluster.cost.peak_memory import stage_bytes
-from cluster.cost.software import FOREIGN, HABITS, KNOWN, MAX_HABITS, Structure, apart
+from cluster.cost.inputs import MEMORY, assumed
+from cluster.cost.peak_memory import FOREIGN, HABITS, KNOWN, MAX_HABITS, Structure, apart, stage_bytes
 from cluster.cost.work import work_of
 from tests.cluster.cost.rows import inputs, row, varied
 

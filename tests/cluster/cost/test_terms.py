@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.cost.calibrate import Calibrated, derivatives
-from cluster.cost.coefficients import MEMORY, TIME, Coefficients, assumed, assumed_prior
-from cluster.cost.cost_model import CostModel, Estimates, cost_model
-from cluster.cost.inputs import WORKSPACE_BYTES
+from cluster.cost.cost_model import Calibrated, CostModel, Estimates, cost_model, derivatives
+from cluster.cost.inputs import MEMORY, TIME, WORKSPACE_BYTES, Coefficients, assumed, assumed_prior
 from cluster.cost.peak_memory import log_slopes, stage_bytes
 from cluster.cost.work import work_of
 from tests.cluster.cost.rows import inputs, row, varied

@@ -8,9 +8,8 @@ import json
 
 import pytest
 
-from cluster.gang.blame import verdict
 from cluster.gang.gang_outcome import fold
-from cluster.gang.messages import RankFailure, RankSight
+from cluster.gang.messages import RankFailure, RankSight, verdict
 from cluster.node.hang import summary
 from tests.cluster.gang.nccl_dumps import SHAPES, done, dump, recv, send, started, under_way
 from tests.cluster.gang.record_flights import CASES, FOLDER

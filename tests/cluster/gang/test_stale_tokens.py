@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.base import GangEnded, GangLaunch, GangProgress
-from cluster.gang.gang_outcome import recover
+from cluster.gang.gang_outcome import GangTracker, recover
 from cluster.gang.messages import NodeFailing, NodeGone, RankFailure, line
-from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Device, Placement
 from trials.files import to_json
 from trials.outcome import Crashed, GangLost

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.base import GangEnded, GangLaunch, GangProgress
+from cluster.gang.gang_outcome import GangTracker
 from cluster.gang.messages import (
     NodeCompiling,
     NodeFailing,
@@ -12,7 +13,6 @@ from cluster.gang.messages import (
     RankFailure,
     StopGang,
 )
-from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Device, Placement
 from trials.outcome import Crashed, GangLost
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hardware import accelerators
-from cluster.hardware.accelerators import CatalogueError, catalogue, dense_peak, find_accelerator, load_cluster
+from cluster.hardware import topology
+from cluster.hardware.topology import CatalogueError, catalogue, dense_peak, find_accelerator, load_cluster
 from configs import CONFIGS
 
 WANTED = ("v100-32", "a100-40", "a100-80", "h100", "h200", "b200", "gb200", "mi300x", "ascend-910b", "cpu")
@@ -166,4 +166,4 @@ def test_incomplete_files_are_refused(tmp_path: Path, old: str, new: str, messag
     path = tmp_path / "h100.yaml"
     path.write_text(text.replace(old, new, 1), encoding="utf-8")
     with pytest.raises(CatalogueError, match=message):
-        accelerators._accelerator(path)
+        topology._accelerator(path)

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.hardware import discovery
 from cluster.hardware.discovery import DeviceError, discover_node
-from cluster.node.memory_watch import DeviceUse, device_uses
+from cluster.node.load_watch import DeviceUse, device_uses
 from orchestrator import doctor
 from orchestrator.doctor import TroubleError
 from tests.cluster.hardware import vendors

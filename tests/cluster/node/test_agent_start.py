@@ -23,10 +23,10 @@ def test_a_fork_server_that_cannot_start_ends_with_its_own_words(tmp_path, monke
 
 WITH_LITTLE_SHARED_MEMORY = """
 import pathlib, runpy, sys
-import cluster.node.memory_watch as host_memory
+import cluster.node.load_watch as host_memory
 host_memory.SHARED_MEMORY = pathlib.Path({folder!r})
 sys.argv = sys.argv[sys.argv.index("-m") + 1 :]
-runpy.run_module("cluster.node.fork_server", run_name="__main__")
+runpy.run_module("cluster.node.warden", run_name="__main__")
 """
 
 

@@ -10,12 +10,11 @@ import pytest
 
 from cluster.base import Deadlines
 from cluster.gang.messages import NodeLaunch, RankSlot
-from cluster.hardware import listing
-from cluster.hardware.discovery import discover_node
-from cluster.hardware.listing import DeviceQueryError
+from cluster.hardware import discovery
+from cluster.hardware.discovery import DeviceQueryError, discover_node
 from cluster.hardware.topology import DeviceHandle
 from cluster.local import LocalCluster
-from cluster.node.memory_watch import DeviceUse, device_names, device_uses, wait_until_free
+from cluster.node.load_watch import DeviceUse, device_names, device_uses, wait_until_free
 from tests.cluster import scripts
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids
 from tests.cluster.hardware.vendors import RESET
@@ -115,14 +114,14 @@ def test_how_much_an_idle_device_shows_depends_on_the_device(gibibytes, idle_mib
     ],
 )
 def test_a_driver_that_fails_or_hangs_is_told(smi, monkeypatch, answer, message):
-    monkeypatch.setattr(listing, "QUERY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(discovery, "QUERY_TIMEOUT_S", 0.2)
     smi.says("gpus", answer)
     with pytest.raises(DeviceQueryError, match=message):
         device_uses("cuda", [handle(0)])
 
 
 def test_a_slow_driver_is_waited_for_longer_than_eight_gpus_take_to_start():
-    assert listing.QUERY_TIMEOUT_S >= 60
+    assert discovery.QUERY_TIMEOUT_S >= 60
 
 
 def test_a_gang_sees_its_own_share_of_what_the_node_has():

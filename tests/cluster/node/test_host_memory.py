@@ -10,8 +10,8 @@ import torch
 
 from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
-from cluster.node import memory_watch
-from cluster.node.memory_watch import OomKills, available_bytes, shortage
+from cluster.node import load_watch
+from cluster.node.load_watch import OomKills, available_bytes, shortage
 from tests.cluster.gangs import PRELOAD, living, run
 from trials.failure import classify
 from trials.outcome import GangLost, HostOutOfMemory
@@ -39,7 +39,7 @@ def small_group():
 @pytest.fixture(scope="module")
 def cluster(small_group, tmp_path_factory):
     """All processes of this cluster live in the small group: they are started while this process is in it."""
-    home = memory_watch.memory_group()
+    home = load_watch.memory_group()
     (small_group / "cgroup.procs").write_text(str(os.getpid()))
     try:
         cluster = LocalCluster(tmp_path_factory.mktemp("work"), discover_node(num_devices=2), preload=PRELOAD)
@@ -96,8 +96,8 @@ def test_both_versions_of_control_groups_are_read(version, tmp_path, monkeypatch
     for name, text in files.items():
         (folder / name).write_text(text)
     (tmp_path / "listed").write_text(listed)
-    monkeypatch.setattr(memory_watch, "CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr(memory_watch, "_OWN_GROUPS", tmp_path / "listed")
+    monkeypatch.setattr(load_watch, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(load_watch, "_OWN_GROUPS", tmp_path / "listed")
     assert available_bytes() == 1000 - 900 + 300
     kills = OomKills()
     assert not kills.grew()
@@ -121,10 +121,8 @@ def test_only_beside_a_gpu_is_host_memory_another_than_the_devices(error, on_cpu
 
 
 def test_a_small_dev_shm_is_told_with_what_it_breaks_and_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_watch, "SHARED_MEMORY", tmp_path)
-    assert memory_watch.shared_memory_shortage(1) is None
-    assert re.match(
-        r"\d+ of \d+ MiB are free in .* NCCL .* --shm-size=8g", memory_watch.shared_memory_shortage(1 << 60)
-    )
-    monkeypatch.setattr(memory_watch, "SHARED_MEMORY", tmp_path / "none")
-    assert "there is no " in memory_watch.shared_memory_shortage(1)
+    monkeypatch.setattr(load_watch, "SHARED_MEMORY", tmp_path)
+    assert load_watch.shared_memory_shortage(1) is None
+    assert re.match(r"\d+ of \d+ MiB are free in .* NCCL .* --shm-size=8g", load_watch.shared_memory_shortage(1 << 60))
+    monkeypatch.setattr(load_watch, "SHARED_MEMORY", tmp_path / "none")
+    assert "there is no " in load_watch.shared_memory_shortage(1)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.hardware.topology import DeviceHandle
-from cluster.node import cpu_load
+from cluster.node import load_watch
 from cluster.node.load_watch import LoadWatch, most_used, parse_samples, with_devices
 from trials.reports import FOREIGN_CPU_LIMIT, Disturbance, most_disturbed
 
@@ -38,25 +38,25 @@ def burner():
 
 def test_what_descends_from_the_owner_is_no_foreign_load():
     """However busy the host is: from the first process all others descend but the kernel's own threads."""
-    before = cpu_load.look()
-    time.sleep(cpu_load.MIN_WINDOW_S)
-    after = cpu_load.look()
-    found = cpu_load.disturbance("n", before, after, owner=1)
+    before = load_watch.look()
+    time.sleep(load_watch.MIN_WINDOW_S)
+    after = load_watch.look()
+    found = load_watch.disturbance("n", before, after, owner=1)
     assert found.foreign_cpu is not None and found.foreign_cpu < 2 * FOREIGN_CPU_LIMIT
     kernel = {one.name for one in after.processes.values() if one.parent_pid == 2}
     assert {name.rpartition(" ")[0] for name in found.foreign_processes} <= kernel
 
 
 def test_a_busy_process_of_somebody_else_is_found_and_named(burner):
-    before = cpu_load.look()
-    end_s = time.monotonic() + cpu_load.MIN_WINDOW_S
+    before = load_watch.look()
+    end_s = time.monotonic() + load_watch.MIN_WINDOW_S
     while time.monotonic() < end_s:  # our own load, beside it
         pass
-    after = cpu_load.look()
-    own = cpu_load.family(after.processes, os.getpid())
+    after = load_watch.look()
+    own = load_watch.family(after.processes, os.getpid())
     assert os.getpid() in own and burner not in own
     burnt_s = (after.processes[burner].own_ticks - before.processes[burner].own_ticks) / os.sysconf("SC_CLK_TCK")
-    found = cpu_load.disturbance("n", before, after, owner=os.getpid())
+    found = load_watch.disturbance("n", before, after, owner=os.getpid())
     assert found.foreign_cpu is not None
     assert found.foreign_cpu >= 0.9 * burnt_s / found.seconds / after.num_cpus - 0.02
     assert found.foreign_cpu <= 1 - 0.9 * _burnt_here(before, after) / found.seconds / after.num_cpus

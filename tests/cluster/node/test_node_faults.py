@@ -10,9 +10,8 @@ import pytest
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
 from cluster.gang.environment import single_node_env
-from cluster.gang.gang_outcome import fold
+from cluster.gang.gang_outcome import GangTracker, fold
 from cluster.gang.messages import Blame, NodeGone, NodeLaunch, RankSlot
-from cluster.gang.tracker import GangTracker
 from cluster.hardware.discovery import discover_node
 from cluster.hardware.topology import Device, Placement
 from cluster.local import LocalCluster

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from cluster.base import ClusterRequest, Simulation
 from cluster.connect import connect
-from cluster.cost.calibrate import derivatives
-from cluster.cost.coefficients import TIME, assumed_prior, load_prior
-from cluster.hardware.accelerators import catalogue, describe_topology
-from cluster.hardware.topology import Node, Topology
+from cluster.cost.cost_model import derivatives
+from cluster.cost.inputs import TIME, assumed_prior, load_prior
+from cluster.hardware.topology import Node, Topology, catalogue, describe_topology
 from cluster.probing import NodeRates, Profile, _log_matmul_rates, probe, with_measured_figures, with_probe
 from trials.reports import Link, MatmulRate, MessageTime, Rate
 

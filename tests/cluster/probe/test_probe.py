@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.base import ClusterError, ClusterRequest, GangLaunch, Simulation
 from cluster.connect import clock_of, connect
-from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.topology import Placement
+from cluster.hardware.topology import Placement, describe_topology
 from cluster.probing import RUNNER, NodeRates, Profile, probe, slow_figures, slowest_link
 from cluster.virtual import Behaviour, SimulatedCluster
 from tests.cluster.gangs import end_of

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from cluster.base import ClusterError
-from cluster.ray.head import _require_reachable, dashboard_url
+from cluster.ray.connection import _require_reachable, dashboard_url
 from tests.support import sweeps
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(300)]

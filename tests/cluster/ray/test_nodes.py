@@ -6,8 +6,7 @@ import pytest
 
 from cluster.base import ClusterError
 from cluster.ray.connection import locked_folder, remove_stale_folders
-from cluster.ray.leases import ClusterView, NoSuchNodesError, Wanted, bundle, names_by_id
-from cluster.ray.survey import _host
+from cluster.ray.leases import ClusterView, NoSuchNodesError, Wanted, _host, bundle, names_by_id
 
 
 def node(identity, host="host", *, alive=True, **resources):

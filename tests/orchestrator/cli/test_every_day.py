@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from orchestrator.invocation import PLAIN
+from orchestrator.process_support import PLAIN
 from orchestrator.report.report import make_report
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.events import FinishCause, SweepFinished

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from orchestrator.config.sweep import load_sweep
 from orchestrator.diagnosis.explain import explain_sweep
-from orchestrator.planning.hardware import fingerprint, known_topology
+from orchestrator.planning.dry_runs import fingerprint, known_topology
 from orchestrator.sweep.events import Hardware
 from orchestrator.terminal.explain_screen import render_sweep_explanation
 from tests.orchestrator.diagnosis.diagnosed import TINY, TWO_NODES, basis, llama, simulate, sweep

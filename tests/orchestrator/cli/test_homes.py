@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import homes
-from orchestrator.invocation import DEFAULT_HOME
+from orchestrator import process_support
+from orchestrator.process_support import DEFAULT_HOME
 from tests.support import long_story
 from tests.support.cli_homes import keep, run
 
@@ -41,8 +41,8 @@ def test_a_home_that_was_used_is_remembered(elsewhere, monkeypatch):
     assert "It is in" not in seen(run("status", "story"))
     home = elsewhere / "project" / DEFAULT_HOME
     for used in (home, elsewhere / "gone", home):
-        homes.remember(used)
-    assert homes._remembered() == [str(home), str(elsewhere / "gone")]
+        process_support.remember(used)
+    assert process_support._remembered() == [str(home), str(elsewhere / "gone")]
     assert f"It is in {home}: add --home {home}." in seen(run("logs", "story", "best"))
 
 
@@ -56,7 +56,7 @@ def test_a_file_that_is_no_list_of_homes_costs_nothing(elsewhere, monkeypatch, c
         file.parent.mkdir(parents=True)
         file.write_bytes(content)
     assert "no sweep 'story'" in seen(run("status", "story"))
-    homes.remember(elsewhere / "other")
+    process_support.remember(elsewhere / "other")
 
 
 def test_the_home_is_accepted_before_the_command_and_after_it(elsewhere, monkeypatch):

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cluster.base import GangProgress
 from orchestrator.controller.observer import Heartbeat
-from orchestrator.invocation import PLAIN
+from orchestrator.process_support import PLAIN
 from orchestrator.status.overview import all_sweeps, changes, follow, show
 from orchestrator.sweep.events import Asked, FinishCause, SweepFinished, SweepPaused
 from orchestrator.sweep.ledger import Ledger

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cluster.hardware.accelerators import describe_topology
+from cluster.hardware.topology import describe_topology
 from cluster.virtual import ModelledCost
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import controller
-from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.dry_runs import known_topology
 from orchestrator.sweep.snapshot import Home
 from tests.orchestrator.controller.test_virtual_sweeps import SWEEP
 from tests.support import sweeps

@@ -6,7 +6,7 @@ from cluster.queue import QueuePolicy
 from orchestrator.config.queue_policy import load_policy
 from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.planning.hardware import cluster_request
+from orchestrator.planning.dry_runs import cluster_request
 from orchestrator.sweep.snapshot import Home
 from tests.support.sweep_files import SMALL, write
 

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
-from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.topology import uniform_topology
+from cluster.hardware.topology import describe_topology, uniform_topology
 from cluster.virtual import FOREVER, Course, VirtualCluster, failure, training, trial_spec
 from orchestrator.controller.runtime import Runtime, TrialLauncher
 from orchestrator.controller.step import EarlyStop, Recovered
-from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.predictor import Predictor
-from orchestrator.search.search import Search
+from orchestrator.search.search import GuidedSearch, Search
 from orchestrator.space.notation import flat_params
 from orchestrator.sweep import checkpoint
 from orchestrator.sweep.checkpoint import Outbox

@@ -13,10 +13,10 @@ import pytest
 from benchmarks.scale.controller import measure
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller.controller import make_search
-from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.dry_runs import known_topology
 from orchestrator.planning.planner import make_plan
 from orchestrator.planning.predictions import PriorKnowledge
-from orchestrator.search.guided import as_of, first_trial, round_start
+from orchestrator.search.search import as_of, first_trial, round_start
 from orchestrator.sweep.events import TrialProposed
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger

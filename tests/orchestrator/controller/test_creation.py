@@ -7,7 +7,7 @@ from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import controller
 from orchestrator.controller.controller import create, plan_ahead, planned_topology
 from orchestrator.errors import ConfigError
-from orchestrator.planning.hardware import known_topology
+from orchestrator.planning.dry_runs import known_topology
 from orchestrator.sweep.ledger import Ledger
 from tests.support.sweep_files import changed, write
 from tests.support.virtual_sweeps import SWEEP, home

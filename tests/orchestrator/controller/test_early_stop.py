@@ -10,9 +10,8 @@ from cluster.base import GangProgress
 from orchestrator.controller.step import ALLOWANCE, EarlyStop, settled
 from orchestrator.report.summary import cost, summarize
 from orchestrator.search.acquisition import expected_log_times
-from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.predictor import Predictor
-from orchestrator.search.search import Search
+from orchestrator.search.search import GuidedSearch, Search
 from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import AttemptEnded, AttemptStopped, Budget, FinishCause
 from orchestrator.sweep.fold import apply, fold

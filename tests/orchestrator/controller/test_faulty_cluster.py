@@ -13,15 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.base import ClusterLostError, Deadlines, GangLaunch
-from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.topology import uniform_topology
+from cluster.hardware.topology import describe_topology, uniform_topology
 from cluster.virtual import Behaviour, Course, ModelledCost, SimulatedCluster, trial_spec
 from orchestrator.controller import runtime
 from orchestrator.controller.runtime import MAX_LOST_IN_A_ROW, Runtime, TrialLauncher
 from orchestrator.controller.step import Recovered
-from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.predictor import Predictor
-from orchestrator.search.search import Search
+from orchestrator.search.search import GuidedSearch, Search
 from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold

@@ -6,7 +6,7 @@ from cluster.base import ClusterError
 from cluster.hardware.topology import uniform_topology
 from cluster.queue import Claim, Grant
 from cluster.virtual import Cost, SimulatedCluster
-from orchestrator.controller.leasing import BEAT_S, GRACE_S, LeaseManager, Placer
+from orchestrator.controller.runtime import BEAT_S, GRACE_S, LeaseManager, Placer
 from orchestrator.sweep.events import Launch
 from orchestrator.sweep.fold import fold
 from tests.support.story import created, proposed

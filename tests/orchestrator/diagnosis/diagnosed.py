@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.topology import uniform_topology
+from cluster.hardware.topology import describe_topology, uniform_topology
 from cluster.virtual import ModelledCost
 from orchestrator.diagnosis.explain import Basis
 from orchestrator.sweep.events import ProfileRun, TrialProposed

@@ -10,7 +10,7 @@ from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller.runtime import make_launcher
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.shell import ENV_FILE, assignments, variables_of, with_exports
-from orchestrator.planning.hardware import fingerprint, profile_key
+from orchestrator.planning.dry_runs import fingerprint, profile_key
 from orchestrator.planning.planner import make_plan
 from orchestrator.sweep.state import Trial
 from tests.support import ROOT

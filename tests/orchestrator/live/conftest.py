@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.invocation import PLAIN
 from orchestrator.live.page_server import PageServer
+from orchestrator.process_support import PLAIN
 from orchestrator.sweep.snapshot import Home
 from tests.support import cli_homes, proof_story
 

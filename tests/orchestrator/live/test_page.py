@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.processes import python_module
-from orchestrator.invocation import user_name
+from orchestrator.process_support import user_name
 from orchestrator.sweep.checkpoint import last_request
 from orchestrator.sweep.events import TrialsRetried
 from orchestrator.sweep.snapshot import Home

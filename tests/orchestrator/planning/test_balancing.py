@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.cost.balancer import balance, nested_policies, problem_of
-from cluster.cost.candidates import inputs_of
-from cluster.cost.cost_model import cost_model
+from cluster.cost.cost_model import cost_model, inputs_of
 from cluster.cost.stage_balance import DoesNotFitError
-from cluster.hardware.accelerators import load_cluster
+from cluster.hardware.topology import load_cluster
 from orchestrator.cli.main import main
 from orchestrator.objective import Objective
 from orchestrator.planning.planner import balance_layouts, balanced, with_balance

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 from orchestrator.config.sweep import load_sweep
-from orchestrator.program.candidate_command import CHANGES, START, file_names
-from orchestrator.program.program_export import artifact
+from orchestrator.program.candidate_command import CHANGES, START, artifact, file_names
 from tests.orchestrator.config.test_script import changed, write
 
 TELL = """

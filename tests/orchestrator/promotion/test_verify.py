@@ -17,7 +17,7 @@ from orchestrator.promotion.manifest import trajectory_json
 from orchestrator.promotion.references import store
 from orchestrator.promotion.release import Releases
 from orchestrator.promotion.verify import DriftFinding, baseline_section, space_section, verify
-from orchestrator.proof.drift import Rounds, change
+from orchestrator.proof.confirmation import Rounds, change
 from orchestrator.space.space import build_candidate, knob_values
 from orchestrator.sweep.events import GateSettings
 from orchestrator.sweep.fold import fold

@@ -7,13 +7,13 @@ import re
 from dataclasses import replace
 
 from orchestrator.diagnosis.bottlenecks import split
-from orchestrator.invocation import Invocation
 from orchestrator.live.live_pages import SweepLook, trial_document
+from orchestrator.process_support import Invocation
 from orchestrator.report.curves import front, history
 from orchestrator.report.page.page import page_html
 from orchestrator.report.report import make_report, report_markdown
 from orchestrator.report.summary import summarize
-from orchestrator.search.transfer import EarlierTrial
+from orchestrator.search.knob_effects import EarlierTrial
 from orchestrator.status import explanation
 from orchestrator.sweep.events import GateRun
 from orchestrator.sweep.fold import fold

@@ -8,14 +8,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from cluster.cost.coefficients import load_prior
 from cluster.cost.generic import generic_step_seconds
-from cluster.hardware.accelerators import load_cluster
+from cluster.cost.inputs import load_prior
+from cluster.hardware.topology import load_cluster
 from cluster.virtual import ModelledCost
 from orchestrator.cli.main import main
-from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.predictor import Predictor
-from orchestrator.search.search import Search
+from orchestrator.search.search import GuidedSearch, Search
 from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold

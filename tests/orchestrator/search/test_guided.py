@@ -6,16 +6,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cluster.cost.calibrate import Calibrated
-from cluster.cost.candidates import inputs_of
-from cluster.cost.coefficients import load_prior
-from cluster.cost.cost_model import CostModel
-from cluster.hardware.accelerators import describe_topology
-from cluster.hardware.topology import uniform_topology
+from cluster.cost.cost_model import Calibrated, CostModel, inputs_of
+from cluster.cost.inputs import load_prior
+from cluster.hardware.topology import describe_topology, uniform_topology
 from orchestrator.search import predictor
-from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.predictor import Predictor, UnpredictableError, make_predictor
-from orchestrator.search.search import Search
+from orchestrator.search.search import GuidedSearch, Search
 from orchestrator.space.notation import flat_params
 from orchestrator.space.rules import check
 from orchestrator.sweep.events import Budget

@@ -14,8 +14,7 @@ from benchmarks.search.generic.sweeps import search
 from cluster.candidate_table import CandidateTable
 from cluster.cost.usual import EFFECTS, NUM_DRAWS, KnobColumns, bytes_sent, column_of, drawn_programs
 from orchestrator.cli.main import main
-from orchestrator.search.knob_effects import RelativePredictor, UnmodelledKnobs
-from orchestrator.search.transfer import EarlierTrial, same_program
+from orchestrator.search.knob_effects import EarlierTrial, RelativePredictor, UnmodelledKnobs, same_program
 from orchestrator.space.notation import flat_params
 from tests.support.sweep_files import write
 from trials.spec import Candidate, Layout, Loader, OwnChoice, Precision, Recompute, ScriptData, ScriptModel, Workload

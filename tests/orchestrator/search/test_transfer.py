@@ -11,7 +11,7 @@ from orchestrator.controller import controller
 from orchestrator.objective import Objective
 from orchestrator.planning.predictions import EarlierTrials
 from orchestrator.report.summary import cost
-from orchestrator.search.transfer import EarlierTrial, same_hardware
+from orchestrator.search.knob_effects import EarlierTrial, same_hardware
 from orchestrator.sweep.events import AttemptEnded, SweepFinished
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.snapshot import Home

@@ -13,9 +13,8 @@ from orchestrator.controller import controller
 from orchestrator.errors import ConfigError
 from orchestrator.planning import planner
 from orchestrator.planning.planner import make_plan
-from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.predictor import make_predictor
-from orchestrator.search.search import Search, _Space
+from orchestrator.search.search import GuidedSearch, Search, _Space
 from orchestrator.space import space
 from orchestrator.space.notation import feature_columns, flat_params
 from orchestrator.space.rules import check

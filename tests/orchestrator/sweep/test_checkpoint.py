@@ -32,8 +32,7 @@ from orchestrator.sweep.events import (
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import FencedError, Ledger
 from orchestrator.sweep.snapshot import Home, read_snapshot
-from orchestrator.sweep.state import MAX_FASTEST, SweepState
-from orchestrator.vector import BLOCK_SIZE
+from orchestrator.sweep.state import BLOCK_SIZE, MAX_FASTEST, SweepState
 from tests.support import long_story
 from tests.support.proof_story import proof_events
 from tests.support.story import created, ended, evidence, failures, launched, measured, proposed

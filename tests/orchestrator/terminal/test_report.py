@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from cluster.base import GangProgress
-from orchestrator.invocation import Invocation
+from orchestrator.process_support import Invocation
 from orchestrator.report.page.page import page_html
 from orchestrator.report.report import Report, make_report, report_markdown
 from orchestrator.report.sources import Sources

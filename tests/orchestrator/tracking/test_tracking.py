@@ -15,8 +15,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from orchestrator.errors import ConfigError
-from orchestrator.invocation import user_name
 from orchestrator.mlflow_urls import sweep_links
+from orchestrator.process_support import user_name
 from orchestrator.report.summary import summarize
 from orchestrator.report.words import findings_metrics
 from orchestrator.sweep.events import ChecksAsked, FinalistsChosen, FinishCause, LedgerEvent, SweepFinished

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.gang.messages import RankFailure
-from cluster.node import memory_watch, ranks
-from cluster.node.memory_watch import OomKills
+from cluster.node import load_watch, ranks
+from cluster.node.load_watch import OomKills
 from cluster.node.ranks import ABORT_TAIL_BYTES, how_it_ended, with_devices, with_host_cause, with_logged_cause
 from trials.script import judge
 
@@ -133,12 +133,12 @@ def test_devices_are_named_in_the_line_that_people_see():
     ],
 )
 def test_a_bus_error_is_for_want_of_shared_memory_where_there_is_little(tmp_path, monkeypatch, category, message):
-    monkeypatch.setattr(memory_watch, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(load_watch, "SHARED_MEMORY", tmp_path / "none")
     found = with_host_cause(failure(category, message), OomKills(), tmp_path)
     assert found.category == "host_oom"
     assert message in found.message and "--shm-size=8g" in found.message
     monkeypatch.setattr("cluster.node.ranks.MIN_SHARED_BYTES", 0)
-    monkeypatch.setattr(memory_watch, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(load_watch, "SHARED_MEMORY", tmp_path)
     assert with_host_cause(failure(category, message), OomKills(), tmp_path).category == category
 
 

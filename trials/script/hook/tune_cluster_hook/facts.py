@@ -6,14 +6,259 @@ size, parameters that are not sharded, layers that are not recomputed.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import sys
 from collections import Counter
 from typing import Any, Mapping
 
-from . import modules, parameters
-from .channel import emit, guarded
-from .flops import FlopsOfStep
-from .steps import STEPS
+from .steps import STEPS, emit, guarded
+
+# ---- How many bytes of parameters this process holds, and how many the whole model has where that can be seen
+
+
+def numel(parameter: Any) -> int:
+    """Elements of the whole parameter, as far as its own type knows."""
+    whole = getattr(parameter, "ds_numel", None)
+    return int(whole if whole is not None else parameter.numel())
+
+
+def local_numel(parameter: Any) -> int:
+    """Elements that this process holds when nothing is gathered."""
+    for name in ("ds_tensor", "_local_tensor"):  # DeepSpeed's ZeRO-3, DTensor
+        shard = getattr(parameter, name, None)
+        if shard is not None:
+            return int(shard.numel())
+    return int(parameter.numel())
+
+
+def facts(root: Any) -> dict[str, int]:
+    """``parameter_bytes_local`` and, if known, ``parameter_bytes_global`` and ``parameters``."""
+    flat = _flat_parameters(root)
+    local, whole, count = flat["local"], flat["whole"], flat["count"]
+    sharded = bool(flat["whole"])
+    for parameter in root.parameters():
+        if id(parameter) in flat["ids"]:
+            continue
+        size = int(parameter.element_size())
+        local += local_numel(parameter) * size
+        whole += numel(parameter) * size
+        count += numel(parameter)
+        sharded = sharded or hasattr(parameter, "ds_numel") or hasattr(parameter, "_local_tensor")
+    found = {"parameter_bytes_local": local}
+    if _is_whole(root, sharded):
+        found.update(parameter_bytes_global=whole, parameters=count)
+    return found
+
+
+def _flat_parameters(root: Any) -> dict[str, Any]:
+    """What FSDP's first version has flattened; their originals come back as ids, not to be counted twice."""
+    sizes: dict[str, Any] = {"local": 0, "whole": 0, "count": 0}
+    ids: set[int] = set()
+    for module in root.modules():
+        handle: Any | None = module.__dict__.get("_handle")
+        flat = getattr(handle, "flat_param", None)
+        if flat is None or not hasattr(flat, "_unpadded_unsharded_size"):
+            continue
+        elements = int(flat._unpadded_unsharded_size.numel())
+        sizes["local"] += int(flat._sharded_size.numel()) * flat.element_size()
+        sizes["whole"] += elements * flat.element_size()
+        sizes["count"] += elements
+        ids.update(id(parameter) for parameter in (getattr(flat, "_params", None) or []))
+        ids.add(id(flat))
+    return {**sizes, "ids": ids}
+
+
+def _is_whole(root: Any, sharded: bool) -> bool:
+    """Whether what this process sees is the whole model: not a stage of a pipeline, no unmarked shards of tensors."""
+    if any(name in sys.modules for name in ("megatron.core.parallel_state", "deepspeed.runtime.pipe.engine")) and any(
+        "Pipeline" in type(module).__name__ or type(module).__module__.startswith("megatron.")
+        for module in root.modules()
+    ):
+        return False
+    if _uses_pipelining():
+        return False
+    replicated = any(
+        type(module).__name__ in ("DistributedDataParallel", "DeepSpeedEngine") for module in root.modules()
+    )
+    return sharded or replicated or world_size() == 1
+
+
+def _uses_pipelining() -> bool:
+    """Whether the program has imported what splits models into stages."""
+    return "torch.distributed.pipelining.schedules" in sys.modules and world_size() > 1
+
+
+def world_size() -> int:
+    """Ranks of the default process group, 1 without one: then every process trains on its own."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 1
+    return int(dist.get_world_size())
+
+
+# ---- Which parts of a model tell what a training program does: its root, its repeated layers, its linear layers
+
+MAX_LAYERS = 64
+MAX_LEAVES = 8
+
+
+def root_of(optimizer: Any) -> Any:
+    """The outermost module with most of an optimiser's parameters; else with most parameters; None if there is none.
+
+    Python's garbage collector knows all modules: no hook has to be in place before the first step.
+    """
+    kind = sys.modules["torch"].nn.Module
+    modules = [found for found in gc.get_objects() if issubclass(type(found), kind) and "_modules" in found.__dict__]
+    children = {id(child) for module in modules for child in module._modules.values()}
+    roots = [module for module in modules if id(module) not in children]
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    def weight(module: Any) -> Any:
+        parameters = list(module.parameters())
+        return sum(id(parameter) in wanted for parameter in parameters), sum(map(numel, parameters))
+
+    best = max(roots, key=weight, default=None)
+    return best if best is not None and weight(best) != (0, 0) else None
+
+
+def spine(root: Any) -> list[Any]:
+    """The root and, as long as one child holds more than half of the parameters, that child: wrappers come first.
+
+    Ends at what is compiled: hooks there would be traced.
+    """
+    found: list[Any] = []
+    module = root
+    while module is not None and getattr(module, "_compiled_call_impl", None) is None:
+        found.append(module)
+        if is_compiled(module):
+            break
+        total = _weight(module)
+        module = next((child for child in module.children() if total and _weight(child) > total / 2), None)
+    return found
+
+
+def _weight(module: Any) -> int:
+    return sum(map(numel, module.parameters()))
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether ``torch.compile`` made this module, or is what calls it."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def any_compiled(root: Any) -> bool:
+    """Whether any part of the model is compiled, or any function of the program was so far."""
+    if any(is_compiled(module) for module in root.modules()):
+        return True
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return bool(counters) and counters.get("frames", {}).get("ok", 0) > 0
+
+
+def layers(root: Any) -> list[list[Any]]:
+    """The repeated layers of a model: of each, itself and its first parts that hold parameters of their own."""
+    groups: dict[int, list[Any]] = {}
+    for module in root.modules():
+        members: dict[type, list[Any]] = {}
+        for child in module.children():
+            members.setdefault(type(child), []).append(child)
+        for same in members.values():
+            weight = sum(map(_weight, same)) if len(same) > 1 else 0
+            if weight:
+                groups.setdefault(weight, same)
+    largest = groups[max(groups)] if groups else []
+    return [[layer, *_leaves(layer)] for layer in largest[:MAX_LAYERS]]
+
+
+def _leaves(layer: Any) -> list[Any]:
+    return [part for part in layer.modules() if part is not layer and part._parameters][:MAX_LEAVES]
+
+
+def linears(root: Any) -> list[Any]:
+    """The first linear layers, those of Megatron and Transformer Engine among them."""
+    return [module for module in root.modules() if "Linear" in type(module).__name__][:MAX_LEAVES]
+
+
+# ---- Floating-point operations of one step, by PyTorch's own formulas: forward, backward and what is recomputed
+
+COUNT_FLOPS_VARIABLE = "TUNE_CLUSTER_COUNT_FLOPS"
+
+
+def is_wanted() -> bool:
+    """Whether the tuner asked for the number."""
+    return os.environ.get(COUNT_FLOPS_VARIABLE) == "1"
+
+
+def _mode() -> Any:
+    """A dispatch mode that adds up. PyTorch's ``FlopCounterMode`` would hook into every module."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Sees every operation of the step."""
+
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.total = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+            if formula is not None:
+                self._add(formula, args, kwargs or {}, out)
+            return out
+
+        @guarded("FLOPs")
+        def _add(self, formula: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+            self.total += int(formula(*args, **kwargs, out_val=out))
+
+    return Counting()
+
+
+def uncounted() -> Any:
+    """A context in which tensors are read as if nobody counted; some that autograd made cannot be otherwise."""
+    dispatch = sys.modules.get("torch.utils._python_dispatch")
+    pause = getattr(dispatch, "_disable_current_modes", None)
+    return contextlib.nullcontext() if pause is None or not _counting else pause()
+
+
+_counting: set[int] = set()
+"""The counting mode that is on, by identity."""
+
+
+class FlopsOfStep:
+    """Counts from one step's end to the next one's."""
+
+    def __init__(self) -> None:
+        self._counting: Any = None
+        self._done = False
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether the present step is counted."""
+        return self._counting is not None
+
+    def step_ended(self, compiled: bool) -> int | None:
+        """Begins at the end of a step; at the end of the next, the number."""
+        if self._counting is not None:
+            return self._end()
+        if not self._done and is_wanted() and not compiled and "torch" in sys.modules:
+            counting = _mode()
+            counting.__enter__()
+            self._counting = counting
+            _counting.add(id(counting))
+        self._done = True
+        return None
+
+    def _end(self) -> int:
+        counting, self._counting = self._counting, None
+        counting.__exit__(None, None, None)
+        _counting.discard(id(counting))
+        return int(counting.total)
+
 
 STEPS_SEEN = 1
 PATIENCE = 4
@@ -55,7 +300,7 @@ class Facts:
 
     def root_of(self, optimizer: Any) -> Any:
         """The model that an optimiser trains."""
-        return modules.root_of(optimizer)
+        return root_of(optimizer)
 
     @guarded("model")
     def watch(self, root: Any) -> None:
@@ -64,19 +309,19 @@ class Facts:
         if root is None:
             return
         self._root = root
-        self._compiled = modules.any_compiled(root)
-        for module in modules.spine(root):
+        self._compiled = any_compiled(root)
+        for module in spine(root):
             calls = Calls()
             self._spine.append(calls)
             self._on_forward(module, calls, with_input=True)
         if self._compiled:
             return
-        for parts in modules.layers(root):
+        for parts in layers(root):
             counted = [Calls() for _ in parts]
             self._layers.append(counted)
             for part, calls in zip(parts, counted):
                 self._on_forward(part, calls)
-        for linear in modules.linears(root):
+        for linear in linears(root):
             self._handles.append(linear.register_forward_hook(self._saw_output))
 
     def step_ended(self, source: str) -> None:
@@ -88,7 +333,7 @@ class Facts:
     @guarded("facts")
     def _step_ended(self, source: str) -> None:
         self._ends += 1
-        found: dict[str, Any] = {"world_size": parameters.world_size()}
+        found: dict[str, Any] = {"world_size": world_size()}
         if self._ends == 1:
             found["versions"] = _versions()
             found.update(self._of_model() or {})
@@ -107,7 +352,7 @@ class Facts:
     @guarded("parameters")
     def _of_model(self) -> dict[str, int]:
         """Sizes of the model, if it is known."""
-        return {} if self._root is None else parameters.facts(self._root)
+        return {} if self._root is None else facts(self._root)
 
     def _remove(self) -> None:
         for handle in self._handles:

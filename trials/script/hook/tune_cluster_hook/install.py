@@ -10,20 +10,20 @@ import sys
 import threading
 from typing import Any, Callable, Sequence
 
-from . import channel, deepspeed_engine, device, torch_steps, transformers_trainer
+from . import framework_hooks, steps
 from .steps import STEPS
 
 HOOKS: dict[str, Callable[[Any], None]] = {
-    "torch": device.limit_memory,
-    "torch.optim.optimizer": torch_steps.optimizers,
-    "torch.autograd": torch_steps.backward,
-    "torch.amp.grad_scaler": torch_steps.grad_scaler,
-    "torch.cuda.amp.grad_scaler": torch_steps.grad_scaler,
-    "torch.utils.data.dataloader": torch_steps.data_loader,
-    "transformers.trainer": transformers_trainer.trainer,
-    "deepspeed.runtime.engine": deepspeed_engine.engine,
+    "torch": steps.limit_memory,
+    "torch.optim.optimizer": framework_hooks.optimizers,
+    "torch.autograd": framework_hooks.backward,
+    "torch.amp.grad_scaler": framework_hooks.grad_scaler,
+    "torch.cuda.amp.grad_scaler": framework_hooks.grad_scaler,
+    "torch.utils.data.dataloader": framework_hooks.data_loader,
+    "transformers.trainer": framework_hooks.trainer,
+    "deepspeed.runtime.engine": framework_hooks.engine,
 }
-"""What happens when the program has imported a module. Lightning needs none, see :mod:`.lightning_callback`."""
+"""What happens when the program has imported a module. Lightning needs none, see :mod:`.framework_hooks`."""
 
 
 LAUNCHERS_ERRORS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
@@ -46,12 +46,12 @@ class AfterImport:
 
         def exec_module(module: Any) -> None:
             execute(module)
-            channel.guarded(name)(hook)(module)
+            steps.guarded(name)(hook)(module)
 
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            channel.note(f"hook {name}: its loader is sealed")
+            steps.note(f"hook {name}: its loader is sealed")
         return spec
 
     def _usual(self, name: str, path: Sequence[str] | None, target: Any) -> Any:
@@ -93,12 +93,12 @@ def _tell(error: Any, **values: Any) -> None:
     if error is None or isinstance(error, (SystemExit, KeyboardInterrupt)) or id(error) in _told:
         return
     _told.add(id(error))
-    channel.guarded("unfinished line")(STEPS.flush)()
+    steps.guarded("unfinished line")(STEPS.flush)()
     kind = type(error)
     if kind.__name__ in LAUNCHERS_ERRORS:
         return
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
-    channel.error(module + kind.__qualname__, str(error), **values)
+    steps.error(module + kind.__qualname__, str(error), **values)
 
 
 def _watch_errors() -> None:
@@ -106,17 +106,17 @@ def _watch_errors() -> None:
     shown, thread_shown = sys.excepthook, threading.excepthook
 
     def excepthook(kind: Any, error: Any, traceback: Any) -> None:
-        channel.guarded("errors")(_tell)(error)
+        steps.guarded("errors")(_tell)(error)
         shown(kind, error, traceback)
 
     def thread_excepthook(args: Any) -> None:
-        channel.guarded("errors")(_tell)(args.exc_value, thread=getattr(args.thread, "name", None))
+        steps.guarded("errors")(_tell)(args.exc_value, thread=getattr(args.thread, "name", None))
         thread_shown(args)
 
     sys.excepthook, threading.excepthook = excepthook, thread_excepthook
 
 
-@channel.guarded("exit")
+@steps.guarded("exit")
 def _at_exit() -> None:
     """An error that somebody else's excepthook has shown, and the last line."""
     _tell(getattr(sys, "last_value", None))

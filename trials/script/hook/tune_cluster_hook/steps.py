@@ -1,15 +1,182 @@
-"""Counts the optimiser steps of this process, times them, and writes a line for each."""
+"""Counts and times this process's optimiser steps and writes a line for each; its device; the guard around hooks."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 import os
 import platform
+import sys
 import time
-from typing import Any
+from typing import Any, Callable
 
-from . import device
-from .channel import emit
+# ---- Where hooks write, and the guard around each of them
+
+FOLDER_VARIABLE = "TUNE_CLUSTER_REPORT"
+MAX_MESSAGE = 1500
+
+
+def _load_api() -> Any:
+    """Our own copy of the report API, whichever one the program has."""
+    scripts = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.path.join(scripts, "api", "tune_cluster_report.py")
+    spec = importlib.util.spec_from_file_location("tune_cluster_hook.report_api", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no report API at {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_api = _load_api()
+_channel = _api.Channel()
+_noted: set[str] = set()
+
+
+def emit(source: str, **values: Any) -> None:
+    """Appends one line to this rank's file.
+
+    Raises:
+        OSError: The folder is gone, or the disk is full.
+    """
+    _channel.write(source, **values)
+
+
+def note(text: str, source: str = "hook:torch") -> None:
+    """Tells the tuner something, once."""
+    if text in _noted:
+        return
+    _noted.add(text)
+    try:
+        emit(source, event="note", text=text)
+    except Exception:
+        _noted.add("silent")
+
+
+def error(kind: str, message: str, **values: Any) -> None:
+    """The error that ends this process."""
+    try:
+        emit("hook:torch", event="error", type=kind, message=message[:MAX_MESSAGE], pid=os.getpid(), **values)
+    except Exception:
+        _noted.add("silent")
+
+
+def stop_at() -> int | None:
+    """The last step that is wanted, None if that is not decided yet."""
+    try:
+        with open(os.path.join(os.environ[FOLDER_VARIABLE], "stop"), encoding="ascii") as file:
+            return int(file.read(32))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+_given_up: dict[str, bool] = {}
+
+
+def guarded(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a hook: if it fails, that is noted, its result is None, and it is not called again.
+
+    Args:
+        what: Its name; hooks of one name give up together.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if what in _given_up:
+                return None
+            try:
+                return function(*args, **kwargs)
+            except Exception as failure:
+                _given_up[what] = True
+                note(f"hook {what}: {type(failure).__name__}: {str(failure)[:300]}")
+                return None
+
+        return call
+
+    return decorate
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is tracing this very code: hooks then are to leave no trace in the graph."""
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    return compiler is not None and hasattr(compiler, "is_compiling") and bool(compiler.is_compiling())
+
+
+# ---- The accelerator of this process: waiting for it, its allocator's peaks; the memory of the process itself
+
+_BACKENDS = ("cuda", "npu", "xpu", "musa", "mlu")
+"""Modules of torch with ``synchronize`` and ``max_memory_allocated``, as far as they are there."""
+MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"
+
+
+def accelerator() -> Any | None:
+    """The part of torch for the device that this process uses; None on CPU, or before anything ran on it."""
+    torch = sys.modules.get("torch")
+    for name in _BACKENDS:
+        backend = getattr(torch, name, None)
+        is_initialized = getattr(backend, "is_initialized", None)
+        if is_initialized is not None and is_initialized():
+            return backend
+    return None
+
+
+def synchronize() -> None:
+    """Waits until the device has done all that was asked of it."""
+    backend = accelerator()
+    if backend is not None:
+        backend.synchronize()
+
+
+def memory() -> dict[str, int]:
+    """Peaks since the process began: of the device's allocator, or on CPU of the resident set."""
+    backend = accelerator()
+    if backend is None:
+        return _resident()
+    return {
+        "allocated_bytes": int(backend.max_memory_allocated()),
+        "reserved_bytes": int(backend.max_memory_reserved()),
+    }
+
+
+_status: dict[int, int] = {}
+"""The open ``/proc/self/status`` by process."""
+
+
+def _resident() -> dict[str, int]:
+    """``VmHWM``; what ``getrusage`` says includes the program that started this one."""
+    try:
+        pid = os.getpid()
+        if pid not in _status:
+            _status[pid] = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+        text = os.pread(_status[pid], 4096, 0)
+        return {"rss_bytes": int(text.split(b"VmHWM:", 1)[1].split(None, 1)[0]) << 10}
+    except (OSError, IndexError, ValueError):
+        return {}
+
+
+def limit_memory(torch: Any) -> None:
+    """Lets this process take no more of its device than the trial is allowed to, from when it uses the device."""
+    limit = os.environ.get(MEMORY_LIMIT_VARIABLE)
+    for name in _BACKENDS if limit else ():
+        backend = getattr(torch, name, None)
+        lazy_call = getattr(backend, "_lazy_call", None)
+        if lazy_call is not None:
+            lazy_call(functools.partial(_limit, backend, int(limit or 0)))
+
+
+def _limit(backend: Any, limit: int) -> None:
+    try:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        device = local if local < backend.device_count() else 0
+        total = backend.get_device_properties(device).total_memory
+        backend.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    except Exception as failure:
+        note(f"memory is not limited: {type(failure).__name__}: {failure}")
+
+
+# ---- Counts the optimiser steps of this process, times them, and writes a line for each
 
 GENERIC, ENGINE, TRAINER = 0, 1, 2
 """How much a source knows: one that knows more silences the others."""
@@ -42,7 +209,7 @@ class Steps:
     def begin(self, source: str, **values: Any) -> None:
         """The first step of a training loop begins."""
         self.flush()
-        device.synchronize()
+        synchronize()
         self.loaded(source)
         emit(source, event="begin", pid=os.getpid(), stack_signal=self.stack_signal, **values)
         self._data_s = 0.0
@@ -74,7 +241,7 @@ class Steps:
             **values: What else is known of it; losses that were collected are added if there is none among them.
         """
         self.flush()
-        device.synchronize()
+        synchronize()
         now = time.perf_counter()
         self.loaded(source)
         self.count += 1
@@ -85,7 +252,7 @@ class Steps:
                 line["data_s"] = min(self._data_s, now - self._last)
         if "loss" not in values:
             line.update(self.backward_losses())
-        line.update(device.memory())
+        line.update(memory())
         line.update(values)
         self._data_s = 0.0
         self.forget_losses()
