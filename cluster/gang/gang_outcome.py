@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cluster.base import GangEnded, GangEvent, GangLaunch, GangProgress
+from cluster.gang.blame import RankSight, verdict
 from cluster.gang.messages import (
     PHASES,
     SCRIPT_RUNNERS,
@@ -26,10 +27,8 @@ from cluster.gang.messages import (
     RankFailure,
     RankPlace,
     RankResult,
-    RankSight,
     RankSuccess,
     StopGang,
-    verdict,
 )
 from cluster.hardware.topology import dense_peak
 from trials.failure import TREATMENTS, Treatment

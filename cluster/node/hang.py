@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.gang.messages import Blame, FlightRecord, GroupPlace, PendingCall, RankSight
+from cluster.gang.blame import Blame, FlightRecord, GroupPlace, PendingCall, RankSight
 from cluster.node.guardian import environment_of
 from cluster.processes import blocking, catches, descendants, is_pending, process_info
 from trials.accelerator.kinds import DeviceKind

@@ -8,8 +8,9 @@ import json
 
 import pytest
 
+from cluster.gang.blame import RankSight, verdict
 from cluster.gang.gang_outcome import fold
-from cluster.gang.messages import RankFailure, RankSight, verdict
+from cluster.gang.messages import RankFailure
 from cluster.node.hang import summary
 from tests.cluster.gang.nccl_dumps import SHAPES, done, dump, recv, send, started, under_way
 from tests.cluster.gang.record_flights import CASES, FOLDER

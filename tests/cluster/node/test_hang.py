@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.base import Deadlines
-from cluster.gang.messages import Blame, FlightRecord
+from cluster.gang.blame import Blame, FlightRecord
 from cluster.node import hang
 from cluster.node.hang import HangingSlot, RecordedRank, examine, judge, listening, recorder_env, records, unpickled
 from cluster.node.ranks import tail_of

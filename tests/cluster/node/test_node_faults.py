@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
+from cluster.gang.blame import Blame
 from cluster.gang.environment import single_node_env
 from cluster.gang.gang_outcome import GangTracker, fold
-from cluster.gang.messages import Blame, NodeGone, NodeLaunch, RankSlot
+from cluster.gang.messages import NodeGone, NodeLaunch, RankSlot
 from cluster.hardware.discovery import discover_node
 from cluster.hardware.topology import Device, Placement
 from cluster.local import LocalCluster

@@ -1,0 +1,293 @@
+"""Which rank keeps a gang waiting that makes no progress: a pure function of what was seen of its ranks.
+
+Whoever has begun a collective waits for the members of its group that have not. Followed to its end, such a chain
+leads to a rank that waits for nobody: the culprit. Where no record says more, the stacks decide. A gang whose ranks
+all stand in the same collective has no culprit among them: what joins them stands still.
+
+On a device, a rank has begun what its host has only queued there: the host runs ahead. A device that hangs in a
+kernel of its own is told from those that wait for it only where NCCL keeps timings. Then what it has queued is
+behind what the others are at; else its record says what theirs do, and the verdict is ``link``.
+
+Collectives are counted as torch's Flight Recorder counts them: a process group numbers its operations, all of its ranks
+in the same order, so that ranks can be compared by them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+class Blame(enum.IntEnum):
+    """How likely a rank is the one for which the others wait; the smaller, the likelier."""
+
+    STOPPED = 0
+    """A signal has stopped it: it does not run at all."""
+    ELSEWHERE = 1
+    """It is in code that waits for no peer, or it cannot be asked for its stack; or its records show that it is
+    behind."""
+    UNCLEAR = 2
+    """It is in code that both computes and communicates: the backward pass, FSDP, distributed tensors. Or it was asked
+    for its stack and did not give it in time, as on a loaded node, or in a call of the kernel's."""
+    WAITING = 3
+    """It waits in a collective operation, or for a device that does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlace:
+    """How far a rank is in one process group."""
+
+    group: str
+    """Backend and name of the group, the same on all of its ranks."""
+    label: str
+    """What the group is called for people."""
+    ranks: tuple[int, ...]
+    """Global ranks of its members, in the group's order; empty where the recorder does not know them."""
+    entered: int
+    """Number of the last collective that the rank has begun; 0 before the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingCall:
+    """The earliest collective of a group that a rank has begun and that has not ended, or a send or receive."""
+
+    group: str
+    number: int
+    """The group's count of collectives; 0 for sends and receives, which each rank counts for itself."""
+    name: str
+    """The operation: ``all_reduce``."""
+    sizes: str
+    """Shapes of the inputs."""
+    is_started: bool
+    """Whether the device is known to be at work on it; nobody knows unless NCCL keeps timings
+    (``TORCH_NCCL_ENABLE_TIMING``)."""
+    peer: int | None = None
+    """The other rank of a ``send`` or ``recv``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightRecord:
+    """The summary of a rank's Flight Recorder."""
+
+    places: tuple[GroupPlace, ...] = ()
+    calls: tuple[PendingCall, ...] = ()
+    is_complete: bool = True
+    """Whether the recorder still has all that it was told: it has not, once its buffer has gone round."""
+
+    def place(self, group: str) -> GroupPlace | None:
+        """How far the rank is in a group; None where it says nothing of it."""
+        return next((place for place in self.places if place.group == group), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSight:
+    """What one rank was doing when somebody looked."""
+
+    rank: int
+    stack: Literal["stopped", "elsewhere", "unclear", "waiting"]
+    """What its stack says of it: a :class:`Blame` in lower case."""
+    where: str
+    """Function, file and line in which it was, as a clause for people."""
+    progress: tuple[int, int] | None
+    """Phase and step that it had reported, as numbers; None where it is not one to report any: that tells nothing."""
+    record: FlightRecord | None = None
+    """None where it gave none."""
+
+    @property
+    def blame(self) -> Blame:
+        """What its stack alone says of it."""
+        return Blame[self.stack.upper()]
+
+
+_SAME_SIZES = frozenset({"all_reduce", "allreduce", "barrier"})
+"""Collectives to which every rank of a group brings tensors of the same shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangVerdict:
+    """Who is to blame for a hang."""
+
+    kind: Literal["rank", "link", "disagreement", "unknown"]
+    """A rank hangs; all are in one collective; ranks wait for each other in different ones; nothing tells."""
+    suspects: tuple[int, ...]
+    """The ranks of which one is to blame, all equally; for the other kinds the ranks that wait."""
+    why: str = ""
+    """What the records show beyond what the ranks were doing, as a clause for people."""
+
+
+def verdict(sights: Mapping[int, RankSight]) -> HangVerdict:
+    """Judge a gang by what was seen of its ranks, at least one, by rank."""
+    waits = {rank: _waits_for(rank, sights) for rank in sights}
+    behind = {peer: rank for rank, peers in waits.items() for peer in sorted(peers)}
+    least = min((sight.progress for sight in sights.values() if sight.progress is not None), default=None)
+    levels = {
+        rank: _level(sight, bool(waits[rank]) or _is_in_call(rank, sights), rank in behind, least)
+        for rank, sight in sights.items()
+    }
+    worst = min(levels.values())
+    suspects = tuple(sorted(rank for rank, level in levels.items() if level == worst))
+    if worst is Blame.WAITING:
+        return _all_wait(sights, waits)
+    late = next((rank for rank in suspects if rank in behind), None)
+    why = "" if late is None else _lag(late, behind[late], sights)
+    return HangVerdict(kind="rank", suspects=suspects, why=why)
+
+
+def _waits_for(rank: int, sights: Mapping[int, RankSight]) -> set[int]:
+    """The ranks that have not begun what ``rank`` is in."""
+    record = sights[rank].record
+    calls = () if record is None else record.calls
+    return {peer for call in calls for peer in _members(rank, call, sights) if _is_missing(rank, peer, call, sights)}
+
+
+def _members(rank: int, call: PendingCall, sights: Mapping[int, RankSight]) -> tuple[int, ...]:
+    if call.peer is not None:
+        return (call.peer,)
+    record = sights[rank].record
+    place = None if record is None else record.place(call.group)
+    if place is not None and place.ranks:
+        return place.ranks
+    return tuple(peer for peer, sight in sights.items() if sight.record and sight.record.place(call.group))
+
+
+def _is_missing(rank: int, peer: int, call: PendingCall, sights: Mapping[int, RankSight]) -> bool:
+    if peer == rank or peer not in sights:
+        return False
+    sight = sights[peer]
+    if sight.record is None:  # it did not even answer: it is missing unless it evidently waits as well
+        return sight.blame is not Blame.WAITING
+    same = _counterparts(rank, call, peer, sight.record)
+    if call.peer is None:
+        place = sight.record.place(call.group)
+        if place is None:
+            return sight.record.is_complete
+        if place.entered < call.number:
+            return True
+    elif not same:
+        return True
+    return call.is_started and bool(same) and not any(other.is_started for other in same)
+
+
+def _counterparts(rank: int, call: PendingCall, peer: int, record: FlightRecord) -> list[PendingCall]:
+    """What ``peer`` has begun of the operation that ``call`` is of ``rank``: a send meets a receive, and no send."""
+    if call.peer is None:
+        return [it for it in record.calls if it.peer is None and (it.group, it.number) == (call.group, call.number)]
+    if call.peer != peer:
+        return []
+    return [it for it in record.calls if it.peer == rank and it.group == call.group and it.name != call.name]
+
+
+def _is_in_call(rank: int, sights: Mapping[int, RankSight]) -> bool:
+    """Whether the rank is in an operation that its device is at work on, as far as is known."""
+    record = sights[rank].record
+    calls = () if record is None else record.calls
+    return any(call.is_started or not _is_started_by_any(rank, call, sights) for call in calls)
+
+
+def _is_started_by_any(rank: int, call: PendingCall, sights: Mapping[int, RankSight]) -> bool:
+    known = ((peer, sight.record) for peer, sight in sights.items() if sight.record is not None)
+    return any(other.is_started for peer, record in known for other in _counterparts(rank, call, peer, record))
+
+
+def _level(sight: RankSight, is_in_call: bool, is_behind: bool, least: tuple[int, int] | None) -> Blame:
+    """How likely a rank is the culprit, by its records first and by its stack where they say nothing.
+
+    ``is_in_call``: it is in an operation that it has begun, whoever else has: wherever its host is meanwhile, the
+    others do not wait for that.
+    """
+    if sight.blame is Blame.STOPPED:
+        return Blame.STOPPED
+    if is_in_call:
+        return Blame.WAITING
+    if is_behind:
+        # gloo records neither sends nor what goes through a store: a rank that waits there is behind by no own fault
+        return Blame.UNCLEAR if sight.blame is Blame.WAITING and not _records_all(sight) else Blame.ELSEWHERE
+    return sight.blame if sight.progress in (None, least) else Blame.WAITING
+
+
+def _records_all(sight: RankSight) -> bool:
+    """Whether the rank's recorder knows of every operation by which it could wait for a peer."""
+    places = () if sight.record is None else sight.record.places
+    return any(not place.group.startswith("gloo:") for place in places)
+
+
+def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) -> HangVerdict:
+    """The verdict on a gang in which everybody waits."""
+    ranks = tuple(sorted(sights))
+    elsewhere = tuple(rank for rank in ranks if waits[rank] and sights[rank].blame is Blame.ELSEWHERE)
+    if 0 < len(elsewhere) < len(ranks):  # it has left operations behind that go on without it
+        return HangVerdict(kind="rank", suspects=elsewhere)
+    calls = {rank: sight.record.calls for rank, sight in sights.items() if sight.record and sight.record.calls}
+    if not calls:
+        return HangVerdict(kind="unknown", suspects=ranks, why="every rank seems to wait for its peers")
+    first = {(call.group, call.number): call for found in calls.values() for call in found if call.peer is None}
+    differing = [
+        (first[call.group, call.number], call)
+        for found in calls.values()
+        for call in found
+        if call.peer is None and _differ(first[call.group, call.number], call)
+    ]
+    if differing:
+        one, other = differing[0]
+        why = f"ranks of one group disagree on its collective {one.number}: {_call(other)} or {_call(one)}"
+        return HangVerdict(kind="disagreement", suspects=ranks, why=why)
+    if set(calls) <= _in_circles(waits):
+        why = "ranks wait for each other in different operations: " + "; ".join(
+            f"rank {rank} in {_call(found[0])}" for rank, found in sorted(calls.items())[:4]
+        )
+        return HangVerdict(kind="disagreement", suspects=ranks, why=why)
+    stuck = sorted(rank for rank in calls if not waits[rank])
+    call = calls[stuck[0]][0]
+    members = _members(stuck[0], call, sights)
+    if unseen := sorted(set(members) - set(ranks)):
+        why = f"rank {stuck[0]} is in {_call(call)} with rank {unseen[0]}, of which nothing was seen"
+        return HangVerdict(kind="unknown", suspects=ranks, why=why)
+    if not all(_may_be_in(call, sights[rank]) for rank in members):
+        return HangVerdict(kind="unknown", suspects=ranks, why="every rank seems to wait for its peers")
+    number = "" if call.peer is not None else f" (number {call.number} of group {_label(stuck[0], call, sights)})"
+    why = f"ranks {', '.join(map(str, stuck))} all wait in {_call(call)}{number}: what joins them stands still"
+    return HangVerdict(kind="link", suspects=tuple(stuck), why=why)
+
+
+def _may_be_in(call: PendingCall, sight: RankSight) -> bool:
+    """Whether a rank that waits is in this operation, as far as is known."""
+    if sight.record is None or call.peer is not None:
+        return True
+    return any((other.group, other.number) == (call.group, call.number) for other in sight.record.calls)
+
+
+def _in_circles(waits: Mapping[int, set[int]]) -> set[int]:
+    """The ranks from which no chain of waiting leads to one that waits for nobody."""
+    free = {rank for rank, peers in waits.items() if not peers}
+    while found := {rank for rank, peers in waits.items() if rank not in free and peers & free}:
+        free |= found
+    return set(waits) - free
+
+
+def _differ(one: PendingCall, other: PendingCall) -> bool:
+    return one.name != other.name or (one.name in _SAME_SIZES and one.sizes != other.sizes)
+
+
+def _call(call: PendingCall) -> str:
+    if call.peer is not None:
+        return f"{call.name} with rank {call.peer}"
+    return f"{call.name} of {call.sizes}" if call.sizes else call.name
+
+
+def _label(rank: int, call: PendingCall, sights: Mapping[int, RankSight]) -> str:
+    record = sights[rank].record
+    place = None if record is None else record.place(call.group)
+    return call.group if place is None else place.label
+
+
+def _lag(late: int, waiting: int, sights: Mapping[int, RankSight]) -> str:
+    """What a rank waits for that another has not begun, as a clause."""
+    record = sights[waiting].record
+    calls = () if record is None else record.calls
+    for call in calls:
+        if _is_missing(waiting, late, call, sights):
+            number = "" if call.peer is not None else f" number {call.number} of group {_label(waiting, call, sights)}"
+            return f"rank {waiting} waits for it in {call.name}{number}"
+    return ""
