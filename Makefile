@@ -9,6 +9,9 @@ WORKERS ?= 2
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
 # A test process that dies ends the run with an error; xdist would start another one and then wait for ever.
+# Hundreds of short processes import the same modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST = $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: sweep test test-exhaustive test-all check clean
