@@ -7,9 +7,11 @@ import typing
 from dataclasses import dataclass
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.edit import Run, Training
 from orchestrator.frameworks.spelling import Export, Recipe, audited
 from trials.spec import Candidate, Workload
+
+if typing.TYPE_CHECKING:
+    from orchestrator.frameworks.edit import Run, Training  # would load numpy, and shells complete names from here
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def training(name: str) -> Training:
     found = next((one for one in FRAMEWORKS if one.name == name and one.programs), None)
     if found is None:
         raise ConfigError(f"no recipe called {name!r}", key="recipe", remedy=f"Recipes: {', '.join(trainings())}")
-    return typing.cast(Training, found.load("TRAINING"))
+    return typing.cast("Training", found.load("TRAINING"))
 
 
 def recognise(run: Run) -> Training | None:
