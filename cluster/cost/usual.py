@@ -587,11 +587,6 @@ MEMORY_EFFECTS = (
 )
 
 
-def usual_memory() -> Draw:
-    """Memory effects at their means."""
-    return {effect.name: np.asarray(effect.mean) for effect in MEMORY_EFFECTS}
-
-
 def drawn_memory() -> Draw:
     """Memory effects of ``NUM_DRAWS`` programs, the same at every call."""
     normal = np.random.default_rng(1).standard_normal((NUM_DRAWS // 2, len(MEMORY_EFFECTS)))

@@ -146,10 +146,6 @@ class MemoryBelief:
             weights[places[id(part.prior)]] = weight
         return weights
 
-    def weight_of(self, name: str) -> float:
-        """Probability of the structure of that name, whatever its own error."""
-        return float(sum(w for s, w in zip(self.structures, self.weights, strict=True) if s.name == name))
-
     @functools.cached_property
     def _parts(self) -> tuple[tuple[float, _Conditioned], ...]:
         """The structures that count, conditioned, with their probabilities."""
