@@ -9,12 +9,7 @@ from tests.end_to_end.nodes.namespaces import why_not
 from tests.end_to_end.nodes.ray_nodes import RayNodes
 from tests.end_to_end.nodes.trial_sweep import Stage, Sweep
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.ray,
-    pytest.mark.fault,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.fault, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -98,14 +98,8 @@ PLANTED = {
         lambda story: changed(changed(story, AttemptEnded, 0, at_s=4.5), AttemptLaunched, 1, at_s=4.0),
         "at the same time",
     ),
-    "another winner": (
-        lambda story: changed(story, AttemptEnded, 2, outcome=measured(1.0)),
-        "the winner is",
-    ),
-    "a candidate less": (
-        lambda story: changed(story, AttemptEnded, 0, outcome=LOST),
-        "was not measured",
-    ),
+    "another winner": (lambda story: changed(story, AttemptEnded, 2, outcome=measured(1.0)), "the winner is"),
+    "a candidate less": (lambda story: changed(story, AttemptEnded, 0, outcome=LOST), "was not measured"),
     "no end of the sweep": (lambda story: without(story, 9), "the sweep is running"),
 }
 

@@ -135,9 +135,6 @@ def test_the_root_cause_stands_out_from_collateral(layout: Layout, tmp_path: Pat
 
 def test_user_errors_come_back_as_such(tmp_path: Path) -> None:
     missing = dataclasses.replace(WORKLOAD, data=TextData(path=str(tmp_path / "missing")))
-    infeasible, no_data = run_gang(
-        [tiny_spec(Layout(dp_shard=2)), tiny_spec(DDP2, workload=missing)],
-        tmp_path,
-    )
+    infeasible, no_data = run_gang([tiny_spec(Layout(dp_shard=2)), tiny_spec(DDP2, workload=missing)], tmp_path)
     assert isinstance(infeasible, RankFailure) and infeasible.kind == "infeasible"
     assert isinstance(no_data, RankFailure) and no_data.kind == "data" and DataError.__name__ in no_data.message

@@ -191,11 +191,7 @@ def test_trains_like_a_single_process(name: str) -> None:
 @pytest.mark.representative("m2/full/O0-m2/O0")
 @pytest.mark.parametrize(
     ("name", "reference"),
-    [
-        ("m2/full/O0", "m2/O0"),
-        ("ddp/m2/O0/workers", "ddp/m2/O0"),
-        ("ddp/m2/O0/full-batch", "ddp/m2/O0"),
-    ],
+    [("m2/full/O0", "m2/O0"), ("ddp/m2/O0/workers", "ddp/m2/O0"), ("ddp/m2/O0/full-batch", "ddp/m2/O0")],
 )
 def test_same_arithmetic_is_bit_exact(name: str, reference: str) -> None:
     result, expected = (results(PARTS[one])[one] for one in (name, reference))

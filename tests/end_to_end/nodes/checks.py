@@ -89,12 +89,7 @@ class Story:
 
 def problems(story: Story, undisturbed: Story) -> list[str]:
     """What is wrong with the story of a sweep that had a fault; empty if nothing is."""
-    return [
-        *_recorded_once(story),
-        *_conserved(story),
-        *_never_shared(story),
-        *_same_result(story, undisturbed),
-    ]
+    return [*_recorded_once(story), *_conserved(story), *_never_shared(story), *_same_result(story, undisturbed)]
 
 
 def leaks(cluster: RayNodes) -> list[str]:

@@ -84,11 +84,7 @@ def _thaw(scene: Scene) -> None:
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault(
-            name="rank killed",
-            strike=lambda scene: _kill(scene, generations=0),
-            bound=CHILD,
-        ),
+        Fault(name="rank killed", strike=lambda scene: _kill(scene, generations=0), bound=CHILD),
         Fault(name="warden killed", strike=lambda scene: _kill(scene, generations=1), bound=CHILD),
         Fault(
             name="agent killed",
@@ -101,12 +97,7 @@ FAULTS = {
             bound="the head notices that the connection broke",
         ),
         Fault(name="node frozen", strike=lambda scene: scene.host.freeze(), mend=_thaw, bound=SILENCE),
-        Fault(
-            name="link cut",
-            strike=lambda scene: scene.cluster.cut(scene.host),
-            mend=_mend_cable,
-            bound=SILENCE,
-        ),
+        Fault(name="link cut", strike=lambda scene: scene.cluster.cut(scene.host), mend=_mend_cable, bound=SILENCE),
         Fault(
             name="controller killed",
             strike=_kill_controller,

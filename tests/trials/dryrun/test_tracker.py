@@ -85,11 +85,7 @@ def test_flops_by_what_they_are_for(tracker: MemoryTracker) -> None:
     matmul_flops = 2 * 8 * 64 * 32
 
     torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).relu(), x, use_reentrant=False).sum().backward()
-    assert tracker.flops == {
-        "forward": matmul_flops,
-        "backward": 2 * matmul_flops,
-        "recompute": matmul_flops,
-    }
+    assert tracker.flops == {"forward": matmul_flops, "backward": 2 * matmul_flops, "recompute": matmul_flops}
 
 
 def test_collectives_are_counted_by_their_larger_side(world: None, tracker: MemoryTracker) -> None:

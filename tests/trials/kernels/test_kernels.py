@@ -216,12 +216,7 @@ def test_a_graph_report_sums_up_and_shortens() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "nchw_s", "nhwc_s", "chosen"),
-    [
-        ("nhwc", 1.0, 1.04, "nhwc"),
-        ("nhwc", 1.0, 2.0, "nchw"),
-        ("nchw", 1.0, 0.97, "nchw"),
-        ("nchw", 1.0, 0.5, "nhwc"),
-    ],
+    [("nhwc", 1.0, 1.04, "nhwc"), ("nhwc", 1.0, 2.0, "nchw"), ("nchw", 1.0, 0.97, "nchw"), ("nchw", 1.0, 0.5, "nhwc")],
 )
 def test_the_rule_stands_unless_the_other_format_is_clearly_faster(
     rule: Any, nchw_s: float, nhwc_s: float, chosen: str

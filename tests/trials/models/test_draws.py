@@ -57,10 +57,7 @@ def test_words_are_those_of_the_published_generator() -> None:
 
 
 @given(
-    size=st.lists(st.integers(1, 9), max_size=4),
-    seed=st.integers(0, 2**63),
-    words=st.integers(1, 40),
-    data=st.data(),
+    size=st.lists(st.integers(1, 9), max_size=4), seed=st.integers(0, 2**63), words=st.integers(1, 40), data=st.data()
 )
 def test_a_part_is_that_part_of_the_whole(size: list[int], seed: int, words: int, data: st.DataObject) -> None:
     ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in size]

@@ -83,11 +83,7 @@ def groups_of(layout, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "backend", "num_hurried"),
-    [
-        (Layout(tp=2), "nccl", 1),
-        (Layout(dp_replicate=2), "nccl", 0),
-        (Layout(cp=2, tp=2), "nccl", 2),
-    ],
+    [(Layout(tp=2), "nccl", 1), (Layout(dp_replicate=2), "nccl", 0), (Layout(cp=2, tp=2), "nccl", 2)],
 )
 def test_collectives_that_matmuls_are_to_hide_go_first(layout, backend, num_hurried, tmp_path):
     """The groups of tp and cp are NCCL's with streams of high priority, and wait as long as the gang."""

@@ -96,11 +96,7 @@ def test_refuses(spec: TrialSpec, words: str) -> None:
     ],
 )
 def test_devices_without_8_bit_matmuls_are_refused(
-    capability: tuple[int, int],
-    hip: str | None,
-    architecture: str,
-    words: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int], hip: str | None, architecture: str, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = SimpleNamespace(name="Some Card", gcnArchName=architecture)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
