@@ -1,13 +1,13 @@
-"""The faults of :mod:`tests.end_to_end.nodes.endure`, by name."""
+"""The faults of :mod:`benchmarks.faults.endure`, by name."""
 
 from __future__ import annotations
 
 import signal
 
-from tests.end_to_end.nodes.endure import Fault, Scene
-from tests.end_to_end.nodes.mlflow_server import URI, MlflowServer
-from tests.end_to_end.nodes.namespaces import parent, send
-from tests.end_to_end.nodes.ray_nodes import HEAD_AWAY_S
+from benchmarks.faults.endure import Fault, Scene
+from benchmarks.faults.mlflow_server import URI, MlflowServer
+from benchmarks.faults.namespaces import parent, send
+from benchmarks.faults.ray_nodes import HEAD_AWAY_S
 
 CHILD = "the death of a child process: at once"
 SILENCE = "the head's health checks: 4 unanswered ones of 1.5 s, 0.5 s apart"
@@ -120,7 +120,7 @@ FAULTS = {
         ),
         Fault(
             name="collective hangs",
-            strike=lambda scene: None,
+            strike=lambda _: None,
             mend=lambda scene: _again(scene, "timed_out"),
             bound=f"deadlines.stall_s: {STALL_S}",
             hang=1,

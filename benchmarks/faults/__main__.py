@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.nodes.checks import Story
-from tests.end_to_end.nodes.endure import Endured, Fault, endure
-from tests.end_to_end.nodes.faults import FAULTS
-from tests.end_to_end.nodes.namespaces import why_not
-from tests.end_to_end.nodes.ray_nodes import RayNodes
-from tests.end_to_end.nodes.trial_sweep import Stage, Sweep
+from benchmarks.faults.checks import Story
+from benchmarks.faults.endure import Endured, Fault, endure
+from benchmarks.faults.kinds import FAULTS
+from benchmarks.faults.namespaces import why_not
+from benchmarks.faults.ray_nodes import RayNodes
+from benchmarks.faults.trial_sweep import Stage, Sweep
 
 COLUMNS = (
     ("fault", "fault"),

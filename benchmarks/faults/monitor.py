@@ -1,6 +1,6 @@
 """Answers questions about a Ray cluster from one of its hosts, without being a driver: one JSON line for each asked.
 
-``python -m tests.end_to_end.nodes.monitor HOST:PORT``; questions are ``nodes`` and ``groups``.
+``python -m benchmarks.faults.monitor HOST:PORT``; questions are ``nodes`` and ``groups``.
 """
 
 import json

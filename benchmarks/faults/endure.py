@@ -1,7 +1,7 @@
 """A whole sweep with faults in it, each injected while one of its gangs is known to be at work.
 
 What a fault does, how one sees that the service has noticed, and what somebody has to mend afterwards is a
-:class:`Fault`, see :mod:`tests.end_to_end.nodes.faults`; :func:`endure` runs a sweep with it and returns what became
+:class:`Fault`, see :mod:`benchmarks.faults.kinds`; :func:`endure` runs a sweep with it and returns what became
 of it.
 """
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.checks import Story, foreign, leaks, problems
+from benchmarks.faults.mlflow_server import MlflowServer
+from benchmarks.faults.namespaces import Host, wait_until
+from benchmarks.faults.ray_nodes import RayNodes
+from benchmarks.faults.trial_sweep import Stage, Sweep
 from orchestrator.sweep.events import AttemptEnded
-from tests.end_to_end.nodes.checks import Story, foreign, leaks, problems
-from tests.end_to_end.nodes.mlflow_server import MlflowServer
-from tests.end_to_end.nodes.namespaces import Host, wait_until
-from tests.end_to_end.nodes.ray_nodes import RayNodes
-from tests.end_to_end.nodes.trial_sweep import Stage, Sweep
 from trials.outcome import Measured
 
 VICTIM = 1
@@ -84,17 +84,17 @@ class Fault:
     """What is done, and what follows."""
 
     name: str
-    prepare: Callable[[Scene], None] = lambda scene: None
+    prepare: Callable[[Scene], None] = lambda _: None
     """Before the sweep is submitted."""
     strike: Callable[[Scene], None]
     is_noticed: Callable[[Scene], bool] = Scene.has_ended
-    mend: Callable[[Scene], None] = lambda scene: None
+    mend: Callable[[Scene], None] = lambda _: None
     """What somebody has to do for the sweep to reach its end; runs once the fault has been noticed."""
     bound: str
     """What bounds the time to notice it."""
     hang: int | None = None
     """This rank hangs from the beginning."""
-    home: Callable[[RayNodes, Path], Path] = lambda cluster, folder: folder / "home"
+    home: Callable[[RayNodes, Path], Path] = lambda _, folder: folder / "home"
     """Where the sweep is kept."""
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Of the sweep file, in place of the usual ones."""

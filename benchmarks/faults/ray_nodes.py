@@ -1,5 +1,5 @@
 """A Ray cluster of real ``ray start`` processes, each node on a host of its own
-(:mod:`tests.end_to_end.nodes.namespaces`).
+(:mod:`benchmarks.faults.namespaces`).
 
 The head has no devices, the controller's host is a node without devices (a driver needs a raylet beside it), and the
 nodes that train have ``devices`` CPUs each. Token authentication is on.
@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tests.end_to_end.nodes.namespaces import Host, Switch, command_line, send, wait_until
+from benchmarks.faults.namespaces import Host, Switch, command_line, send, wait_until
 from tests.support import ROOT
 
 PORT = 6379
@@ -54,7 +54,7 @@ RAYS_OWN = (
     "ray::IDLE",
     "workers/default_worker.py",
     "ray::QueueActor",  # of all sweeps, on the head: it stays
-    "tests.end_to_end.nodes.monitor",
+    "benchmarks.faults.monitor",
 )
 
 
@@ -230,7 +230,7 @@ class RayNodes:
             self._monitor.communicate()
             self._monitor = None
         if self._monitor is None:
-            command = [sys.executable, "-m", "tests.end_to_end.nodes.monitor", self.address]
+            command = [sys.executable, "-m", "benchmarks.faults.monitor", self.address]
             with (self.folder / "monitor.log").open("ab") as log:
                 self._monitor = self.popen(
                     self.head, *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

@@ -1,4 +1,4 @@
-"""Whole sweeps on real hosts (:mod:`tests.end_to_end.nodes.ray_nodes`): the command line, small real gangs."""
+"""Whole sweeps on real hosts (:mod:`benchmarks.faults.ray_nodes`): the command line, small real gangs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.checks import Story
+from benchmarks.faults.namespaces import command_line, descendants, send
+from benchmarks.faults.ray_nodes import RayNodes
+from benchmarks.faults.runner import STAGE
 from orchestrator.commands import steering
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import Home
 from orchestrator.sweep.state import Attempt, SweepState
-from tests.end_to_end.nodes.checks import Story
-from tests.end_to_end.nodes.namespaces import command_line, descendants, send
-from tests.end_to_end.nodes.ray_nodes import RayNodes
-from tests.end_to_end.nodes.runner import STAGE
 from tests.support import sweeps
 from tests.support.mlflow_store import new_store
 
 SWEEP = {
     "name": "faulty",
-    "runner": "tests.end_to_end.nodes.runner:run_rank",
+    "runner": "benchmarks.faults.runner:run_rank",
     "workload": {"global_batch_size": 32},
     "space": {"dp_replicate": [2, 4, 8], "micro_batch_size": [1, 2, 4], "world_size": [2, 4, 8]},
     "baseline": {"dp_replicate": 8, "micro_batch_size": 1},
@@ -133,7 +133,7 @@ class Sweep:
 
 
 class Stage:
-    """The folder through which tests tell ranks what to do; see :mod:`tests.end_to_end.nodes.runner`."""
+    """The folder through which tests tell ranks what to do; see :mod:`benchmarks.faults.runner`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -11,13 +11,13 @@ from typing import Self
 
 from mlflow import MlflowClient
 
+from benchmarks.faults.namespaces import Host, command_line
+from benchmarks.faults.ray_nodes import RayNodes, is_rays_own
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
 from orchestrator.units import rounded
-from tests.end_to_end.nodes.namespaces import Host, command_line
-from tests.end_to_end.nodes.ray_nodes import RayNodes, is_rays_own
 from trials.outcome import Measured
 
 CLOCK_SLACK_S = 1.0

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.end_to_end.nodes.namespaces import descendants, send, wait_until
-from tests.end_to_end.nodes.ray_nodes import RayNodes
+from benchmarks.faults.namespaces import descendants, send, wait_until
+from benchmarks.faults.ray_nodes import RayNodes
 
 PORT = 5000
 URI = f"http://127.0.0.1:{PORT}"

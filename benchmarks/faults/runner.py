@@ -10,8 +10,10 @@ with the process id of its last rank.
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ def step_time_s(candidate: Candidate) -> float:
     return 0.05 + 0.01 * candidate.layout.world_size + 0.003 / candidate.micro_batch_size
 
 
-def run_rank(spec, progress):
+def run_rank(spec: Any, progress: Callable[..., None]) -> Any:
     progress("starting")
     trial = from_json(TrialSpec, spec)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -61,7 +63,7 @@ def run_rank(spec, progress):
     )
 
 
-def _train(candidate: Candidate, rank: int, progress) -> int:
+def _train(candidate: Candidate, rank: int, progress: Callable[..., None]) -> int:
     """Step until nothing holds the gang any more; gives the number of steps, the last of which count."""
     stage = Path(os.environ[STAGE])
     step = 0
