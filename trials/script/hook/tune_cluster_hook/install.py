@@ -10,12 +10,15 @@ import sys
 import threading
 from typing import Any, Callable, Sequence
 
-from . import framework_hooks, steps
+from . import framework_hooks, steps, watched_options
 from .roots import ROOTS
 from .steps import STEPS
+from .watched_options import OPTIONS
 
 Hook = Callable[[Any], None]
 HOOKS: dict[str, tuple[Hook, ...]] = {
+    "argparse": (watched_options.argparse,),
+    "omegaconf.dictconfig": (watched_options.omegaconf,),
     "torch": (steps.limit_memory,),
     "torch.nn.modules.module": (ROOTS.arm,),
     "torch.optim.optimizer": (framework_hooks.optimizers, ROOTS.count_steps),
@@ -71,6 +74,9 @@ class AfterImport:
 def install() -> None:
     """Called by ``sitecustomize`` in every Python that the trial starts, launchers and helpers among them."""
     sys.meta_path.insert(0, AfterImport())
+    if "argparse" in sys.modules:  # other start-up files of Python may have imported it
+        steps.guarded("argparse")(watched_options.argparse)(sys.modules["argparse"])
+    steps.guarded("environment")(watched_options.environment)()
     STEPS.stack_signal = _register_stacks()
     _watch_errors()
     atexit.register(_at_exit)
@@ -124,5 +130,6 @@ def _watch_errors() -> None:
 def _at_exit() -> None:
     """An error that somebody else's excepthook has shown, and the last line."""
     _tell(getattr(sys, "last_value", None))
+    OPTIONS.tell("hook:torch")
     if not _told:
         STEPS.end("hook:torch")
