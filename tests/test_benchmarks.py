@@ -1,5 +1,5 @@
-"""Benchmarks that others run: ``benchmarks.gpu`` works wherever torch does, ``benchmarks.runner.trial_speed`` compares the
-runner with loops by hand that train alike."""
+"""Benchmarks that others run: ``benchmarks.gpu`` works wherever torch does, and loops by hand, which
+``benchmarks.runner.trial_speed`` compares the runner with, train alike."""
 
 import importlib
 import json

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.trials.gang import Result, differences, run_gang
+from tests.trials.initial import check_all
 from tests.trials.pairwise import Pair, Row, pairs_of
-from tests.trials.parallel.initial import check_all
 from tests.trials.parity_knobs import (
     MAX_RANKS,
     THREE_STEPS,
