@@ -274,6 +274,7 @@ OWN_MODULE = {
             "flops_per_sample": 1,
             "activation_elements": 1,
             "has_batch_norm": False,
+            "has_convolutions": False,
             "no_pipeline": "why",
             "no_tensor_parallel": "why",
             "head": "lm_head",

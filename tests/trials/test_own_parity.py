@@ -50,6 +50,13 @@ ENCODER = PythonModel(
     ),
     facts=ModuleFacts(num_layers=3),
 )
+CONVOLVER = PythonModel(
+    model=f"{MODULE}:convolver",
+    loss=f"{MODULE}:loss",
+    layers="blocks",
+    cwd=str(ROOT),
+    facts=ModuleFacts(num_layers=2, has_convolutions=True),
+)
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -69,6 +76,7 @@ def decoder(model_type: str, head: str | None = "lm_head", **keys: Any) -> Huggi
 
 MODELS: dict[str, PythonModel | HuggingFaceModel] = {
     "encoder": ENCODER,
+    "convolver": CONVOLVER,
     "llama": decoder("llama"),
     "qwen3": decoder("qwen3", tie_word_embeddings=False),
     "qwen3-tied": decoder("qwen3", tie_word_embeddings=True),
@@ -127,10 +135,21 @@ KNOBS: dict[str, dict[str, Any]] = {
     "tp-zero2": {"layout": Layout(tp=2, dp_shard=2, zero_stage=2)},
     "tp-pp": {"layout": Layout(tp=2, **PIPELINE), "micro_batch_size": 2},
     "O1-fp16": {"precision": Precision(level="O1", dtype="float16", loss_scale=LossScale())},
+    "nhwc": {"kernels": Kernels(memory_format="nhwc", cudnn_tuning_range=(1, 1))},
+    "auto": {"kernels": Kernels(memory_format="auto")},
+    "nhwc-zero3-O1": {
+        "layout": Layout(dp_shard=2, zero_stage=3),
+        "kernels": Kernels(memory_format="nhwc"),
+        "precision": O1,
+    },
 }
 NOT_FOR = {("qwen3-tied", knob) for knob in KNOBS if "pp" in knob or "zbv" in knob}
 NOT_FOR |= {(model, knob) for model in ("encoder", "headless") for knob in KNOBS if "chunks" in knob}
 NOT_FOR |= {("headless", knob) for knob in KNOBS if "tp" not in knob and knob != "one"}
+DATASETS = {"convolver": f"{MODULE}:pictures"}
+OF_IMAGES = ("nhwc", "auto", "nhwc-zero3-O1")
+NOT_FOR |= {(model, knob) for model in MODELS for knob in KNOBS if model != "convolver" and knob in OF_IMAGES}
+NOT_FOR |= {("convolver", knob) for knob in KNOBS if knob not in OF_IMAGES}
 OF_VARIANTS = {
     "qwen3": "one accumulation O1 block zero1 zero3 tp tp-full pp zbv tp-chunks-zbv",
     "qwen3-tied": "one block zero1 zero3 tp tp-zero2 chunks-zero3-O2 tp-chunks",
@@ -143,6 +162,7 @@ others show."""
 CASES = [f"{model}/{knob}" for model in MODELS for knob in KNOBS if (model, knob) not in NOT_FOR]
 FEW = [
     *(f"encoder/{knob}" for knob in ("accumulation", "full", "O1", "zero2", "zero3", "ddp", "pp", "tp")),
+    "convolver/nhwc",
     *(f"llama/{knob}" for knob in ("tp-chunks", "zero3-full-O1", "tp", "pp")),
 ]
 
@@ -150,7 +170,11 @@ FEW = [
 def spec_of(case: str) -> TrialSpec:
     name, _, knob = case.partition("/")
     model = MODELS[name]
-    data = PythonData(dataset=f"{MODULE}:dataset", cwd=str(ROOT)) if isinstance(model, PythonModel) else TextData()
+    data = (
+        PythonData(dataset=DATASETS.get(name, f"{MODULE}:dataset"), cwd=str(ROOT))
+        if isinstance(model, PythonModel)
+        else TextData()
+    )
     workload = Workload(
         model=model,
         data=data,
