@@ -547,6 +547,25 @@ class ScriptFacts:
     wrapper: str | None = None
     """Class that wraps the model, such as ``DistributedDataParallel``."""
 
+    @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches of an optimiser step on this rank; None: unknown.
+
+        Several forward passes may belong to one backward pass, and the other way round. With several optimisers, one
+        micro-batch makes steps of all of them.
+        """
+        if self.num_optimizers is not None and self.num_optimizers > 1:
+            return 1
+        counts = [round(count) for count in (self.forwards_per_step, self.backwards_per_step) if count]
+        return min(counts, default=None)
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Samples of an optimiser step on this rank; None: unknown."""
+        if self.micro_batch_size is None or self.micro_batches is None:
+            return None
+        return self.micro_batch_size * self.micro_batches
+
 
 MAX_OPTIONS = 500
 
@@ -645,6 +664,7 @@ def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
     return ScriptReport(
         sources=tuple(sources[name] for name in sorted(sources)),
         facts=facts,
+        options=next((rank.options for rank in ranks if rank.options), ()),
         versions=next((rank.versions for rank in ranks if rank.versions), ()),
         tokens_per_step=next((r.tokens_per_step for r in ranks if r.tokens_per_step is not None), None),
         samples_per_step=next((r.samples_per_step for r in ranks if r.samples_per_step is not None), None),

@@ -104,6 +104,11 @@ class ScriptCommand:
     """Folder for compilers' caches, shared by the trials of a sweep on a node; None: the node's temporary folder."""
 
     @property
+    def is_look(self) -> bool:
+        """Whether the program is only looked at: its times are nobody's measurement."""
+        return ALL_OPTIONS in self.options
+
+    @property
     def num_warmup_steps(self) -> int:
         """Steps before measuring, a fixed number: ranks of a foreign program cannot agree on one."""
         return self.protocol.min_warmup_steps

@@ -20,7 +20,7 @@ from typing import Any
 from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
 from trials.outcome import SLACK_S, TOLERANCE, Contradiction, contradicted
 from trials.reports import ScriptFacts, ScriptReport, ScriptSource, SeenOption
-from trials.script.command import ALL_OPTIONS, Expected, ScriptCommand
+from trials.script.command import Expected, ScriptCommand
 from trials.script.logs import LogValue
 from trials.script.report_lines import FILE, HOOK, LOG, PLAIN_HOOK, REPORT, StepBook, StepSeries, ToldError
 from trials.secrets import redactor
@@ -356,8 +356,7 @@ class Judge:
                 raise NotApplied(f"not applied: the program never reads {wanted}")
 
     def _is_wanted(self, option: SeenOption) -> bool:
-        wanted = self._command.options
-        return ALL_OPTIONS in wanted or any(map(option.is_called, wanted))
+        return self._command.is_look or any(map(option.is_called, self._command.options))
 
     def _check_amounts(self) -> None:
         """Raises:

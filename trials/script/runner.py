@@ -567,9 +567,11 @@ def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: Pro
     finally:
         child.end()
         child.close()
-    contradiction = watch.judge.contradiction(began_s=began_s if exit_code is not None else None)
     report = _report(command, rank, watch.judge, times, exit_code)
-    return report if times is None else replace(report, contradiction=contradiction)
+    if times is None or command.is_look:
+        return report
+    contradiction = watch.judge.contradiction(began_s=began_s if exit_code is not None else None)
+    return replace(report, contradiction=contradiction)
 
 
 def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.draft.command_draft import log_pattern
-from orchestrator.draft.static_reading import find_script, interpreter_of, read_program, read_source, take_apart
+from orchestrator.draft.program_reading import read_program
+from orchestrator.draft.static_reading import find_script, interpreter_of, read_source, take_apart
 from orchestrator.errors import ConfigError
 
 
