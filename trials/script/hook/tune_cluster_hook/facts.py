@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from typing import Any, Mapping
 
+from .roots import compiled_call, in_backward
 from .steps import STEPS, emit, guarded
 from .watched_options import OPTIONS
 
@@ -131,7 +132,7 @@ def spine(root: Any) -> list[Any]:
     """
     found: list[Any] = []
     module = root
-    while module is not None and getattr(module, "_compiled_call_impl", None) is None:
+    while module is not None and compiled_call(module) is None:
         found.append(module)
         if is_compiled(module):
             break
@@ -146,7 +147,7 @@ def _weight(module: Any) -> int:
 
 def is_compiled(module: Any) -> bool:
     """Whether ``torch.compile`` made this module, or is what calls it."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    return type(module).__name__ == "OptimizedModule" or compiled_call(module) is not None
 
 
 def any_compiled(root: Any) -> bool:
@@ -375,7 +376,7 @@ class Facts:
         def before(_: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> None:
             if not self._handles or not module.training:
                 return
-            if _in_backward():
+            if in_backward():
                 calls.backward += 1
                 return
             if with_input and not sys.modules["torch"].is_grad_enabled():  # nothing is trained: an agent acts
@@ -427,12 +428,6 @@ class Facts:
             return {}
         again = sum(ratio > 1 for ratio in ran)
         return {"layer_calls_per_forward": round(max(ran), 3), "layers": len(ran), "layers_recomputed": again}
-
-
-def _in_backward() -> bool:
-    """Whether this call is part of a backward pass: something is recomputed."""
-    task = getattr(sys.modules["torch"]._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
 
 
 def _first_tensor(value: Any, depth: int = 3) -> Any:
