@@ -135,7 +135,7 @@ def look_at(script: DraftedScript, machine: DraftedMachine, *, budget_s: float, 
             starts_ranks=_starts_ranks(script, machine, first.facts),
         )
         tell(f"seen after {took_s:.0f} s: {looked.words}")
-        if not script.uses_placeholders:
+        if not script.uses_placeholders and script.framework.name != "accelerate":  # whose options are the script's
             return looked
         return _with_proofs(looked, script, machine, looker, begun_s + budget_s, took_s * ROOM, tell)
 

@@ -63,7 +63,7 @@ class DraftedScript:
     @property
     def uses_placeholders(self) -> bool:
         """Whether the candidate reaches the program through placeholders, since its arguments are unknown."""
-        return "micro_batch_size" not in self.reading.values
+        return "micro_batch_size" not in self.reading.values or "micro_batch_size" in self.looked.proofs
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -126,10 +126,14 @@ def read_command(
     path = find_script(command.argv, cwd)
     source = with_settings(read_source(path), command.argv, cwd) if path is not None else None
     looked = looked or Looked()
+    reading = known.read(run)
+    if known.name == "lightning" and looked.is_seen and "micro_batch_size" not in reading.values:
+        known = training("custom")  # the settings are in code: there are no arguments that a recipe could change
+        reading = known.read(run)
     return DraftedScript(
         command=command,
         framework=known,
-        reading=known.read(run),
+        reading=reading,
         program=read_program(
             command.argv, source, is_gpu=is_gpu, cores=os.cpu_count() or 1, ranks=ranks, looked=looked
         ),

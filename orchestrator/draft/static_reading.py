@@ -356,7 +356,7 @@ def number_formats(present: Any, choices: tuple[Any, ...]) -> list[str]:
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SHELLS = {"sh", "bash", "zsh", "dash", "ksh"}
-_FOREIGN = {"srun", "mpirun", "mpiexec", "horovodrun", "jsrun"}
+_FOREIGN = {"mpirun", "mpiexec", "horovodrun", "jsrun"}
 _DROPPED = {"nohup", "time", "exec", "env"}
 _HARMLESS = {"set", "echo", "ulimit"}
 _SHELL_SIGNS = ("$", "`", "|", "&", ";", "<", ">")
@@ -417,6 +417,9 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
         argv.pop(0)
     if not argv:
         raise ConfigError("no command", remedy="Write it after --: tune-cluster init -- torchrun train.py --bs 4")
+    tasks = None
+    if Path(argv[0]).name == "srun":
+        argv, tasks = _without_srun(argv)
     _refuse(Path(argv[0]).name, argv)
     if (own := _self_starting(tuple(argv))) is not None:
         name, number = own
@@ -426,14 +429,14 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
     found = without_launcher(tuple(argv))
     if found.launcher is not None and not found.argv[1:]:
         raise ConfigError(f"{found.launcher} is given no script", remedy="Write the whole command as you type it.")
-    per_node = found.processes_per_node if found.launcher is not None else _own_count(tuple(argv))
+    per_node = found.processes_per_node if found.launcher is not None else tasks or _own_count(tuple(argv))
     if per_node is None and found.world_size and found.launcher == "accelerate":
         per_node = found.world_size // (found.num_nodes or 1)
     return TypedCommand(
         words=tuple(words),
         argv=_program(argv, found),
         env={**_variables(found), **env},
-        launcher=found.launcher,
+        launcher=found.launcher or ("srun" if tasks else None),
         num_processes=per_node,
         num_nodes=found.num_nodes or 1,
     )
@@ -489,6 +492,36 @@ def _expanded(word: str, variables: Mapping[str, str], arguments: Sequence[str])
     if word == "$@":
         return arguments
     return [re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda match: variables.get(match[1], match[0]), word)]
+
+
+_SRUN = {"-n": "--ntasks", "-N": "--nodes"}
+_SRUN_FLAGS = ("-l", "-u", "-K", "-E", "-O", "-s", "-v", "-Q", "-Z", "-X")
+"""Options of one letter that take no value."""
+
+
+def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
+    """The command that ``srun`` starts, and how many ranks a node has; None where that is not said.
+
+    Raises:
+        ConfigError: there is no command, or several nodes.
+    """
+    given: dict[str, str] = {}
+    words = list(argv[1:])
+    while words and words[0].startswith("-"):
+        name, equals, value = words.pop(0).partition("=")
+        if not name.startswith("--") and len(name) > 2:
+            name, value = name[:2], name[2:]
+        elif not equals and name not in _SRUN_FLAGS and len(name) == 2 and words:
+            value = words.pop(0)
+        given[_SRUN.get(name, name)] = value
+    if not words or given.get("--nodes", "1") != "1":
+        raise ConfigError(
+            "srun: no command on a single node",
+            remedy="Give what one rank runs, and how many a node has: tune-cluster init --devices-per-node 8 -- "
+            "python train.py ...",
+        )
+    tasks = given.get("--ntasks-per-node") or given.get("--ntasks") or ""
+    return words, int(tasks) if tasks.isdigit() else None
 
 
 def _refuse(program: str, argv: Sequence[str]) -> None:
