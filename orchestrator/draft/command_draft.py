@@ -186,7 +186,7 @@ def draft_script(
     tokens = seq_length or script.reading.seq_length or script.program.seq_length
     named = name or _name(script)
     copies = _copies(script, named)
-    argv = [next((f"{{{one.name}}}" for one in copies if one.word == word), word) for word in argv]
+    argv = tuple(next((f"{{{one.name}}}" for one in copies if one.word == word), word) for word in argv)
     workload = _workload(script, argv, batch, tokens, Path(script.run.cwd), folder)
     if copies:
         where = Path(os.path.relpath(folder, script.run.cwd))
@@ -200,7 +200,7 @@ def draft_script(
         hardware=machine.label,
         recipe=script.framework.name,
         title=script.framework.title,
-        run=tuple(argv),
+        run=argv,
         env=workload.get("env", {}),
         global_batch_size=batch,
         baseline=baseline,

@@ -296,5 +296,9 @@ def _way(change: Change, before: ScriptFacts, after: ScriptFacts) -> tuple[Way, 
             calls = before.layer_calls_per_forward or 1, after.layer_calls_per_forward or 1
             return "switched", f"layers run {calls[0]:g} times", f"{calls[1]:g}"
         case "compile" if after.is_compiled != before.is_compiled:
-            return "switched", *("compiled" if one.is_compiled else "not compiled" for one in (before, after))
+            return "switched", _compiled(before), _compiled(after)
     return None
+
+
+def _compiled(facts: ScriptFacts) -> str:
+    return "compiled" if facts.is_compiled else "not compiled"
