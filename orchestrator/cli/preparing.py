@@ -130,7 +130,7 @@ def _init_program(
 
 
 def _say(line: str) -> None:
-    click.echo(f"init: {line}", err=True)
+    echo(f"init: {line}", err=True)
 
 
 def _ask(questions: Questions) -> Questions:

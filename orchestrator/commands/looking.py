@@ -13,7 +13,7 @@ from orchestrator.commands.short_run import run_once
 from orchestrator.config.sweep import load_sweep
 from orchestrator.draft.command_draft import DraftedScript
 from orchestrator.draft.machine import DraftedMachine
-from orchestrator.draft.observed import Change, Filled, Looked, Proof, changes, files_of, found_options, proof
+from orchestrator.draft.observed import Filled, Looked, OptionChange, Proof, changes, files_of, found_options, proof
 from orchestrator.draft.program_reading import runnable
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.snapshot import Home
@@ -32,7 +32,7 @@ class NotSeenError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class OneLook:
     """What one run showed."""
 
     facts: ScriptFacts
@@ -55,7 +55,7 @@ class Looker:
         self._files = files_of(script.command.argv, Path(script.run.cwd))
         self._tell = tell
 
-    def look(self, variant: Filled, within_s: float) -> Look:
+    def look(self, variant: Filled, within_s: float) -> OneLook:
         """Run a variant of the command.
 
         Raises:
@@ -73,7 +73,7 @@ class Looker:
         found = ran.outcome.measurement.findings.script
         if found is None or found.facts.samples_per_step is None:
             raise NotSeenError("its steps were seen, its batch was not")
-        return Look(facts=found.facts, options=found.options)
+        return OneLook(facts=found.facts, options=found.options)
 
     def _waits(self, line: str) -> None:
         """Tell why nothing happens; how far a run is does not matter."""
@@ -185,7 +185,7 @@ def _with_proofs(
     return replace(looked, proofs=proofs, refuted=frozenset(refuted - proven), problem=problem)
 
 
-def _tried(change: Change, looker: Looker, as_typed: Filled, until_s: float, before: ScriptFacts) -> Proof | str:
+def _tried(change: OptionChange, looker: Looker, as_typed: Filled, until_s: float, before: ScriptFacts) -> Proof | str:
     """What a changed run proves, or why it proves nothing."""
     try:
         after = looker.look(change.applied(as_typed), until_s - time.monotonic())

@@ -104,7 +104,7 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class OptionChange:
     """One option with another value, to see what it does."""
 
     role: str
@@ -206,7 +206,7 @@ def _options_typed(argv: tuple[str, ...]) -> Iterator[ScriptOption]:
 
 def changes(
     argv: tuple[str, ...], options: Sequence[ScriptOption], facts: ScriptFacts, *, is_gpu: bool
-) -> Iterator[Change]:
+) -> Iterator[OptionChange]:
     """What to change, most useful first: per role options with a usual name, then those with the number seen."""
     numbers = {
         "micro_batch_size": facts.micro_batch_size,
@@ -227,7 +227,7 @@ def changes(
         for option in tried[:MAX_PER_ROLE]:
             value = _other(argv, option, role, facts)
             if value is not None:
-                yield Change(role=role, option=option, value=value)
+                yield OptionChange(role=role, option=option, value=value)
 
 
 def _spellings(role: str, facts: ScriptFacts) -> set[int]:
@@ -265,7 +265,7 @@ def _other(argv: tuple[str, ...], option: ScriptOption, role: str, facts: Script
     return None
 
 
-def proof(change: Change, before: ScriptFacts, after: ScriptFacts) -> Proof | None:
+def proof(change: OptionChange, before: ScriptFacts, after: ScriptFacts) -> Proof | None:
     """What the change did; None where it did not do what its role says."""
     made = _way(change, before, after)
     if made is None:
@@ -274,7 +274,7 @@ def proof(change: Change, before: ScriptFacts, after: ScriptFacts) -> Proof | No
     return Proof(option=change.option, way=way, before=old, after=new)
 
 
-def _way(change: Change, before: ScriptFacts, after: ScriptFacts) -> tuple[Way, str, str] | None:
+def _way(change: OptionChange, before: ScriptFacts, after: ScriptFacts) -> tuple[Way, str, str] | None:
     wanted = int(change.value) if isinstance(change.value, str) and change.value.isdigit() else None
     micro, count, ranks = after.micro_batch_size, after.micro_batches, before.world_size or 1
     match change.role:
