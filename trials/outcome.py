@@ -263,6 +263,10 @@ class StepBreakdown:
     data_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
+    recompute_s: float = 0.0
+    """Whole layers computed again in the backward pass, where that was timed apart from it."""
+    communication_s: float = 0.0
+    """Waiting for collectives, where that was timed apart from the passes that call them."""
     bubble_s: float = 0.0
     """Time in a pipeline outside of forward and backward passes: waiting for peers and passing tensors on."""
     optimizer_s: float = 0.0

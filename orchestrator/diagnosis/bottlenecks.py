@@ -57,6 +57,7 @@ IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "hos
 """Parts into which forward and backward are split."""
 
 _SCRIPT = "your program tells only how long a step takes"
+_UNTOLD = "forward and backward are your program's own clock's; `profile` would tell computation from waiting in them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,19 @@ class ProfileOf:
 class _Clock:
     """The breakdown in parts, scaled so that all sum to the median step time."""
 
-    passes_s: float
-    """Seconds of forward and backward."""
+    forward_s: float
+    backward_s: float
+    again_s: float
+    """Seconds of layers computed again, where they were timed."""
+    waiting_s: float
+    """Seconds of waiting for collectives in the passes, where they were timed."""
     others_s: Mapping[PartName, float]
     """Seconds of the other parts."""
+
+    @property
+    def passes_s(self) -> float:
+        """Seconds of forward and backward, with what was computed again and waited for in them."""
+        return self.forward_s + self.backward_s + self.again_s + self.waiting_s
 
     @classmethod
     def of(cls, measurement: Measurement) -> _Clock | None:
@@ -92,12 +102,20 @@ class _Clock:
             "other": found.other_s,
         }
         others = {name: max(0.0, seconds) for name, seconds in others.items()}
-        passes_s = max(0.0, found.forward_s + found.backward_s)
-        total_s = passes_s + sum(others.values())
+        passes = (found.forward_s, found.backward_s, found.recompute_s, found.communication_s)
+        passes = tuple(max(0.0, seconds) for seconds in passes)
+        total_s = sum(passes) + sum(others.values())
         if total_s <= 0 or total_s == others["other"]:
             return None
         scale = measurement.step_time_s / total_s
-        return cls(passes_s=passes_s * scale, others_s={name: s * scale for name, s in others.items()})
+        forward_s, backward_s, again_s, waiting_s = (seconds * scale for seconds in passes)
+        return cls(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            again_s=again_s,
+            waiting_s=waiting_s,
+            others_s={name: s * scale for name, s in others.items()},
+        )
 
 
 def split(trial: Trial, terms_s: Mapping[str, float], unmodelled: str, profile: ProfileOf | None = None) -> StepParts:
@@ -112,8 +130,10 @@ def split(trial: Trial, terms_s: Mapping[str, float], unmodelled: str, profile: 
     clock, modelled = _Clock.of(found), _by_part(terms_s)
     if clock is None:
         parts, notes = _modelled_parts(found, modelled, unmodelled)
-    elif found.findings.script is not None and clock.passes_s <= 0:
+    elif found.findings.script is not None and clock.forward_s <= 0:
         parts, notes = _beside_data(clock, modelled, unmodelled)
+    elif found.findings.script is not None and profile is None:
+        parts, notes = _of_program(clock)
     else:
         passes, notes = _passes(trial, clock, modelled, unmodelled, profile)
         parts = [*passes, *(Part(name, seconds, "measured") for name, seconds in clock.others_s.items())]
@@ -143,7 +163,7 @@ def _modelled_parts(
 
 def _beside_data(clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str) -> tuple[list[Part], list[str]]:
     """The split of a step of which only the waiting for data is told."""
-    told = [Part(name, seconds, "measured") for name, seconds in clock.others_s.items() if name != "other" and seconds]
+    told = [part for part in _of_program(clock)[0] if part.name != "other" and part.seconds]
     rest_s, names = clock.others_s["other"], {part.name for part in told}
     shares = {name: seconds for name, seconds in modelled.items() if name not in names}
     who = f"{_SCRIPT} and waits for data"
@@ -154,12 +174,24 @@ def _beside_data(clock: _Clock, modelled: Mapping[PartName, float], unmodelled: 
     return [*told, *_shared_out(rest_s, shares, "modelled")], [f"{who}: the rest of the split is the cost model's"]
 
 
+def _of_program(clock: _Clock) -> tuple[list[Part], list[str]]:
+    """The split of a program's step as its own clock has it."""
+    passes: dict[PartName, float] = {
+        "forward": clock.forward_s,
+        "backward": clock.backward_s,
+        "recompute": clock.again_s,
+        "communication": clock.waiting_s,
+    }
+    told = {**passes, **clock.others_s}
+    return [Part(name, seconds, "measured") for name, seconds in told.items()], [_UNTOLD]
+
+
 def _passes(
     trial: Trial, clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str, profile: ProfileOf | None
 ) -> tuple[list[Part], list[str]]:
     """Parts of forward and backward, and notes on how they were split."""
     passes_s = clock.passes_s
-    again_s = min(passes_s, _measured_recompute_s(trial))
+    again_s = min(passes_s, clock.again_s + _measured_recompute_s(trial))
     again = [Part("recompute", again_s, "measured")] if again_s else []
     shares = {name: modelled.get(name, 0.0) for name in IN_PASSES if not (again and name == "recompute")}
     if profile is not None:

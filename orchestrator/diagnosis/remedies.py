@@ -274,6 +274,12 @@ HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     "bubble": ("schedule", "num_virtual_stages", "micro_batch_size", "pp", "dp_replicate", "dp_shard"),
     "imbalance": ("stage_layers", "num_virtual_stages", "recompute", "schedule"),
     "dispatch": ("compile", "compile_mode", "micro_batch_size", "num_copies"),
+    "compilation": ("compile", "compile_mode"),
+    "optimizer": ("dp_shard", "zero_stage", "micro_batch_size", "compile", "offload_optimizer"),
+}
+HELPFUL_KNOBS = {
+    **HELPFUL_KNOBS,
+    "passes": tuple(dict.fromkeys(knob for kind in ("compute", "dispatch", "memory") for knob in HELPFUL_KNOBS[kind])),
 }
 """Kind of bottleneck to the knobs that help against it, the most direct ones first."""
 

@@ -12,17 +12,28 @@ import math
 import re
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
-from trials.outcome import SLACK_S, TOLERANCE, Contradiction, contradicted
+from trials.outcome import SLACK_S, TOLERANCE, Contradiction, StepBreakdown, contradicted
 from trials.reports import ScriptFacts, ScriptReport, ScriptSource
 from trials.script.command import Expected, ScriptCommand
 from trials.script.logs import LogValue
-from trials.script.report_lines import FILE, HOOK, LOG, PLAIN_HOOK, REPORT, StepBook, StepSeries, ToldError
+from trials.script.report_lines import (
+    FILE,
+    HOOK,
+    LOG,
+    PARTS,
+    PER_STEP,
+    PLAIN_HOOK,
+    REPORT,
+    StepBook,
+    StepSeries,
+    ToldError,
+)
 from trials.secrets import redactor
 
 NEEDLES = (
@@ -381,7 +392,7 @@ class Judge:
             "grad_norm",
             "tokens",
             "samples",
-            "data_s",
+            *PARTS,
             "allocated_bytes",
             "reserved_bytes",
             "rss_bytes",
@@ -414,6 +425,16 @@ class Judge:
         known = [value for value in known if math.isfinite(value)]
         return statistics.fmean(known) if known else None
 
+    def breakdown(self, step_times_s: Sequence[float]) -> StepBreakdown:
+        """Means of the parts that the program told of, and what they leave; all zero where it told of none."""
+        parts = {name: seconds for name in PARTS if (seconds := self.mean(name))}
+        if not parts or not step_times_s:
+            return StepBreakdown()
+        whole_s = statistics.fmean(step_times_s)
+        scale = min(1.0, whole_s / sum(parts.values()))
+        parts = {name: seconds * scale for name, seconds in parts.items()}
+        return StepBreakdown(**parts, other_s=max(0.0, whole_s - sum(parts.values())))
+
     def peak(self, name: str) -> int:
         """The largest value of all processes and steps; 0 where nobody told any."""
         found = (v.value for s in self._book.series.values() for v in s.values.get(name, {}).values())
@@ -425,6 +446,7 @@ class Judge:
         clean = redactor()
         for facts in reversed(self._book.facts.values()):
             merged |= facts
+        merged |= {name: mean for name in PER_STEP if (mean := self.mean(name)) is not None}
         return ScriptReport(
             sources=tuple(self.sources(times)) if times is not None else (),
             facts=ScriptFacts(**merged),

@@ -27,7 +27,7 @@ from typing import Any
 
 from trials.failure import NodeFault, of_host
 from trials.files import from_json, is_disk_full, to_json, write_json
-from trials.outcome import Phase, ProgressSink, RankReport, StepBreakdown, ignore_progress
+from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.reports import Findings
 from trials.script.command import (
     OUT,
@@ -598,9 +598,7 @@ def _report(
     command: ScriptCommand, rank: ScriptRank, judge: Judge, times: MeasuredSteps | None, exit_code: int | None
 ) -> RankReport:
     """The rank's report; what nobody told is left out."""
-    data_s = judge.mean("data_s") or 0.0
     seconds = times.seconds if times is not None else ()
-    rest_s = max(0.0, sum(seconds) / len(seconds) - data_s) if data_s and seconds else 0.0
     script = judge.report(times, exit_code)
     allocated = judge.peak("allocated_bytes") or (judge.peak("rss_bytes") if command.device == "cpu" else 0)
     return RankReport(
@@ -608,7 +606,7 @@ def _report(
         world_size=rank.num_slots,
         tokens_per_step=_amount(script.tokens_per_step, command.tokens_per_step),
         step_times_s=seconds,
-        breakdown=StepBreakdown(data_s=data_s, other_s=rest_s),
+        breakdown=judge.breakdown(seconds),
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=judge.peak("reserved_bytes"),
         num_warmup_steps=command.num_warmup_steps,

@@ -6,13 +6,14 @@ size, parameters that are not sharded, layers that are not recomputed.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import sys
 from collections import Counter
 from typing import Any, Mapping
 
+from .collective_calls import Buckets
+from .look import LookAtStep
+from .model_facts import input_facts, model_facts
 from .steps import STEPS, emit, guarded
 
 # ---- How many bytes of parameters this process holds, and how many the whole model has where that can be seen
@@ -180,85 +181,7 @@ def linears(root: Any) -> list[Any]:
     return [module for module in root.modules() if "Linear" in type(module).__name__][:MAX_LEAVES]
 
 
-# ---- Floating-point operations of one step, by PyTorch's own formulas: forward, backward and what is recomputed
-
-COUNT_FLOPS_VARIABLE = "TUNE_CLUSTER_COUNT_FLOPS"
-
-
-def is_wanted() -> bool:
-    """Whether the tuner asked for the number."""
-    return os.environ.get(COUNT_FLOPS_VARIABLE) == "1"
-
-
-def _mode() -> Any:
-    """A dispatch mode that adds up. PyTorch's ``FlopCounterMode`` would hook into every module."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
-
-    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Sees every operation of the step."""
-
-        def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.total = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            out = func(*args, **(kwargs or {}))
-            formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-            if formula is not None:
-                self._add(formula, args, kwargs or {}, out)
-            return out
-
-        @guarded("FLOPs")
-        def _add(self, formula: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-            self.total += int(formula(*args, **kwargs, out_val=out))
-
-    return Counting()
-
-
-def uncounted() -> Any:
-    """A context in which tensors are read as if nobody counted; some that autograd made cannot be otherwise."""
-    dispatch = sys.modules.get("torch.utils._python_dispatch")
-    pause = getattr(dispatch, "_disable_current_modes", None)
-    return contextlib.nullcontext() if pause is None or not _counting else pause()
-
-
-_counting: set[int] = set()
-"""The counting mode that is on, by identity."""
-
-
-class FlopsOfStep:
-    """Counts from one step's end to the next one's."""
-
-    def __init__(self) -> None:
-        self._counting: Any = None
-        self._done = False
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether the present step is counted."""
-        return self._counting is not None
-
-    def step_ended(self, compiled: bool) -> int | None:
-        """Begins at the end of a step; at the end of the next, the number."""
-        if self._counting is not None:
-            return self._end()
-        if not self._done and is_wanted() and not compiled and "torch" in sys.modules:
-            counting = _mode()
-            counting.__enter__()
-            self._counting = counting
-            _counting.add(id(counting))
-        self._done = True
-        return None
-
-    def _end(self) -> int:
-        counting, self._counting = self._counting, None
-        counting.__exit__(None, None, None)
-        _counting.discard(id(counting))
-        return int(counting.total)
-
+# ---- What the first steps show
 
 STEPS_SEEN = 1
 PATIENCE = 4
@@ -277,6 +200,7 @@ class Calls:
         self.backward = 0
         self.sizes: Counter[int] = Counter()
         self.shape: list[int] | None = None
+        self.input: dict[str, int] = {}
 
     def clear(self) -> None:
         """A new step begins."""
@@ -296,7 +220,9 @@ class Facts:
         self._told: dict[str, Any] = {}
         self._compiled = False
         self._steps = self._ends = 0
-        self._flops = FlopsOfStep()
+        self._look = LookAtStep()
+        self._buckets = Buckets()
+        self._compiler = Compiler()
 
     def root_of(self, optimizer: Any) -> Any:
         """The model that an optimiser trains."""
@@ -328,7 +254,9 @@ class Facts:
         """An optimiser step is over: says what is new. The next step's clock starts after that."""
         if self._ends <= PATIENCE:
             self._step_ended(source)
-            STEPS.restart_clock(is_watched=bool(self._handles) or self._flops.is_counting)
+            STEPS.restart_clock(is_watched=bool(self._handles) or self._look.is_on)
+        elif self._later(source):
+            STEPS.restart_clock()
 
     @guarded("facts")
     def _step_ended(self, source: str) -> None:
@@ -338,21 +266,30 @@ class Facts:
             found["versions"] = _versions()
             found.update(self._of_model() or {})
         found.update(self._of_calls())
-        flops = self._flops.step_ended(self._compiled)
-        if flops is not None:
-            found["flops_per_step"] = flops
+        found.update(self._look.step_ended(self._compiled or any_compiled(self._root)))
+        found.update({**(self._buckets.read(self._root) or {}), **(self._compiler.read() or {})})
+        self._tell(source, found)
+        if self._steps >= STEPS_SEEN or self._ends > PATIENCE:
+            self._remove()
+            self._ends = PATIENCE + (0 if self._look.is_on else 1)
+
+    def _later(self, source: str) -> bool:
+        """After the first steps: what changes only now. Whether there was anything."""
+        found = {**(self._buckets.read(self._root) or {}), **(self._compiler.read() or {})}
+        return bool(found) and bool(self._tell(source, found))
+
+    @guarded("facts")
+    def _tell(self, source: str, found: dict[str, Any]) -> bool:
         new = {key: value for key, value in found.items() if self._told.get(key) != value}
         self._told.update(new)
         if new:
             emit(source, event="facts", **new)
-        if self._steps >= STEPS_SEEN or self._ends > PATIENCE:
-            self._remove()
-            self._ends = PATIENCE + (0 if self._flops.is_counting else 1)
+        return bool(new)
 
     @guarded("parameters")
     def _of_model(self) -> dict[str, int]:
         """Sizes of the model, if it is known."""
-        return {} if self._root is None else facts(self._root)
+        return {} if self._root is None else {**facts(self._root), **model_facts(self._root)}
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -376,6 +313,7 @@ class Facts:
                 if tensor is not None:
                     calls.sizes[int(tensor.shape[0])] += 1
                     calls.shape = [int(size) for size in tensor.shape]
+                    calls.input = input_facts(tensor, "vocab_size" in self._told)
 
         try:
             handle = module.register_forward_pre_hook(before, with_kwargs=True)
@@ -398,6 +336,7 @@ class Facts:
             found["forwards_per_step"] = outer.forward
             found["micro_batch_size"] = outer.sizes.most_common(1)[0][0]
             found["input_shape"] = outer.shape
+            found.update(outer.input)
         found.update(self._of_layers())
         if self._dtype is not None:
             found["dtype"] = self._dtype
@@ -416,6 +355,41 @@ class Facts:
             return {}
         again = sum(ratio > 1 for ratio in ran)
         return {"layer_calls_per_forward": round(max(ran), 3), "layers": len(ran), "layers_recomputed": again}
+
+
+class Compiler:
+    """What torch.compile counts of itself."""
+
+    def __init__(self) -> None:
+        self._seen = -1
+
+    @guarded("compiler")
+    def read(self) -> dict[str, Any]:
+        """Facts after a step; empty where nothing was compiled since the last one."""
+        utils: Any = sys.modules.get("torch._dynamo.utils")
+        counters: Any = getattr(utils, "counters", None)
+        if not counters or counters["frames"]["total"] == self._seen:
+            return {}
+        self._seen = counters["frames"]["total"]
+        again = [entry.recompile_reason for entry in utils.get_compilation_metrics() if entry.recompile_reason]
+        breaks = {reason: number for reason, number in counters["graph_break"].items() if number}
+        found: dict[str, Any] = {
+            "graphs": counters["stats"]["unique_graphs"],
+            "recompilations": len(again),
+            "graph_breaks": sum(breaks.values()),
+        }
+        if again:
+            found["recompile_reason"] = str(again[-1]).strip().splitlines()[0]
+        if breaks:
+            found["break_reason"] = _brief(max(breaks, key=lambda reason: breaks[reason]))
+        return found
+
+
+def _brief(reason: str) -> str:
+    """The explanation in a reason of torch's, with the line of the program where it gives one."""
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+    told = next((line.partition(":")[2].strip() for line in lines if line.startswith("Explanation:")), "")
+    return " ".join(filter(None, (lines[0] if lines else "", told)))[:200]
 
 
 def _in_backward() -> bool:
