@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trials.outcome import Elapsed
-from trials.reports import MAX_NOTES, ScriptFacts
+from trials.reports import MAX_NOTES, MAX_OPTIONS, ScriptFacts, SeenOption, option_of
 from trials.script.command import ScriptCommand
 from trials.script.logs import LogRecord, LogValue, number
 
@@ -528,7 +528,7 @@ VALUES = (
 """Keys of report lines that are values of a step."""
 _KNOWN = frozenset((*VALUES, "v", "source", "t", "step", "event", "versions", "pid", "stack_signal"))
 FACTS: dict[str, Callable[[Any], Any]] = {
-    field.name: next(kind for kind in (int, float, str) if str(field.type).startswith(kind.__name__))
+    field.name: next(kind for kind in (int, float, str, bool) if str(field.type).startswith(kind.__name__))
     for field in dataclasses.fields(ScriptFacts)
 }
 """Facts and their types."""
@@ -550,6 +550,8 @@ class StepBook:
         """By source and origin: the process or file that it is of."""
         self.facts: dict[str, dict[str, Any]] = {}
         """By origin."""
+        self.options: dict[tuple[str, str], SeenOption] = {}
+        """By kind and name."""
         self.errors: list[ToldError] = []
         self.versions: dict[str, str] = {}
         self.extras: dict[str, str] = {}
@@ -598,6 +600,9 @@ class StepBook:
         if event == "error":
             self._take_error(told)
             return
+        if event == "options":
+            self._take_options(told)
+            return
         if event == "note":
             self.note(f"{origin}: {str(told.get('text'))[:MAX_TEXT]}")
             return
@@ -620,6 +625,14 @@ class StepBook:
         if len(self.errors) < MAX_NOTES:
             type_name, message = told.get("type"), told.get("message")
             self.errors.append(ToldError(str(type_name or "Error")[:MAX_TEXT], str(message or "")[:MAX_REPORT_LINE]))
+
+    def _take_options(self, told: dict[str, Any]) -> None:
+        options = told.get("options")
+        for one in options if isinstance(options, list) else ():
+            option = option_of(one)
+            if option is not None and (option.key in self.options or len(self.options) < MAX_OPTIONS):
+                before = self.options.get(option.key)
+                self.options[option.key] = option if before is None else before.merged(option)
 
     def _take_facts(self, told: dict[str, Any], origin: str) -> None:
         found: dict[str, Any] = {}

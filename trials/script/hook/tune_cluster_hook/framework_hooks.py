@@ -62,6 +62,7 @@ _stepped = 0
 def _after_step(optimizer: Any) -> None:
     global _stepped
     _stepped += 1
+    STEPS.saw(optimizer)
     if STEPS.level == GENERIC and _primary.is_(optimizer):
         _boundary(optimizer)
 
@@ -214,10 +215,21 @@ def data_loader(module: Any) -> None:
 
     @functools.wraps(iterator.__next__)
     def timed(self: Any) -> Any:
-        PARTS.has_loader = True
-        return following(self)
+        try:
+            return following(self)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                PARTS.has_loader = True
+                _loaded(self)
 
     iterator.__next__ = timed
+
+
+@guarded("loader")
+def _loaded(iterator: Any) -> None:
+    """Which loader gives batches while gradients are wanted."""
+    if sys.modules["torch"].is_grad_enabled():
+        STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
 
 
 # ---- DeepSpeed: a step is what its engine does at the boundary of gradient accumulation, in pipelines as well

@@ -8,11 +8,11 @@ event in the stream, read after the step's end: nothing waits for it.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 from typing import Any, Callable
 
+from .roots import ROOTS, in_backward
 from .steps import STEPS, accelerator, guarded, is_compiling
 
 DATA, FORWARD, BACKWARD, RECOMPUTE, COMMUNICATION, OPTIMIZER, OTHER = (
@@ -78,7 +78,7 @@ class StepParts:
         """Whether this thread trains, or works for it in a backward pass that it waits for."""
         if self._thread is None or self._thread == threading.get_ident():
             return True
-        return BACKWARD in self._open and _in_backward()
+        return BACKWARD in self._open and in_backward()
 
     def _change(self) -> None:
         now = time.perf_counter()
@@ -146,16 +146,25 @@ class StepParts:
             raise
 
 
-def _in_backward() -> bool:
-    task = getattr(sys.modules["torch"]._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
-
-
 PARTS = StepParts()
 STEPS.parts = PARTS
 
 
 # ---- Where sections begin and end in PyTorch itself
+
+
+def forward_begins(root: Any, args: Any, kwargs: Any) -> None:
+    """Before the call of a root module."""
+    if root.module.training:
+        PARTS.enter(FORWARD)
+
+
+def forward_ended(root: Any, output: Any) -> None:
+    """After it."""
+    PARTS.leave(FORWARD)
+
+
+ROOTS.observe(forward_begins, forward_ended)
 
 
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
