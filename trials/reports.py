@@ -544,6 +544,8 @@ class ScriptFacts:
     """Attention heads of a layer, by the module's own attribute."""
     seq_length: int | None = None
     """Tokens of a sample, where the input is token ids."""
+    device_name: str | None = None
+    """What the accelerator calls itself."""
     image_size: int | None = None
     """Height of an image, where the input is images."""
     batch_norms: int | None = None
@@ -577,12 +579,16 @@ class ScriptFacts:
     """Bytes that this rank gave them."""
     buckets: int | None = None
     """Buckets in which DistributedDataParallel reduces gradients."""
+    bucket_bytes: int | None = None
+    """Bytes of all of them."""
     bucket_exposed_s: float | None = None
     """Seconds from the end of the backward pass's computation to the end of their reduction."""
     graphs: int | None = None
     """Graphs that torch.compile made."""
     recompilations: int | None = None
     recompile_reason: str | None = None
+    compiling_s: float | None = None
+    """Seconds of a measured step in which graphs were compiled."""
     graph_breaks: int | None = None
     break_reason: str | None = None
     backwards_per_step: int | None = None

@@ -28,7 +28,7 @@ from typing import Any
 from trials.failure import NodeFault, of_host
 from trials.files import from_json, is_disk_full, to_json, write_json
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
-from trials.reports import Findings
+from trials.reports import Findings, ScriptReport
 from trials.script.command import (
     OUT,
     PeerWord,
@@ -615,12 +615,25 @@ def _report(
         num_warmup_steps=command.num_warmup_steps,
         losses=judge.per_step("loss"),
         grad_norms=judge.per_step("grad_norm"),
-        model_flops_per_token=command.model_flops_per_token,
+        model_flops_per_token=command.model_flops_per_token or _flops_per_token(script, command),
+        device_name=script.facts.device_name or "",
+        matmul_format=dtype if (dtype := script.facts.dtype) in HALF else "",  # fp32 may run as TF32
         samples_per_step=_amount(script.samples_per_step, command.samples_per_step),
         findings=Findings(script=script),
         num_ranks=rank.num_devices if command.launcher == "own" else 1,
         step_time_resolution_s=times.resolution_s if times is not None else 0.0,
     )
+
+
+HALF = ("float16", "bfloat16")
+
+
+def _flops_per_token(script: ScriptReport, command: ScriptCommand) -> float:
+    """By the operators of a step on this rank, all ranks taken for alike; 0 where some may be counted twice."""
+    facts = script.facts
+    if not facts.flops_per_step or facts.layer_calls_per_forward != 1:
+        return 0.0
+    return facts.flops_per_step * command.num_devices / _amount(script.tokens_per_step, command.tokens_per_step)
 
 
 def _amount(seen: float | None, said: int) -> int:

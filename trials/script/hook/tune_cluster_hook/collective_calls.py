@@ -92,22 +92,27 @@ class Buckets:
 
     def __init__(self) -> None:
         self._exposed: dict[int, float] = {}
-        self._is_over = False
+        self._wrapper: Any = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether there is something to read after each step."""
+        return self._wrapper is not None
+
+    def watch(self, module: Any) -> None:
+        """A module that may be such a wrapper."""
+        if type(module).__name__ == "DistributedDataParallel":
+            self._wrapper = module
 
     @guarded("buckets")
-    def read(self, root: Any) -> dict[str, Any]:
-        """Facts after a step; empty where there is no such wrapper, or nothing new."""
-        if self._is_over or root is None:
-            return {}
-        wrappers = [module for module in root.modules() if type(module).__name__ == "DistributedDataParallel"]
-        if len(wrappers) != 1:
-            self._is_over = True
-            return {}
-        return self._of(wrappers[0]._get_ddp_logging_data())
+    def read(self) -> dict[str, Any]:
+        """Facts after a step; empty where there is no wrapper, or nothing new."""
+        return {} if self._wrapper is None else self._of(self._wrapper._get_ddp_logging_data())
 
     def _of(self, kept: dict[str, Any]) -> dict[str, Any]:
         iteration = int(kept.get("iteration", 0))
-        self._is_over = iteration >= LAST
+        if iteration >= LAST:
+            self._wrapper = None
         together, whole = kept.get("backward_compute_comm_overlap_time"), kept.get("backward_comm_time")
         if iteration < FIRST or together is None or whole is None:
             return {}

@@ -12,10 +12,11 @@ from collections import Counter
 from typing import Any, Mapping
 
 from .collective_calls import Buckets
+from .compiler import COMPILER
 from .look import LookAtStep
 from .model_facts import input_facts, model_facts
 from .roots import compiled_call, in_backward
-from .steps import STEPS, emit, guarded
+from .steps import STEPS, accelerator, emit, guarded
 from .watched_options import OPTIONS
 
 # ---- How many bytes of parameters this process holds, and how many the whole model has where that can be seen
@@ -153,8 +154,11 @@ def is_compiled(module: Any) -> bool:
 
 def any_compiled(root: Any) -> bool:
     """Whether any part of the model is compiled, or any function of the program was so far."""
-    if any(is_compiled(module) for module in root.modules()):
-        return True
+    return any(is_compiled(module) for module in root.modules()) or was_compiled()
+
+
+def was_compiled() -> bool:
+    """Whether any function of the program was compiled so far."""
     counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return bool(counters) and counters.get("frames", {}).get("ok", 0) > 0
 
@@ -225,7 +229,6 @@ class Facts:
         self._steps = self._ends = 0
         self._look = LookAtStep()
         self._buckets = Buckets()
-        self._compiler = Compiler()
 
     def root_of(self, optimizer: Any) -> Any:
         """The model that an optimiser trains."""
@@ -240,6 +243,7 @@ class Facts:
         self._root = root
         self._compiled = any_compiled(root)
         for module in spine(root):
+            self._buckets.watch(module)
             calls = Calls()
             self._spine.append(calls)
             self._on_forward(module, calls, with_input=True)
@@ -268,19 +272,20 @@ class Facts:
         found: dict[str, Any] = {"world_size": world_size(), **STEPS.surroundings()}
         if self._ends == 1:
             found["versions"] = _versions()
+            found.update(_device() or {})
             found.update(self._of_model() or {})
         found.update(self._of_calls())
-        found.update(self._look.step_ended(self._compiled or any_compiled(self._root)))
-        found.update({**(self._buckets.read(self._root) or {}), **(self._compiler.read() or {})})
+        found.update(self._look.step_ended(self._compiled or was_compiled()))
+        found.update({**(self._buckets.read() or {}), **(COMPILER.read() or {})})
         self._tell(source, found)
         if self._steps >= STEPS_SEEN or self._ends > PATIENCE:
             self._remove()
             self._ends = PATIENCE + (0 if self._look.is_on else 1)
 
     def _later(self, source: str) -> bool:
-        """After the first steps: what changes only now. Whether there was anything."""
-        found = {**(self._buckets.read(self._root) or {}), **(self._compiler.read() or {})}
-        return bool(found) and bool(self._tell(source, found))
+        """After the first steps: what changes only now. Whether that took time."""
+        found = {**(self._buckets.read() or {}), **(COMPILER.read() or {})}
+        return bool(self._tell(source, found)) if found else self._buckets.is_read
 
     @guarded("facts")
     def _tell(self, source: str, found: dict[str, Any]) -> bool:
@@ -368,41 +373,6 @@ class Facts:
         return {"layer_calls_per_forward": round(max(ran), 3), "layers": len(ran), "layers_recomputed": again}
 
 
-class Compiler:
-    """What torch.compile counts of itself."""
-
-    def __init__(self) -> None:
-        self._seen = -1
-
-    @guarded("compiler")
-    def read(self) -> dict[str, Any]:
-        """Facts after a step; empty where nothing was compiled since the last one."""
-        utils: Any = sys.modules.get("torch._dynamo.utils")
-        counters: Any = getattr(utils, "counters", None)
-        if not counters or counters["frames"]["total"] == self._seen:
-            return {}
-        self._seen = counters["frames"]["total"]
-        again = [entry.recompile_reason for entry in utils.get_compilation_metrics() if entry.recompile_reason]
-        breaks = {reason: number for reason, number in counters["graph_break"].items() if number}
-        found: dict[str, Any] = {
-            "graphs": counters["stats"]["unique_graphs"],
-            "recompilations": len(again),
-            "graph_breaks": sum(breaks.values()),
-        }
-        if again:
-            found["recompile_reason"] = str(again[-1]).strip().splitlines()[0]
-        if breaks:
-            found["break_reason"] = _brief(max(breaks, key=lambda reason: breaks[reason]))
-        return found
-
-
-def _brief(reason: str) -> str:
-    """The explanation in a reason of torch's, with the line of the program where it gives one."""
-    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
-    told = next((line.partition(":")[2].strip() for line in lines if line.startswith("Explanation:")), "")
-    return " ".join(filter(None, (lines[0] if lines else "", told)))[:200]
-
-
 def _first_tensor(value: Any, depth: int = 3) -> Any:
     """The first tensor with a batch dimension in a call's arguments; None if there is none."""
     if hasattr(value, "dim") and hasattr(value, "shape"):
@@ -411,6 +381,14 @@ def _first_tensor(value: Any, depth: int = 3) -> Any:
         return None
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return next((found for found in (_first_tensor(item, depth - 1) for item in items) if found is not None), None)
+
+
+@guarded("device")
+def _device() -> dict[str, str]:
+    """What the accelerator in use calls itself."""
+    backend = accelerator()
+    name = getattr(backend, "get_device_name", None)
+    return {"device_name": str(name())} if name is not None else {}
 
 
 def _versions() -> dict[str, str]:

@@ -20,8 +20,12 @@ ALIGNED = 8
 """Sizes of 16-bit matrix products that tensor cores compute at full speed are multiples of this."""
 MIN_MASK = 16
 """Least sequence length from which on a mask is looked at."""
-LAUNCHES = 100
-"""Operators on one element that are timed."""
+LAUNCHES = 50
+"""Products of one element in a row that are timed."""
+LAUNCHING_S = 0.02
+"""Seconds for which they are."""
+OPERATORS_OF_PRODUCT = 4
+"""Operators of a product: itself, its two gradients, and the sum of one of them with those of other products."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 COPIES = ("aten::_to_copy", "aten::copy_")
 ATTENTION = "scaled_dot_product"
@@ -30,7 +34,7 @@ _BETWEEN = ("tune_cluster_hook", "_python_dispatch.py", "torch/_tensor.py", "tor
 _PACKAGES = ("/site-packages/", "/torch/", "/lib/python3", "<frozen")
 
 
-class Look:
+class SeenOperators:
     """What was seen of one step's operators."""
 
     def __init__(self) -> None:
@@ -114,7 +118,7 @@ def _site() -> str:
     return "" if not path or any(part in path for part in _PACKAGES) else f"{os.path.basename(path)}:{frame.f_lineno}"
 
 
-def _mode(look: Look) -> Any:
+def _mode(look: SeenOperators) -> Any:
     """A dispatch mode. PyTorch's ``FlopCounterMode`` would hook into every module."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
@@ -148,7 +152,7 @@ class LookAtStep:
 
     def __init__(self) -> None:
         self._mode: Any = None
-        self._look = Look()
+        self._look = SeenOperators()
         self._done = False
 
     @property
@@ -183,16 +187,20 @@ def _is_free() -> bool:
 
 
 def launch_s() -> float:
-    """Seconds of an operator on one element, the least of several rounds: nothing but the host's part of it."""
+    """Seconds of an operator on one element, forward and backward: nothing but the host's part of it.
+
+    The mean over a time in which a busy host takes the processor away as often as in a step.
+    """
     torch = sys.modules["torch"]
     backend = accelerator()
     device = "cpu" if backend is None else backend.__name__.rpartition(".")[2]
-    rounds = []
-    with torch.no_grad():
-        one = torch.ones(1, device=device)
-        for _ in range(3):
-            began = time.perf_counter()
+    num_operators, began = 0, time.perf_counter()
+    with torch.enable_grad():
+        one = torch.ones(1, device=device, requires_grad=True)
+        while time.perf_counter() - began < LAUNCHING_S:
+            product = one
             for _ in range(LAUNCHES):
-                torch.add(one, one)
-            rounds.append((time.perf_counter() - began) / LAUNCHES)
-    return min(rounds)
+                product = product * one
+            torch.autograd.grad(product, one)
+            num_operators += LAUNCHES * OPERATORS_OF_PRODUCT
+    return (time.perf_counter() - began) / num_operators

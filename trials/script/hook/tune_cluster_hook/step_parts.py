@@ -28,7 +28,7 @@ MAX_EVENTS = 2048
 """Changes of section in one step that are timed on an accelerator; a step with more has no parts."""
 
 
-class StepParts:
+class PartsClock:
     """The clock of the present step's sections. Sections count in the thread whose steps are counted."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class StepParts:
             raise
 
 
-PARTS = StepParts()
+PARTS = PartsClock()
 STEPS.parts = PARTS
 
 

@@ -197,6 +197,8 @@ class Steps:
         """The clock of a step's parts, see :mod:`.step_parts`."""
         self.collectives: Any = None
         """What counts collectives, see :mod:`.collective_calls`."""
+        self.compiler: Any = None
+        """What times compilation, see :mod:`.compiler`."""
         self._last: float | None = None
         self._losses: list[Any] = []
         self._divided: list[float | None] = []
@@ -257,7 +259,7 @@ class Steps:
             step_time_s = now - self._last
             line["step_time_s"] = step_time_s
             line.update({name: min(seconds, step_time_s) for name, seconds in self.parts.take().items()})
-            line.update(self.collectives.take())
+            line.update({**self.collectives.take(), **(self.compiler.take() or {})})
             if accelerator() is not None:
                 line["ahead_s"] = round(now - host_ended, 7)
         self._backwards = len(self._losses)
