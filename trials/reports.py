@@ -553,7 +553,9 @@ class ScriptFacts:
     operators: int | None = None
     """Operators of a step that PyTorch dispatched."""
     launch_s: float | None = None
-    """Seconds that the host takes to run or launch an operator on one element."""
+    """Seconds of the host's processor time for an operator on one element."""
+    cpu_s: float | None = None
+    """Seconds of a step in which the thread that trains had the processor."""
     ahead_s: float | None = None
     """Seconds by which the host was ahead of the device at a step's end; about 0: the device waits for the host."""
     host_syncs: int | None = None

@@ -102,8 +102,8 @@ class _Clock:
             "other": found.other_s,
         }
         others = {name: max(0.0, seconds) for name, seconds in others.items()}
-        passes = (found.forward_s, found.backward_s, found.recompute_s, found.communication_s)
-        passes = tuple(max(0.0, seconds) for seconds in passes)
+        told = (found.forward_s, found.backward_s, found.recompute_s, found.communication_s)
+        passes = [max(0.0, seconds) for seconds in told]
         total_s = sum(passes) + sum(others.values())
         if total_s <= 0 or total_s == others["other"]:
             return None
@@ -509,9 +509,8 @@ def _recompilations(case: DiagnosedCase) -> list[str]:
 def _compilation_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     """Graph mode that compiles again and again: what that takes in the measured steps, or that it has given up."""
     number, _ = _recompiled(case)
-    script, times = case.measurement.findings.script, case.measurement.step_times_s
-    told_s = script.facts.compiling_s if script is not None else None
-    seconds = told_s if told_s is not None else sum(times) / len(times) - min(times)
+    script = case.measurement.findings.script
+    seconds = (script.facts.compiling_s or 0.0) if script is not None else 0.0
     seconds = min(seconds, case.parts.step_time_s)
     if not number or (number < GIVES_UP and seconds < MIN_BOTTLENECK * case.parts.step_time_s):
         return None
@@ -524,16 +523,20 @@ def _compilation_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
 
 def _launch_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     """Operators so small that launching them is what takes the time; a profile, where there is one, knows better."""
-    script = case.measurement.findings.script
-    if script is None or case.profile is not None or not script.facts.operators or not script.facts.launch_s:
+    script, step_s = case.measurement.findings.script, case.parts.step_time_s
+    if script is None or case.profile is not None:
         return None
-    facts, step_s = script.facts, case.parts.step_time_s
+    facts, operators, launch_s = script.facts, script.facts.operators, script.facts.launch_s
+    if not operators or not launch_s:
+        return None
     if facts.ahead_s is not None and facts.ahead_s > MAX_AHEAD * step_s:
         return None  # the device has work left when the host has launched all
-    launching_s = min(script.facts.operators * script.facts.launch_s, step_s)
+    parts: tuple[PartName, ...] = ("forward", "backward", "recompute", "optimizer")
+    busy_s, cpu_s = sum(case.parts.seconds(name) for name in parts), facts.cpu_s or step_s
+    launching_s = busy_s * min(1.0, operators * launch_s / cpu_s)
     lines = [
-        f"{facts.operators:,} operators a step, {_micro(step_s / facts.operators)} each; "
-        f"one on a single element takes {_micro(facts.launch_s)} here"
+        f"{operators:,} operators a step, {_micro(cpu_s / operators)} of the host's time each; "
+        f"one on a single element takes {_micro(launch_s)} here"
     ]
     if facts.ahead_s is not None:
         lines.append("the device has nothing left to do when the host comes to the end of a step")

@@ -151,6 +151,11 @@ class Bottleneck:
     """Why there is no remedy, or what is known of the changes that failed."""
 
     @property
+    def title(self) -> str:
+        """The kind for people."""
+        return {"io": "IO", "passes": "forward and backward"}.get(self.kind, self.kind)
+
+    @property
     def at_most(self) -> float | None:
         """Speed over today's if all of it went.
 

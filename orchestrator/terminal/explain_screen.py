@@ -51,7 +51,6 @@ PART_WORDS: Mapping[PartName, str] = {
     "forward_backward": "forward+backward",
     "data": "data wait",
 }
-KIND_WORDS = {"io": "IO", "passes": "forward and backward"}
 SOURCE_MARKS = {"measured": "", "profiled": "p", "modelled": "~"}
 
 
@@ -164,7 +163,7 @@ def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableT
     if _is_guess(first, explained):
         words.append("not known without a profile", "bold yellow")
     else:
-        words.append(KIND_WORDS.get(first.kind, first.kind), "bold yellow").append(f", {_cost(first)}")
+        words.append(first.title, "bold yellow").append(f", {_cost(first)}")
     lines: list[RenderableType] = [words, _bottleneck_grid(first, explained, side)]
     shown = [one for one in others if one.kind not in ("compute", "passes") or one.remedy is not None][:MAX_OTHERS]
     if shown:
@@ -227,7 +226,7 @@ def _others(bottlenecks: Iterable[Bottleneck]) -> RenderableType:
     for one in bottlenecks:
         found = one.remedy
         words = f"{change_words(found)}: {_gain(one)}" if found else "no change is known to be faster"
-        grid.add_row(KIND_WORDS.get(one.kind, one.kind), Text(f"{one.share:.0%}  {words}"))
+        grid.add_row(one.title, Text(f"{one.share:.0%}  {words}"))
     return indented(grid)
 
 

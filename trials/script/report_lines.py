@@ -517,7 +517,7 @@ MAX_TEXT = 200
 
 PARTS = ("data_s", "forward_s", "backward_s", "recompute_s", "communication_s", "optimizer_s")
 """Values of a step that are parts of its time, none inside of another: fields of a breakdown by these names."""
-PER_STEP = ("ahead_s", "collectives", "collective_bytes", "compiling_s")
+PER_STEP = ("cpu_s", "ahead_s", "collectives", "collective_bytes", "compiling_s")
 """Values of a step whose mean is a fact; they are left out of steps in which they are zero."""
 VALUES = (
     *("loss", "grad_norm", "tokens", "samples", "step_time_s"),

@@ -13,17 +13,28 @@ from cluster.gang.gang_outcome import fold as fold_gang
 from cluster.gang.messages import RankSuccess
 from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.terminal.explain_screen import render_sweep_explanation
-from tests.orchestrator.diagnosis.diagnosed import UNKNOWN, sweep
+from tests.orchestrator.diagnosis.diagnosed import (
+    MODEL,
+    ONE_NODE,
+    UNKNOWN,
+    WORKLOAD,
+    basis,
+    full,
+    llama,
+    pipeline,
+    simulate,
+    sweep,
+)
 from tests.orchestrator.terminal.test_report import text
 from tests.support.story import measured
 from tests.trials.script.hooked import launch
 from trials.outcome import StepBreakdown
-from trials.reports import DeviceMemory, Findings, ScriptFacts, ScriptReport
+from trials.reports import DeviceMemory, Findings, GraphReport, ScriptFacts, ScriptReport
 from trials.script.command import ScriptCommand, ScriptRank
 from trials.script.judge import Judge
 from trials.script.report_lines import StepBook
 from trials.script.runner import _report  # what a rank of a trial makes of its judge
-from trials.spec import Candidate, OwnChoice, Precision, Protocol
+from trials.spec import Candidate, Layout, OwnChoice, Precision, Protocol
 
 STEPS = 10
 COMMAND = ScriptCommand(
@@ -151,6 +162,47 @@ def test_facts_of_accelerators_lead_to_the_bottleneck_and_the_advice(name):
     assert words is None or any(words in line for line in found.advice), found.advice
     quiet = diagnosed(program(BUSY)).baseline
     assert quiet.advice == (), "nothing is advised where nothing was seen"
+
+
+def test_a_bubble_is_answered_by_what_makes_it_smaller():
+    """By two micro-batches a schedule with the same bubble was once measured to be faster: that is noise."""
+    layout = pipeline(4, 4)
+    candidates = [
+        llama(layout, micro_batch_size=32),
+        llama(replace(layout, schedule="gpipe"), micro_batch_size=32),
+        llama(layout, micro_batch_size=8),
+    ]
+    clock = StepBreakdown(forward_s=0.03, backward_s=0.03, bubble_s=0.04)
+    state = sweep(candidates, [measured(s, breakdown=clock) for s in (0.1, 0.056, 0.075)], WORKLOAD)
+    found = explain_sweep(state, Basis(candidates=tuple(candidates))).baseline.bottleneck
+    assert (found.kind, set(found.remedy.changed)) == ("bubble", {"micro_batch_size"})
+    assert found.gain <= found.at_most
+
+
+def test_uneven_stages_are_told_what_even_ones_would_be():
+    candidates = [llama(pipeline(7, 1))]
+    workload = replace(WORKLOAD, model=replace(MODEL, num_layers=8))
+    state = sweep(candidates, simulate(candidates, workload), workload)
+    found = explain_sweep(state, basis(candidates)).baseline.bottleneck
+    assert found.kind == "imbalance" and "even stages have 4,4 layers" in found.evidence
+
+
+def test_recompute_that_a_trial_does_without_is_the_bottleneck_that_it_was_measured_to_be():
+    """The cost model has 4 % for it, and computation for the rest: the trial without is twice as fast."""
+    layout = Layout(dp_shard=8, zero_stage=3)
+    candidates = [llama(layout, recompute=full(layout)), llama(layout)]
+    clock = StepBreakdown(forward_s=0.5, backward_s=0.5)
+    state = sweep(candidates, [measured(s, breakdown=clock) for s in (1.0, 0.5)], WORKLOAD)
+    found = explain_sweep(state, basis(candidates, ONE_NODE)).baseline.bottleneck
+    assert (found.kind, found.source, found.share) == ("memory", "measured", pytest.approx(0.5, abs=0.02))
+    assert "recompute" in found.remedy.changed
+
+
+def test_graph_mode_that_gave_up_comes_first():
+    graph = GraphReport(num_graphs=8, num_recompilations=7, compile_s=4.0, reasons=("self.k == 0 # slow.py:52",))
+    clock = StepBreakdown(forward_s=0.05, backward_s=0.05)
+    found = diagnosed(measured(0.1, breakdown=clock, findings=Findings(graph=graph))).baseline.bottleneck
+    assert found.kind == "compilation" and "slow.py:52" in found.evidence[0]
 
 
 def test_a_batch_norm_under_another_micro_batch_is_another_training():

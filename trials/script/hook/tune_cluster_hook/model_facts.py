@@ -20,8 +20,8 @@ def model_facts(root: Any) -> dict[str, int]:
     heads = set(_heads(modules))
     if len(heads) == 1:
         found["heads"] = heads.pop()
-    found["batch_norms"] = sum(_is_batch_norm(module) for module in modules)
-    return found
+    batch_norms = sum(map(_is_batch_norm, modules))
+    return {**found, "batch_norms": batch_norms} if batch_norms else found
 
 
 def _embedding(module: Any) -> tuple[int, int] | None:

@@ -200,6 +200,7 @@ class Steps:
         self.compiler: Any = None
         """What times compilation, see :mod:`.compiler`."""
         self._last: float | None = None
+        self._last_cpu = 0.0
         self._losses: list[Any] = []
         self._divided: list[float | None] = []
         self._pending: dict[str, Any] | None = None
@@ -258,6 +259,7 @@ class Steps:
         if self._last is not None:
             step_time_s = now - self._last
             line["step_time_s"] = step_time_s
+            line["cpu_s"] = round(max(0.0, time.thread_time() - self._last_cpu), 7)
             line.update({name: min(seconds, step_time_s) for name, seconds in self.parts.take().items()})
             line.update({**self.collectives.take(), **(self.compiler.take() or {})})
             if accelerator() is not None:
@@ -282,7 +284,7 @@ class Steps:
             is_watched: Whether hooks on the model will make that step longer; its line says so.
         """
         self._is_watched = is_watched
-        self._last = time.perf_counter()
+        self._last, self._last_cpu = time.perf_counter(), time.thread_time()
         self.parts.restart()
 
     def amend(self, **values: Any) -> None:
