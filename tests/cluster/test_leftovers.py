@@ -90,9 +90,9 @@ def test_close_leaves_nothing(controller, tmp_path):
     assert guardians_of(lease) == []
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    with LocalCluster(tmp_path / "work", discover_node(num_devices=2), preload=PRELOAD) as cluster:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with LocalCluster(tmp_path_factory.mktemp("work"), discover_node(num_devices=2), preload=PRELOAD) as cluster:
         yield cluster
 
 

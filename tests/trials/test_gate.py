@@ -127,7 +127,7 @@ def test_catches_other_training(bug: Callable[[], None]) -> None:
 
 
 @pytest.mark.representative("tp")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["zero3", "tp"])
 def test_a_twin_is_off_by_the_same_in_every_layout(name: str) -> None:
     (spec,) = specs_of(LAYOUTS[name], "float32")
     (found,) = train_all([dataclasses.replace(spec, perturbation=ROUNDING["bfloat16 O1"])])

@@ -13,8 +13,8 @@ import pytest
 
 from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
+from tests.cluster import vendors
 from tests.cluster.gangs import run
-from tests.cluster.hardware import vendors
 from tests.support import ROOT
 from tests.trials.tiny import tiny_spec
 from trials.files import from_json, to_json
@@ -55,6 +55,7 @@ def test_a_trial_runs_on_the_device_as_on_cores(tmp_path):
     assert report.breakdown.backward_s > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_node_with_npus_runs_gangs_on_free_ones(tmp_path, monkeypatch):
     vendors.install(tmp_path, monkeypatch, npu_smi=vendors.ASCEND)

@@ -145,12 +145,24 @@ def test_activations_of_a_weights_shape_move(kernels: Kernels, precision: Precis
     assert per_sequence[0] == per_sequence[1] > 0
 
 
-def test_activations_of_a_split_weights_shape_move(tmp_path: Path) -> None:
-    local = Layout(tp=2, tp_engine="local")
-    cases = [(Layout(tp=2), Kernels(), O1), (local, Kernels(), O1), (local, Kernels(), Precision()), (local, BLOCK, O1)]
-    for rank in run_ranks(bytes_per_sequence, 2, tmp_path, cases):
-        for per_sequence in rank:
-            assert per_sequence[0] == per_sequence[1] > 0
+@pytest.mark.representative("block")
+@pytest.mark.parametrize(
+    ("engine", "kernels", "precision"),
+    [
+        ("dtensor", Kernels(), O1),
+        ("local", Kernels(), O1),
+        ("local", Kernels(), Precision()),
+        ("local", BLOCK, O1),
+    ],
+    ids=["dtensor", "local", "fp32", "block"],
+)
+def test_activations_of_a_split_weights_shape_move(
+    engine: Any, kernels: Kernels, precision: Precision, tmp_path: Path
+) -> None:
+    for ((one, other),) in run_ranks(
+        bytes_per_sequence, 2, tmp_path, [(Layout(tp=2, tp_engine=engine), kernels, precision)]
+    ):
+        assert one == other > 0
 
 
 def test_weights_of_convolutions_stay_where_they_are() -> None:

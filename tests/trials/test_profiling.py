@@ -215,16 +215,6 @@ def test_marks_become_phases_of_their_step_and_memory_a_curve() -> None:
     assert all(one["pid"] == 5 for one in events if one.get("cat") == "phase" or one["ph"] == "C")
 
 
-def test_the_mean_of_steps_is_field_by_field() -> None:
-    one, other = (
-        StepTimes(total_s=t, computation_s=t / 2, communication_s=t / 4, uncovered_communication_s=0.0, free_s=t / 4)
-        for t in (1.0, 3.0)
-    )
-    assert mean_times([one, other]) == StepTimes(
-        total_s=2.0, computation_s=1.0, communication_s=0.5, uncovered_communication_s=0.0, free_s=0.5
-    )
-
-
 def started(kind: str, group: str = "tp", size: int = 2) -> StartedCollective:
     return StartedCollective(module="m", phase="forward", kind=kind, group=group, group_size=size, num_bytes=8)
 

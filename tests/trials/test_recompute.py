@@ -118,7 +118,7 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.representative("attention", "feed_forward")
+@pytest.mark.representative("feed_forward")
 @pytest.mark.parametrize("patterns", PATTERNS, ids="+".join)
 def test_equal_to_the_bit_and_saves_what_it_says(patterns: tuple[str, ...]) -> None:
     selective = train(select(*patterns))
@@ -130,7 +130,7 @@ def test_equal_to_the_bit_and_saves_what_it_says(patterns: tuple[str, ...]) -> N
         assert effect.num_matches > 0 and effect.recompute_s > 0.0
 
 
-@pytest.mark.representative("attention", "feed_forward")
+@pytest.mark.representative("attention")
 @pytest.mark.parametrize("patterns", PATTERNS, ids="+".join)
 def test_equal_to_the_bit_under_autocast(patterns: tuple[str, ...]) -> None:
     selective = train(select(*patterns), autocast=True)

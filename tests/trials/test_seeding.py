@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.runner.gang import gang, receive
@@ -169,6 +169,7 @@ def test_words_are_those_of_the_published_generator() -> None:
         assert [n % 2**32 for n in drawn] == halves[:15]
 
 
+@settings(max_examples=40)
 @given(
     size=st.lists(st.integers(1, 9), max_size=4), seed=st.integers(0, 2**63), words=st.integers(1, 40), data=st.data()
 )

@@ -17,7 +17,7 @@ from cluster.local import LocalCluster
 from cluster.node.load_watch import DeviceUse, device_names, device_uses, wait_until_free
 from tests.cluster import scripts
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids
-from tests.cluster.hardware.vendors import RESET
+from tests.cluster.vendors import RESET
 from trials.outcome import GangLost, Measured
 
 SCRIPT = """#!/bin/sh

@@ -1,4 +1,6 @@
-"""Candidates as columns: the same candidates in the same order, found again, and judged once per combination."""
+"""Candidates as columns: found again, judged once per combination, and inputs of the cost model."""
+
+from __future__ import annotations
 
 import random
 from dataclasses import fields, replace
@@ -10,12 +12,28 @@ from hypothesis import given, settings
 from cluster.candidate_table import CandidateTable
 from cluster.cost.cost_model import inputs_of, inputs_of_table
 from cluster.cost.inputs import CostInputs
+from cluster.cost.work import layers_params, selective_shares, tables_params, work_of
 from cluster.hardware.topology import load_cluster
 from orchestrator.space.notation import feature_columns, flat_params
 from orchestrator.space.rules import RULES, Case, first_broken
 from tests.orchestrator.space.candidate_strategies import SEEDS, random_candidate
 from tests.support.sweep_files import topology
-from trials.spec import Candidate, LlamaModel, Offload, OwnChoice, TextData, Workload
+from trials.sizes import model_flops_per_token, num_parameters
+from trials.spec import (
+    Candidate,
+    Kernels,
+    Layout,
+    LinearModel,
+    LlamaModel,
+    Offload,
+    OwnChoice,
+    Precision,
+    RandomData,
+    Recompute,
+    SelectiveRecompute,
+    TextData,
+    Workload,
+)
 
 MODEL = LlamaModel(vocab_size=512, hidden_size=64, ffn_hidden_size=128, num_layers=4, num_heads=8, num_kv_heads=4)
 WORKLOAD = Workload(model=MODEL, data=TextData(), seq_length=64, global_batch_size=48)
@@ -152,3 +170,90 @@ def test_features_are_those_of_single_candidates(rng):
     for row, candidate in enumerate(listed):
         told = {name: values[places[row]] for name, (values, places) in columns.items()}
         assert told == {"--flag": "inherited", **flat_params(candidate)} or (told == flat_params(candidate))
+
+
+LLAMA = LlamaModel(
+    hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336, vocab_size=128256
+)
+CANDIDATES_WORKLOAD = Workload(model=LLAMA, data=TextData(), seq_length=8192, global_batch_size=64)
+BF16 = Precision(level="O2", dtype="bfloat16")
+CANDIDATES_CLUSTER = load_cluster("dgx-h100")
+
+
+def test_parameters_and_flops_agree_with_the_trial_runner() -> None:
+    x = inputs_of([(CANDIDATES_WORKLOAD, Candidate(precision=BF16))], CANDIDATES_CLUSTER)
+    work = work_of(x)
+    # The cost model counts both norms and biases as 4 h per layer and no final norm.
+    assert (layers_params(x, work) + tables_params(x)).sum() == pytest.approx(num_parameters(LLAMA), rel=1e-3)
+    forward = 32 * (work.matmul_flops + 2 * work.attention_flops) + work.head_flops
+    assert 3 * forward[0] / work.tokens[0] == pytest.approx(model_flops_per_token(LLAMA, 8192), rel=1e-3)
+
+
+def test_pipelines_keep_what_backward_passes_gather() -> None:
+    layouts = (Layout(dp_shard=2, zero_stage=3), Layout(pp=2, dp_shard=2, zero_stage=3, stage_layers=((16, 16),)))
+    x = inputs_of(
+        [(CANDIDATES_WORKLOAD, Candidate(layout=layout, precision=BF16)) for layout in layouts], CANDIDATES_CLUSTER
+    )
+    assert x.stays_gathered.tolist() == [0, 1]
+
+
+def test_layouts_and_recompute_arrive_per_stage() -> None:
+    layout = Layout(pp=2, dp_shard=2, tp=2, zero_stage=1, schedule="interleaved", num_virtual_stages=2)
+    layout = Layout(
+        **{**{f: getattr(layout, f) for f in layout.__dataclass_fields__}, "stage_layers": ((9, 8), (9, 6))}
+    )
+    recompute = Recompute(
+        full=((4, 0), (0, 2)),
+        selective=(SelectiveRecompute(pattern=r"feed_forward\.mul", num_layers=((9, 8), (9, 6))),),
+    )
+    x = inputs_of(
+        [(CANDIDATES_WORKLOAD, Candidate(layout=layout, recompute=recompute, precision=BF16))], CANDIDATES_CLUSTER
+    )
+    assert x.stage_layers.tolist() == [[18, 14]]
+    assert x.stage_full.tolist() == [[4, 2]]
+    assert 0.1 < x.selective_share[0] < 0.3
+    assert x.num_microbatches[0] == 32
+
+
+def test_selective_patterns_by_operator_and_module() -> None:
+    def shares(pattern: str, layers: int = 32) -> tuple[float, float]:
+        recompute = Recompute(selective=(SelectiveRecompute(pattern=pattern, num_layers=((layers,),)),))
+        (dropped,), (repeated,) = selective_shares(recompute, LLAMA, CANDIDATES_WORKLOAD.seq_length, ((32,),))
+        return dropped, repeated
+
+    mul, work = shares(r"feed_forward\.mul")
+    module, module_work = shares("feed_forward")
+    assert 0 < mul < module < 1
+    assert work < 0.1 < module_work
+    assert shares(r"feed_forward\.mul", 8) == pytest.approx((mul / 4, work / 4))
+    assert shares("nothing") == (0, 0)
+
+
+def test_precision_levels() -> None:
+    kernels = Kernels(matmul_precision="high")
+    rows = [Candidate(), Candidate(kernels=kernels), Candidate(precision=Precision(level="O1", dtype="bfloat16"))]
+    x = inputs_of([(CANDIDATES_WORKLOAD, c) for c in [*rows, Candidate(precision=BF16)]], CANDIDATES_CLUSTER)
+    assert x.peak_flops_per_s.tolist() == [66.9e12, 494.7e12, 989.4e12, 989.4e12]
+    assert x.cast_bytes.tolist() == [0, 0, 2, 0]
+    assert (x.weight_bytes + x.gradient_bytes + x.optimizer_bytes == 16).all()
+
+
+def test_sums_over_tp_hide_where_the_backward_pass_can_be_taken_apart() -> None:
+    local, zbv = Layout(tp=2, tp_engine="local"), {"schedule": "zbv", "num_virtual_stages": 2}
+    layouts = [local, Layout(tp=2), Layout(tp=2, tp_engine="local", pp=2, stage_layers=((8, 8), (8, 8)), **zbv)]  # type: ignore[arg-type]
+    candidates = [Candidate(layout=layout, precision=BF16) for layout in layouts]
+    candidates.append(Candidate(layout=local, precision=Precision(level="O1-fp8", dtype="bfloat16")))
+    x = inputs_of([(CANDIDATES_WORKLOAD, candidate) for candidate in candidates], CANDIDATES_CLUSTER)
+    assert x.hides_sums.tolist() == [1, 0, 0, 0]
+
+
+def test_chunks_add_up_gradients_of_the_head_in_fp32() -> None:
+    candidates = [Candidate(precision=BF16, kernels=Kernels(loss_chunks=chunks)) for chunks in (1, 4)]
+    x = inputs_of([(CANDIDATES_WORKLOAD, candidate) for candidate in candidates], CANDIDATES_CLUSTER)
+    assert x.head_sums_bytes.tolist() == [0, 4]
+
+
+def test_other_models_are_refused() -> None:
+    other = Workload(model=LinearModel(), data=RandomData(), seq_length=1, global_batch_size=8)
+    with pytest.raises(NotImplementedError, match="linear"):
+        inputs_of([(other, Candidate())], CANDIDATES_CLUSTER)

@@ -1,5 +1,7 @@
 """Who may hold how many nodes of a shared cluster: cases one can follow, and laws that hold in all."""
 
+from __future__ import annotations
+
 import itertools
 import subprocess
 import sys
