@@ -227,18 +227,6 @@ def problems(flow: Flow) -> list[str]:
     return [found.problem for found in flow.redundancies()]
 
 
-def test_the_same_tensor_gathered_twice_is_known_through_copies_and_views() -> None:
-    flow = Flow()
-    for copy in ("first", "second"):
-        flow.move("transpose", (0, 1), [("x", 4)], [("t", 4)])
-        flow.move("clone", (), [("t", 4)], [(copy, 4)])
-        collective(flow, "all_gather", copy, f"all of {copy}")
-        flow.compute([(f"all of {copy}", 8)])
-    (found,) = flow.redundancies()
-    assert "starts the same all_gather" in found.problem
-    assert (found.num_calls, found.num_bytes) == (1, 8)
-
-
 def test_different_tensors_and_different_passes_are_no_repetition() -> None:
     flow = Flow()
     collective(flow, "all_gather", "x", "all x")

@@ -130,12 +130,6 @@ def test_a_missing_rank_is_no_measurement():
     assert isinstance(fold([]), GangLost)
 
 
-def test_ranks_that_disagree_on_the_number_of_steps_are_an_error():
-    outcome = fold([success(0, [1.0]), success(1, [1.0, 1.0])])
-    assert isinstance(outcome, Crashed)
-    assert "[1, 2]" in outcome.evidence.message
-
-
 @pytest.mark.parametrize(
     ("category", "kind"),
     [
