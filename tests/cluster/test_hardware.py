@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -34,7 +33,7 @@ WANTED = ("v100-32", "a100-40", "a100-80", "h100", "h200", "b200", "gb200", "mi3
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_figures_are_plausible(name: str) -> None:
+def test_figures_are_plausible(name):
     device = catalogue()[name]
     assert 0 < device.usable_memory_bytes <= device.memory_bytes < 1e12
     assert device.network_bytes_per_s <= device.link_bytes_per_s <= device.memory_bytes_per_s
@@ -62,7 +61,7 @@ def test_figures_are_plausible(name: str) -> None:
         ("Ascend 910A (Atlas 800)", "ascend-910a"),
     ],
 )
-def test_finds_devices_by_name(text: str, name: str) -> None:
+def test_finds_devices_by_name(text, name):
     assert find_accelerator(text).name == name
 
 
@@ -128,11 +127,11 @@ def test_finds_devices_by_name(text: str, name: str) -> None:
         ("Ascend910_9391", "bfloat16", None),
     ],
 )
-def test_peaks_are_those_of_device_and_format_or_unknown(name: str, number_format: str, peak: float | None) -> None:
+def test_peaks_are_those_of_device_and_format_or_unknown(name, number_format, peak):
     assert dense_peak(name, number_format) == (None if peak is None else pytest.approx(peak))
 
 
-def test_a_slice_has_its_share_of_the_whole() -> None:
+def test_a_slice_has_its_share_of_the_whole():
     whole, share = find_accelerator("NVIDIA H100 80GB HBM3"), find_accelerator("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     assert share.usable_memory_bytes == 10 * 2**30
     assert share.memory_bytes_per_s == whole.memory_bytes_per_s / 8
@@ -144,7 +143,7 @@ def test_a_slice_has_its_share_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*catalogue()} - {"cpu"}))
-def test_figures_of_slices_and_links_fit_together(name: str) -> None:
+def test_figures_of_slices_and_links_fit_together(name):
     device = catalogue()[name]
     assert all(0 < number <= device.multiprocessors["whole"] for number in device.multiprocessors.values())
     assert device.network_bytes_per_s <= device.link_bytes_per_s <= device.memory_bytes_per_s
@@ -152,19 +151,19 @@ def test_figures_of_slices_and_links_fit_together(name: str) -> None:
         assert device.link_bytes_per_s <= 1.05 * device.host_bytes_per_s, "NVLink is another form's"
 
 
-def test_missing_formats_run_as_wider_ones_or_are_unknown() -> None:
+def test_missing_formats_run_as_wider_ones_or_are_unknown():
     assert find_accelerator("A100").peak("float8") == find_accelerator("A100").peak("bfloat16")
     assert find_accelerator("H100").peak("float8") == pytest.approx(1978.9e12)
 
 
-def test_unknown_names_say_what_there_is() -> None:
+def test_unknown_names_say_what_there_is():
     with pytest.raises(CatalogueError, match="h100"):
         find_accelerator("Quadro 4000")
     with pytest.raises(CatalogueError, match="dgx-h100"):
         load_cluster("dgx-z9")
 
 
-def test_clusters_load() -> None:
+def test_clusters_load():
     assert load_cluster("h100-1000x8").num_nodes == 1000
     assert load_cluster("ascend-910b-2x8").accelerator.name == "ascend-910b"
     assert load_cluster("dgx-a100").domain_size == 8
@@ -181,7 +180,7 @@ def test_clusters_load() -> None:
         ("  multiprocessors: ", "  others: ", "no source for multiprocessors"),
     ],
 )
-def test_incomplete_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_incomplete_files_are_refused(tmp_path, old, new, message):
     text = (CONFIGS / "accelerators" / "h100.yaml").read_text(encoding="utf-8")
     path = tmp_path / "h100.yaml"
     path.write_text(text.replace(old, new, 1), encoding="utf-8")

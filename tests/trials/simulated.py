@@ -7,10 +7,9 @@ import gc
 from trials.dryrun.__main__ import run_children
 from trials.dryrun.estimate import DryRunRequest
 from trials.dryrun.simulate import simulate
-from trials.spec import TrialSpec
 
 
-def simulated_peaks(specs: list[TrialSpec]) -> list[int]:
+def simulated_peaks(specs):
     """Largest sum of live bytes of rank 0 of each trial, in the manner of an accelerator."""
     # Loaders of other tests, if a child were to collect them, would raise there and keep the child's tensors alive.
     gc.collect()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -41,9 +40,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
         ("npu", BF16, "auto", "math", True),
     ],
 )
-def test_grouped_queries_take_no_kernel_that_holds_all_scores(
-    device: Any, dtype: torch.dtype, wanted: Any, kernel: str, expands: bool
-) -> None:
+def test_grouped_queries_take_no_kernel_that_holds_all_scores(device, dtype, wanted, kernel, expands):
     plan = plan_attention(GROUPED, wanted, dtype, device)
     assert (plan.kernel, plan.expands) == (kernel, expands)
 
@@ -58,15 +55,15 @@ def test_grouped_queries_take_no_kernel_that_holds_all_scores(
         (4, FP32, (9, 0), "efficient"),
     ],
 )
-def test_cuda_kernels_have_their_limits(head_size: int, dtype: torch.dtype, capability: Any, kernel: str) -> None:
+def test_cuda_kernels_have_their_limits(head_size, dtype, capability, kernel):
     model = LlamaModel(hidden_size=8 * head_size, num_layers=1, num_heads=8, num_kv_heads=8, ffn_hidden_size=64)
     assert plan_attention(model, "auto", dtype, "cuda", capability).kernel == kernel
 
 
-def test_the_number_format_is_that_of_the_attention_operator() -> None:
+def test_the_number_format_is_that_of_the_attention_operator():
     """A dry run plans for the device that is meant, on the one it has; a list may keep attention in fp32."""
 
-    def planned(**precision: Any) -> tuple[torch.dtype, str]:
+    def planned(**precision):
         spec = tiny_spec(precision=Precision(level="O1", dtype="bfloat16", **precision), kernels=Kernels())
         request = DryRunRequest(spec=dataclasses.replace(spec, device="cuda"), rank=0)
         model = request.spec.workload.model
@@ -82,7 +79,7 @@ def test_the_number_format_is_that_of_the_attention_operator() -> None:
 CP = 4
 
 
-def drawn(num_positions: int, dtype: torch.dtype, num_kv_heads: int = 2) -> list[Tensor]:
+def drawn(num_positions, dtype, num_kv_heads=2):
     """Queries, keys, values and the output's gradient."""
     generator = torch.Generator().manual_seed(1)
     heads = (4, num_kv_heads, num_kv_heads, 4)
@@ -91,7 +88,7 @@ def drawn(num_positions: int, dtype: torch.dtype, num_kv_heads: int = 2) -> list
 
 @pytest.mark.parametrize("kernel", ["flash", "math"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_parts_of_the_keys_add_up(kernel: Any, dtype: torch.dtype, tolerance: float) -> None:
+def test_parts_of_the_keys_add_up(kernel, dtype, tolerance):
     """Queries attend to themselves, to a part that all of them see, and to one that only the later half sees."""
     q, *keys_values, grad = drawn(40, dtype)
     (own_k, seen_k, late_k), (own_v, seen_v, late_v) = (
@@ -127,7 +124,7 @@ def test_parts_of_the_keys_add_up(kernel: Any, dtype: torch.dtype, tolerance: fl
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("num_positions", [40, 64])
-def test_kernels_of_devices_are_called_as_their_operators_are_declared(kernel: Any, num_positions: int) -> None:
+def test_kernels_of_devices_are_called_as_their_operators_are_declared(kernel, num_positions):
     """On tensors without storage: arguments, their order, and shapes, of which the efficient kernel pads one."""
     q, k, v, grad = (t.to("meta") for t in drawn(num_positions, torch.bfloat16, num_kv_heads=4))
     out, lse, seeds = attend(kernel, q, k[:, :, :8], v[:, :, :8], causal=False)
@@ -139,11 +136,11 @@ def test_kernels_of_devices_are_called_as_their_operators_are_declared(kernel: A
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that an operator made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_elements = 0
 
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
         made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.num_elements = max([self.num_elements, *made])
@@ -152,11 +149,11 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("function", "held"), [(GatheredAttention, CP), (RingAttention, 1)])
 @pytest.mark.parametrize("rank", [0, CP - 1])
-def test_nothing_is_larger_than_the_keys_and_values_held(function: Any, held: int, rank: int) -> None:
+def test_nothing_is_larger_than_the_keys_and_values_held(function, held, rank):
     """No mask, no scores, no copies of keys and values for every query head; the scores of one rank are 64 times 256
     elements for every head."""
     with fake_process_group(rank, CP):
-        group = Group(name=torch.distributed.group.WORLD.group_name, size=CP, rank=rank)  # type: ignore[union-attr]
+        group = Group(name=torch.distributed.group.WORLD.group_name, size=CP, rank=rank)
         q, k, v = (torch.randn(1, heads, 64, 8, requires_grad=True) for heads in (2, 1, 1))
         with Largest() as largest:
             out = function.apply(q, k, v, Parts("flash", repeats=False), group)
@@ -167,13 +164,13 @@ def test_nothing_is_larger_than_the_keys_and_values_held(function: Any, held: in
 class Launches(TorchDispatchMode):
     """Collectives started and awaited, and attention, in order; and whether that reads what was received itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
-        self.reads_received: list[bool] = []
-        self._received: set[int] = set()
+        self.names = []
+        self.reads_received = []
+        self._received = set()
 
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
         name = func.overloadpacket.__name__
         if func.namespace == "_c10d_functional":
@@ -203,15 +200,13 @@ RING_BACKWARD = ["turn", "attend", *TURN, "turn", *TURN, "wait", "turn", "wait",
     ("function", "forward", "backward"),
     [(GatheredAttention, GATHERED, [*GATHERED, "scatter", "wait"]), (RingAttention, RING_FORWARD, RING_BACKWARD)],
 )
-def test_keys_and_values_travel_while_others_are_attended_to(
-    function: Any, forward: list[str], backward: list[str]
-) -> None:
+def test_keys_and_values_travel_while_others_are_attended_to(function, forward, backward):
     """The gather, or the next turn of the ring, is started before attention to what is here, and awaited after it, in
     both passes; round the ring, sums of gradients too travel while the next keys are attended to. Attention reads keys
     and values where they arrived, of several ranks as of one."""
     rank = CP - 2
     with fake_process_group(rank, CP):
-        group = Group(name=torch.distributed.group.WORLD.group_name, size=CP, rank=rank)  # type: ignore[union-attr]
+        group = Group(name=torch.distributed.group.WORLD.group_name, size=CP, rank=rank)
         q, k, v = (torch.randn(1, heads, 64, 8, requires_grad=True) for heads in (2, 2, 2))
         with Launches() as launches:
             out = function.apply(q, k, v, Parts("flash", repeats=False), group)

@@ -1,18 +1,16 @@
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
 
 from tests.trials.tiny import SHAPE
 from trials import sizes
 from trials.models.built_in import Llama, ResNet
-from trials.sizes import Chunk, all_chunks
+from trials.sizes import all_chunks
 from trials.spec import Candidate, Kernels, Layout, LinearModel, LlamaModel, Precision, ResNetModel
 
 
-def whole(shape: LlamaModel) -> Chunk:
+def whole(shape):
     return all_chunks(Layout(), shape.num_layers)[0]
 
 
@@ -22,17 +20,17 @@ LLAMA2_7B = LlamaModel(
 
 
 @pytest.mark.parametrize("shape", [SHAPE, LLAMA2_7B])
-def test_counts_the_parameters_of_the_model(shape: LlamaModel) -> None:
+def test_counts_the_parameters_of_the_model(shape):
     with torch.device("meta"):
         model = Llama(shape, 16, whole(shape))
     assert sizes.num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_llama2_7b_has_the_published_size() -> None:
+def test_llama2_7b_has_the_published_size():
     assert sizes.num_parameters(LLAMA2_7B) == 6_738_415_616
 
 
-def test_flops_match_what_torch_counts() -> None:
+def test_flops_match_what_torch_counts():
     """Torch counts matmuls of one forward and backward; the formula adds the norms' gains, a small part."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -52,7 +50,7 @@ def test_flops_match_what_torch_counts() -> None:
 
 
 @pytest.mark.parametrize(("depth", "size"), [(18, 224), (50, 224), (50, 75)])
-def test_resnet_figures_match_the_model(depth: Literal[18, 50], size: int) -> None:
+def test_resnet_figures_match_the_model(depth, size):
     """Torch leaves out the gradient of the image, which nobody needs."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -65,13 +63,13 @@ def test_resnet_figures_match_the_model(depth: Literal[18, 50], size: int) -> No
     assert counter.get_total_flops() / 2 == pytest.approx(sizes.model_flops_per_token(shape, 1) / 3)
 
 
-def test_resnet50_has_the_published_size_and_cost() -> None:
+def test_resnet50_has_the_published_size_and_cost():
     shape = ResNetModel()
     assert sizes.num_parameters(shape) == 25_557_032
     assert sizes.model_flops_per_token(shape, 1) / 6 == pytest.approx(4.09e9, rel=1e-3)
 
 
-def test_the_linear_chain_multiplies_its_weights() -> None:
+def test_the_linear_chain_multiplies_its_weights():
     shape = LinearModel(num_layers=9, size=8192)
     assert sizes.num_parameters(shape) == 9 * 8192**2
     assert sizes.model_flops_per_token(shape, 1) == 6 * 9 * 8192**2
@@ -88,5 +86,5 @@ def test_the_linear_chain_multiplies_its_weights() -> None:
         (Precision(level="O1-fp8", dtype="bfloat16"), Kernels(), "float8"),
     ],
 )
-def test_matrix_products_have_a_number_format(precision: Precision, kernels: Kernels, expected: str) -> None:
+def test_matrix_products_have_a_number_format(precision, kernels, expected):
     assert sizes.matmul_format(Candidate(precision=precision, kernels=kernels)) == expected

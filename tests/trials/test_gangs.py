@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ TP2_SP = Layout(tp=2, sequence_parallel=True)
 PP2 = Layout(pp=2, stage_layers=((1, 1),))
 
 
-def test_a_scale_that_never_fits_is_divergence(tmp_path: Path) -> None:
+def test_a_scale_that_never_fits_is_divergence(tmp_path):
     scale = LossScale(initial=2.0**100, dynamic=False)
     spec = tiny_spec(precision=Precision(level="O1", dtype="float16", loss_scale=scale))
     (result,) = run_gang([spec], tmp_path)
@@ -31,7 +30,7 @@ def test_a_scale_that_never_fits_is_divergence(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_wild_learning_rate_is_divergence(tmp_path: Path) -> None:
+def test_a_wild_learning_rate_is_divergence(tmp_path):
     workload = dataclasses.replace(WORKLOAD, optimizer=AdamW(lr=1e30))
     (result,) = run_gang([tiny_spec(DDP2, workload=workload)], tmp_path)
     assert isinstance(result, RankFailure)
@@ -39,7 +38,7 @@ def test_a_wild_learning_rate_is_divergence(tmp_path: Path) -> None:
     assert set(result.collateral) <= {"diverged", "connection"}
 
 
-def test_a_memory_limit_makes_allocation_fail_in_the_rank(tmp_path: Path) -> None:
+def test_a_memory_limit_makes_allocation_fail_in_the_rank(tmp_path):
     shape = dataclasses.replace(SHAPE, hidden_size=1024, ffn_hidden_size=4096, num_layers=4)
     large = tiny_spec(workload=dataclasses.replace(WORKLOAD, model=shape))
     refused, allowed = run_gang(
@@ -55,7 +54,7 @@ def test_a_memory_limit_makes_allocation_fail_in_the_rank(tmp_path: Path) -> Non
     assert parameter_and_state_bytes < allowed.peak_allocated_bytes < 8 << 30
 
 
-def _break_rank_one() -> None:
+def _break_rank_one():
     from trials.training import loop
 
     train = loop.Trainer.step
@@ -71,14 +70,14 @@ def _break_rank_one() -> None:
 @pytest.mark.representative("zero3")
 @pytest.mark.fault
 @pytest.mark.parametrize("layout", [DDP2, ZERO3, TP2_SP, PP2], ids=["ddp", "zero3", "tp", "pp"])
-def test_the_root_cause_stands_out_from_collateral(layout: Layout, tmp_path: Path) -> None:
+def test_the_root_cause_stands_out_from_collateral(layout, tmp_path):
     spec = tiny_spec(layout, num_microbatches=layout.pp)
     (result,) = run_gang([spec], tmp_path, before=_break_rank_one, timeout_s=30)
     assert isinstance(result, RankFailure)
     assert (result.kind, result.rank, result.collateral) == ("oom", 1, ("connection",)), result
 
 
-def test_user_errors_come_back_as_such(tmp_path: Path) -> None:
+def test_user_errors_come_back_as_such(tmp_path):
     missing = dataclasses.replace(WORKLOAD, data=TextData(path=str(tmp_path / "missing")))
     infeasible, no_data = run_gang([tiny_spec(Layout(dp_shard=2)), tiny_spec(DDP2, workload=missing)], tmp_path)
     assert isinstance(infeasible, RankFailure) and infeasible.kind == "infeasible"

@@ -5,34 +5,22 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.legality import check
-from trials.spec import (
-    Kernels,
-    Layout,
-    LinearModel,
-    Loader,
-    LossScale,
-    Precision,
-    Protocol,
-    Recompute,
-    ResNetModel,
-    TrialSpec,
-)
+from trials.spec import Kernels, Layout, LinearModel, Loader, LossScale, Precision, Protocol, Recompute, ResNetModel
 
 ZBV = Layout(pp=2, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 1), (0, 0)))
 
 
-def with_workload(**changes: Any) -> TrialSpec:
+def with_workload(**changes):
     return tiny_spec(workload=dataclasses.replace(WORKLOAD, **changes))
 
 
-def with_model(**changes: Any) -> TrialSpec:
+def with_model(**changes):
     shape = dataclasses.replace(SHAPE, **changes)
     return tiny_spec(Layout(tp=2), workload=dataclasses.replace(WORKLOAD, model=shape))
 
@@ -78,31 +66,31 @@ ODD_LENGTH = dataclasses.replace(WORKLOAD, seq_length=15)
         (with_workload(model=ResNetModel(), seq_length=1), "resnet cannot train on data kind text"),
     ],
 )
-def test_refuses(spec: TrialSpec, words: str) -> None:
+def test_refuses(spec, words):
     with pytest.raises(InfeasibleSpec, match=words.replace("*", r"\*").replace(".", r"\.")):
         check(spec)
 
 
 @pytest.mark.parametrize("protocol", [Protocol(num_steps=0), Protocol(num_steps=9, max_steps=8)])
-def test_refuses_a_protocol_that_measures_nothing(protocol: Protocol) -> None:
+def test_refuses_a_protocol_that_measures_nothing(protocol):
     with pytest.raises(InfeasibleSpec, match=r"num_steps \d is outside 1\.\."):
         check(dataclasses.replace(tiny_spec(), protocol=protocol))
 
 
-def test_refuses_a_warmup_that_cannot_end() -> None:
+def test_refuses_a_warmup_that_cannot_end():
     with pytest.raises(InfeasibleSpec, match=r"min_warmup_steps 7 is outside 0\.\."):
         check(dataclasses.replace(tiny_spec(), protocol=Protocol(min_warmup_steps=7)))
 
 
-def test_one_message_names_every_broken_rule() -> None:
+def test_one_message_names_every_broken_rule():
     with pytest.raises(InfeasibleSpec, match=r"DDP cannot wrap.*; .*where there are 2"):
         check(tiny_spec(Layout(tp=2, dp_replicate=2), recompute=Recompute(full=((9,),))))
 
 
-def test_odd_sequences_are_fine_without_sequence_parallel() -> None:
+def test_odd_sequences_are_fine_without_sequence_parallel():
     check(tiny_spec(Layout(tp=2), workload=ODD_LENGTH))
 
 
-def test_planning_can_ask_without_importing_torch() -> None:
+def test_planning_can_ask_without_importing_torch():
     code = "import sys, trials.legality, trials.sizes, trials.failure; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,12 +12,12 @@ from trials.training.optimizer import LocalAdamW
 WORKSPACE_BYTES = 4 * 100
 
 
-def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, Any]]]:
+def spied(monkeypatch):
     """Bytes of fp32 gradients and the options of every call of torch's update from now on."""
-    calls: list[tuple[int, dict[str, Any]]] = []
+    calls = []
     update = adamw.adamw
 
-    def noted(params: list[torch.Tensor], grads: list[torch.Tensor], *states: Any, **options: Any) -> None:
+    def noted(params, grads, *states, **options):
         calls.append((sum(grad.nbytes for grad in grads), options))
         update(params, grads, *states, **options)
 
@@ -28,9 +26,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_updates_are_torchs_own_by_the_fused_kernel_in_bounded_memory(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_are_torchs_own_by_the_fused_kernel_in_bounded_memory(dtype, monkeypatch):
     monkeypatch.setattr(adamw, "WORKSPACE_BYTES", WORKSPACE_BYTES)
     calls = spied(monkeypatch)
     generator = torch.Generator().manual_seed(0)

@@ -6,12 +6,11 @@ import functools
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import ROOT
-from tests.trials.gang import Result, differences, run_gang
+from tests.trials.gang import differences, run_gang
 from trials.spec import (
     AdamW,
     Candidate,
@@ -62,12 +61,12 @@ SIZES = {
 }
 
 
-def decoder(model_type: str, head: str | None = "lm_head", **keys: Any) -> HuggingFaceModel:
+def decoder(model_type, head="lm_head", **keys):
     config = json.dumps({"model_type": model_type, **SIZES, **keys})
     return HuggingFaceModel(config=config, vocab_size=256, facts=ModuleFacts(num_layers=3, head=head))
 
 
-MODELS: dict[str, PythonModel | HuggingFaceModel] = {
+MODELS = {
     "encoder": ENCODER,
     "llama": decoder("llama"),
     "qwen3": decoder("qwen3", tie_word_embeddings=False),
@@ -78,7 +77,7 @@ MODELS: dict[str, PythonModel | HuggingFaceModel] = {
 PIPELINE = {"pp": 2, "stage_layers": ((1, 2),)}
 O1 = Precision(level="O1", dtype="bfloat16")
 O2 = Precision(level="O2", dtype="bfloat16")
-KNOBS: dict[str, dict[str, Any]] = {
+KNOBS = {
     "one": {},
     "accumulation": {"micro_batch_size": 2},
     "full": {"recompute": Recompute(full=((2,),))},
@@ -147,7 +146,7 @@ FEW = [
 ]
 
 
-def spec_of(case: str) -> TrialSpec:
+def spec_of(case):
     name, _, knob = case.partition("/")
     model = MODELS[name]
     data = PythonData(dataset=f"{MODULE}:dataset", cwd=str(ROOT)) if isinstance(model, PythonModel) else TextData()
@@ -168,7 +167,7 @@ def spec_of(case: str) -> TrialSpec:
 
 
 @functools.cache
-def results(world_size: int, few: bool) -> dict[str, Result]:
+def results(world_size, few):
     names = [case for case in CASES if size_of(case) == world_size and (case in FEW) == few]
     if world_size == 1 and few:
         names += ["encoder/one", "llama/one"]  # what the others are compared with
@@ -176,13 +175,13 @@ def results(world_size: int, few: bool) -> dict[str, Result]:
         return dict(zip(names, run_gang([spec_of(name) for name in names], Path(folder)), strict=True))
 
 
-def size_of(case: str) -> int:
+def size_of(case):
     return spec_of(case).candidate.layout.world_size
 
 
 @pytest.mark.representative(*FEW)
 @pytest.mark.parametrize("case", sorted(CASES, key=size_of))
-def test_trains_like_a_single_process(case: str) -> None:
+def test_trains_like_a_single_process(case):
     few = case in FEW
     loss, norm = differences(results(size_of(case), few)[case], results(1, few)[f"{case.partition('/')[0]}/one"])
     is_exact = spec_of(case).candidate.precision.level == "O0"

@@ -6,40 +6,28 @@ import dataclasses
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.trials.gang import run_gang
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.legality import check
-from trials.models import TrainModel, build_model
+from trials.models import build_model
 from trials.models.built_in import next_token_loss
 from trials.operators import operator_name
 from trials.outcome import RankReport
 from trials.parallel.mesh import HeldParameter, ShardMap, init_parameters
-from trials.precision import CastMeter, LossScaler, apply_autocast_lists, autocast, check_device, check_float8
+from trials.precision import LossScaler, apply_autocast_lists, autocast, check_device, check_float8
 from trials.recompute import apply_recompute
 from trials.reports import OperatorCast
 from trials.sizes import chunks_of_stage
-from trials.spec import (
-    ImageFolderData,
-    Layout,
-    LossScale,
-    Precision,
-    Recompute,
-    ResNetModel,
-    SelectiveRecompute,
-    TrialSpec,
-)
-from trials.training.loop import ModelPart, parallelize
+from trials.spec import ImageFolderData, Layout, LossScale, Precision, Recompute, ResNetModel, SelectiveRecompute
+from trials.training.loop import parallelize
 from trials.training.optimizer import LocalAdamW
 
 OVERFLOWING = LossScale(initial=2.0**60, backoff_factor=2.0**-24, backoff_interval=1)
@@ -48,7 +36,7 @@ O2_FP16 = Precision(level="O2", dtype="float16", loss_scale=OVERFLOWING)
 FLAGS = st.lists(st.booleans(), max_size=60)
 
 
-def run_lengths_scale(config: LossScale, flags: list[bool]) -> float:
+def run_lengths_scale(config, flags):
     """The schedule said another way: count complete intervals within runs of equal flags."""
     scale, start = config.initial, 0
     while start < len(flags):
@@ -63,7 +51,7 @@ def run_lengths_scale(config: LossScale, flags: list[bool]) -> float:
 
 
 @given(FLAGS, st.integers(1, 5), st.integers(1, 4))
-def test_schedule(flags: list[bool], growth_interval: int, backoff_interval: int) -> None:
+def test_schedule(flags, growth_interval, backoff_interval):
     config = LossScale(initial=1.0, growth_interval=growth_interval, backoff_interval=backoff_interval)
     scaler = LossScaler(config)
     for finite in flags:
@@ -73,7 +61,7 @@ def test_schedule(flags: list[bool], growth_interval: int, backoff_interval: int
 
 
 @pytest.mark.parametrize("finite", [True, False])
-def test_the_scale_stays_a_positive_finite_number(finite: bool) -> None:
+def test_the_scale_stays_a_positive_finite_number(finite):
     scaler = LossScaler(LossScale(growth_interval=1, backoff_interval=1))
     for _ in range(2000):
         scaler.update(finite=finite)
@@ -81,7 +69,7 @@ def test_the_scale_stays_a_positive_finite_number(finite: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_collect_updates_too_small_for_16_bits(dtype: torch.dtype) -> None:
+def test_masters_collect_updates_too_small_for_16_bits(dtype):
     """A hundred updates of 1e-4 move a weight of 1; in 16 bits each alone would round to nothing."""
     parameter = torch.nn.Parameter(torch.ones(4, dtype=dtype))
     optimizer = LocalAdamW([HeldParameter(parameter)], lr=1e-4, weight_decay=0.0)
@@ -92,7 +80,7 @@ def test_masters_collect_updates_too_small_for_16_bits(dtype: torch.dtype) -> No
     assert bool((parameter < 1.0).all())
 
 
-def test_masters_divide_by_the_scale_in_fp32() -> None:
+def test_masters_divide_by_the_scale_in_fp32():
     """1e-3 / 2**15 is below float16's smallest number, yet the second moment must see it."""
     parameter = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
     held = [HeldParameter(parameter)]
@@ -102,7 +90,7 @@ def test_masters_divide_by_the_scale_in_fp32() -> None:
     assert parameter.item() == pytest.approx(0.99, abs=1e-3)
 
 
-def test_masters_have_the_memory_format_the_weights_train_in() -> None:
+def test_masters_have_the_memory_format_the_weights_train_in():
     """The memory format is settled after the optimiser is built; copies in another would miss the multi-tensor path."""
     parameter = torch.nn.Parameter(torch.randn(4, 3, 3, 3, dtype=torch.bfloat16))
     optimizer = LocalAdamW([HeldParameter(parameter)], lr=1e-2)
@@ -124,9 +112,7 @@ def test_masters_have_the_memory_format_the_weights_train_in() -> None:
         ("float32", (3, 5), None),
     ],
 )
-def test_old_devices_are_refused_with_a_remedy(
-    dtype, capability: tuple[int, int], remedy: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_devices_are_refused_with_a_remedy(dtype, capability, remedy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Old Card")
     precision, device = Precision(dtype=dtype), torch.device("cuda", 0)
@@ -138,7 +124,7 @@ def test_old_devices_are_refused_with_a_remedy(
 
 
 @pytest.mark.slow
-def test_a_fixed_scale_changes_nothing_but_the_range(tmp_path: Path) -> None:
+def test_a_fixed_scale_changes_nothing_but_the_range(tmp_path):
     """Gradients are unscaled once per step, however many micro-batches there are."""
     fixed = [
         Precision(level="O1", dtype="float16", loss_scale=LossScale(initial=scale, dynamic=False))
@@ -159,7 +145,7 @@ def test_a_fixed_scale_changes_nothing_but_the_range(tmp_path: Path) -> None:
 @pytest.mark.representative("O1")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [O1_FP16, O2_FP16], ids=["O1", "O2"])
-def test_every_layout_skips_the_same_steps(precision: Precision, tmp_path: Path) -> None:
+def test_every_layout_skips_the_same_steps(precision, tmp_path):
     """Ranks agree within a gang, or their norms would differ; and gangs agree with a single process."""
     tp2 = Layout(tp=2, sequence_parallel=True)
     layouts = [
@@ -195,7 +181,7 @@ EVERY_WAY = [
 ]
 
 
-def build(precision: Precision, recompute: Recompute | None = None) -> tuple[TrainModel, CastMeter]:
+def build(precision, recompute=None):
     (chunk,) = chunks_of_stage(Layout(), 0, WORKLOAD.num_layers)
     with torch.device("meta"):
         model = build_model(WORKLOAD, chunk)
@@ -207,7 +193,7 @@ def build(precision: Precision, recompute: Recompute | None = None) -> tuple[Tra
     return model, meter
 
 
-def train(precision: Precision, recompute: Recompute | None = None) -> tuple[list[Tensor], dict[str, int]]:
+def train(precision, recompute=None):
     """Loss and gradients of a step, and calls by name."""
     model, meter = build(precision, recompute)
     with autocast(precision, torch.device("cpu")):
@@ -217,10 +203,10 @@ def train(precision: Precision, recompute: Recompute | None = None) -> tuple[lis
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())], counts
 
 
-def output_types(precision: Precision) -> dict[str, torch.dtype]:
+def output_types(precision):
     """Types of every module's outputs."""
     model, _ = build(precision)
-    types: dict[str, torch.dtype] = {}
+    types = {}
     for name, module in model.named_modules():
         module.register_forward_hook(
             lambda _module, _args, out, name=name: types.update({name: getattr(out, "dtype", None)})
@@ -230,11 +216,11 @@ def output_types(precision: Precision) -> dict[str, torch.dtype]:
     return types
 
 
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+def equal(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_the_lists_overrule_autocast() -> None:
+def test_the_lists_overrule_autocast():
     usual = output_types(O1)
     assert usual["layers.0.attention_norm"] == torch.float32 and usual["output"] == torch.bfloat16
     listed = output_types(dataclasses.replace(O1, white=("rms_norm",), black=("linear",)))
@@ -242,14 +228,14 @@ def test_the_lists_overrule_autocast() -> None:
     assert listed["layers.1.feed_forward.w13"] == listed["output"] == torch.float32
 
 
-def test_all_black_is_fp32_to_the_bit() -> None:
+def test_all_black_is_fp32_to_the_bit():
     black, counts = train(ALL_BLACK)
     assert equal(black, train(Precision())[0])
     assert not equal(black, train(O1)[0])
     assert counts == {"linear": NUM_LINEARS, "scaled_dot_product_attention": SHAPE.num_layers}
 
 
-def test_gradients_flow_through_the_casts() -> None:
+def test_gradients_flow_through_the_casts():
     values, _ = train(WHITE)
     reference, _ = train(Precision())
     for value, wanted in zip(values, reference, strict=True):
@@ -260,14 +246,14 @@ def test_gradients_flow_through_the_casts() -> None:
 
 @pytest.mark.parametrize("precision", [ALL_BLACK, WHITE], ids=["black", "white"])
 @pytest.mark.parametrize("recompute", EVERY_WAY[1:], ids=["full", "selective"])
-def test_a_layer_computed_again_sees_the_same_lists(precision: Precision, recompute: Recompute) -> None:
+def test_a_layer_computed_again_sees_the_same_lists(precision, recompute):
     plain, plain_counts = train(precision)
     again, counts = train(precision, recompute)
     assert equal(again, plain)
     assert counts == plain_counts
 
 
-def test_names_never_met_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_never_met_are_told(caplog):
     model, meter = build(dataclasses.replace(O1, white=("linaer", "mul")))
     assert meter.casts(1)[0] == OperatorCast(name="linaer", list="white", num_calls=0)
     caplog.clear()
@@ -281,7 +267,7 @@ def test_names_never_met_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert {cast.num_calls for cast in meter.casts(1)} == {0}
 
 
-def test_no_lists_change_nothing() -> None:
+def test_no_lists_change_nothing():
     model, meter = build(O1)
     assert "forward" not in vars(model) and meter.casts(1) == ()
 
@@ -299,13 +285,13 @@ def test_no_lists_change_nothing() -> None:
         (lambda x: torch.ops.aten.mul.Tensor(x, x), None),
     ],
 )
-def test_operator_names(call, name: str | None) -> None:
+def test_operator_names(call, name):
     class Names(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             seen.append(operator_name(func))
             return func(*args, **(kwargs or {}))
 
-    seen: list[str | None] = []
+    seen = []
     x = torch.ones(2, 2)
     with Names():
         call(x)
@@ -324,7 +310,7 @@ def test_operator_names(call, name: str | None) -> None:
     ],
     ids=["zero3", "tp", "local", "pp"],
 )
-def test_gangs(layout: Layout, tmp_path: Path) -> None:
+def test_gangs(layout, tmp_path):
     counts = ((1, 1),) if layout.pp > 1 else ((2,),)
     selective = Recompute(selective=(SelectiveRecompute(pattern=".*", num_layers=counts),))
     specs = [tiny_spec(layout, precision=precision, num_microbatches=2) for precision in (Precision(), ALL_BLACK)]
@@ -350,7 +336,7 @@ CPU = torch.device("cpu")
 KEEP, FLAT = Recompute(), Layout()
 
 
-def trained(precision: Precision, recompute: Recompute = KEEP) -> tuple[ModelPart, Tensor]:
+def trained(precision, recompute=KEEP):
     """The model after one backward pass, and its loss."""
     spec = tiny_spec(workload=WIDE, precision=precision, recompute=recompute)
     (part,) = parallelize(spec, None, CPU, stage=0)
@@ -361,7 +347,7 @@ def trained(precision: Precision, recompute: Recompute = KEEP) -> tuple[ModelPar
     return part, loss.detach()
 
 
-def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does() -> None:
+def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does():
     part, loss = trained(FLOAT8)
     converted = {name for name, module in part.model.named_modules() if type(module).__name__ == "Float8Linear"}
     per_layer = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
@@ -375,7 +361,7 @@ def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does() -> 
     assert 0.005 < (gradient - expected).norm() / expected.norm() < 0.2
 
 
-def test_patterns_of_recompute_see_linear() -> None:
+def test_patterns_of_recompute_see_linear():
     pattern = SelectiveRecompute(pattern=r".*\.w(13|qkv)\.linear", num_layers=((2,),))
     part, loss = trained(FLOAT8, Recompute(selective=(pattern,)))
     same, expected = trained(FLOAT8)
@@ -386,7 +372,7 @@ def test_patterns_of_recompute_see_linear() -> None:
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
 
-def spec_of(layout: Layout = FLAT, precision: Precision = FLOAT8, **shape: Any) -> TrialSpec:
+def spec_of(layout=FLAT, precision=FLOAT8, **shape):
     workload = dataclasses.replace(WIDE, model=dataclasses.replace(WIDE.model, **shape))
     return tiny_spec(layout, workload=workload, precision=precision)
 
@@ -404,7 +390,7 @@ RESNET = dataclasses.replace(WIDE, model=ResNetModel(), data=ImageFolderData(), 
         (tiny_spec(workload=RESNET, precision=FLOAT8), "of which the layers of model kind resnet have none"),
     ],
 )
-def test_refuses(spec: TrialSpec, words: str) -> None:
+def test_refuses(spec, words):
     with pytest.raises(InfeasibleSpec, match=words):
         check(spec)
 
@@ -418,9 +404,7 @@ def test_refuses(spec: TrialSpec, words: str) -> None:
         ((9, 4), "7.0", "gfx942:sramecc+", None),
     ],
 )
-def test_devices_without_8_bit_matmuls_are_refused(
-    capability: tuple[int, int], hip: str | None, architecture: str, words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_without_8_bit_matmuls_are_refused(capability, hip, architecture, words, monkeypatch):
     properties = SimpleNamespace(name="Some Card", gcnArchName=architecture)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
@@ -433,14 +417,14 @@ def test_devices_without_8_bit_matmuls_are_refused(
         check_float8(torch.device("cuda", 0))
 
 
-def test_a_machine_without_the_package_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_the_package_is_told_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(InfeasibleSpec, match=r"needs the package torchao: pip install 'tune-cluster\[fp8\]'"):
         check_float8(CPU)
 
 
 @pytest.mark.exhaustive
-def test_the_package_says_nothing_when_it_is_imported() -> None:
+def test_the_package_says_nothing_when_it_is_imported():
     code = "from trials.precision import torchao_float8\nwith torchao_float8() as it: it.Float8LinearConfig"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.exhaustive
-def test_a_fork_server_can_import_the_worker() -> None:
+def test_a_fork_server_can_import_the_worker():
     """No threads, no CUDA context and no random numbers drawn at import; no warnings either."""
     code = """
 import os, random, torch
@@ -34,14 +33,14 @@ assert not torch.distributed.is_initialized()
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=QUIET)
 
 
-def test_a_wrong_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_number_of_ranks_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="needs 2 ranks but WORLD_SIZE is 3"):
         run_rank(to_json(tiny_spec(Layout(dp_replicate=2))), lambda phase, **_: None)
 
 
 @pytest.mark.slow
-def test_plain_torchrun(tmp_path: Path) -> None:
+def test_plain_torchrun(tmp_path):
     spec, out = tmp_path / "spec.json", tmp_path / "report.json"
     spec.write_text(json.dumps(to_json(tiny_spec(Layout(dp_replicate=2)))))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -58,7 +57,7 @@ def test_plain_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_alone_the_report_goes_to_stdout(tmp_path: Path) -> None:
+def test_alone_the_report_goes_to_stdout(tmp_path):
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps(to_json(tiny_spec())))
     command = [sys.executable, "-m", "trials.worker", "--spec", str(spec)]
@@ -69,7 +68,7 @@ def test_alone_the_report_goes_to_stdout(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler for CPUs")
-def test_inductor_trains_alike(tmp_path: Path) -> None:
+def test_inductor_trains_alike(tmp_path):
     eager, graph = run_gang([tiny_spec(), tiny_spec(kernels=Kernels(compile="block"))], tmp_path, timeout_s=170)
     loss, norm = differences(graph, eager)
     assert loss <= 1e-5 and norm <= 1e-5

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from cluster.cost.inputs import CostInputs, even_layers, from_rows
+from cluster.cost.inputs import even_layers, from_rows
 
-BASE: dict[str, Any] = {
+BASE = {
     "num_layers": 32,
     "hidden": 4096,
     "ffn": 11008,
@@ -72,7 +70,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def row(**changes: Any) -> dict[str, Any]:
+def row(**changes):
     """One candidate; layers are split evenly over the stages unless given, selective recompute is the same on all."""
     values = {**BASE, **changes}
     values.setdefault("stage_layers", even_layers(int(values["num_layers"]), int(values["pp"])))
@@ -83,11 +81,11 @@ def row(**changes: Any) -> dict[str, Any]:
     return values
 
 
-def inputs(*rows: dict[str, Any]) -> CostInputs:
+def inputs(*rows):
     return from_rows(rows)
 
 
-def varied(num_rows: int, seed: int = 0) -> CostInputs:
+def varied(num_rows, seed=0):
     """Random legal-looking candidates of many shapes and layouts."""
     rng = np.random.default_rng(seed)
     rows = []

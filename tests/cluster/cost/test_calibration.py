@@ -28,13 +28,13 @@ from tests.cluster.cost.rows import inputs, row, varied
 PRIOR = assumed_prior(TIME, 0.02)
 
 
-def planted(seed: int) -> Coefficients:
+def planted(seed):
     moves = np.random.default_rng(seed).normal(0, 1, len(TIME)) * [c.spread for c in TIME]
     return Coefficients(TIME, PRIOR.mean + moves)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_finds_planted_factors(seed: int) -> None:
+def test_finds_planted_factors(seed):
     x, truth = varied(120, seed), planted(seed)
     measured = np.exp(log_step_predictor(x)(truth))
     fitted = calibrate_time(PRIOR, x.take(slice(0, 100)), measured[:100])
@@ -44,14 +44,14 @@ def test_finds_planted_factors(seed: int) -> None:
     assert fitted.coefficients["matmul_efficiency"] == pytest.approx(truth["matmul_efficiency"], rel=0.1)
 
 
-def test_derivatives_of_all_coefficients_at_once_are_those_one_by_one() -> None:
+def test_derivatives_of_all_coefficients_at_once_are_those_one_by_one():
     uneven = [row(pp=4, stage_layers=[4, 8, 12, 8]), row(pp=2, offload_activations=1), row(dp_shard=64, zero_stage=3)]
     x, at = concatenate([varied(40), inputs(*uneven)]), planted(5)
     one_by_one = derivatives(log_step_predictor(x), at)
     np.testing.assert_allclose(step_derivatives(x)(at), one_by_one, rtol=0, atol=1e-9)
 
 
-def test_few_measurements_help_and_shrink_the_uncertainty() -> None:
+def test_few_measurements_help_and_shrink_the_uncertainty():
     x, truth = varied(60), planted(3)
     measured = np.exp(log_step_predictor(x)(truth))
     errors, spreads = [], []
@@ -65,12 +65,12 @@ def test_few_measurements_help_and_shrink_the_uncertainty() -> None:
     assert spreads[0] > spreads[1] > spreads[2] >= PRIOR.noise
 
 
-def test_no_measurement_is_the_prior() -> None:
+def test_no_measurement_is_the_prior():
     fitted = calibrate_time(PRIOR, varied(3).take(slice(0, 0)), np.array([]))
     np.testing.assert_array_equal(fitted.coefficients.log_values, PRIOR.mean)
 
 
-def test_one_outlier_does_not_move_the_fit_far() -> None:
+def test_one_outlier_does_not_move_the_fit_far():
     x, truth = varied(60), planted(4)
     measured = np.exp(log_step_predictor(x)(truth))
     clean = calibrate_time(PRIOR, x, measured)
@@ -80,7 +80,7 @@ def test_one_outlier_does_not_move_the_fit_far() -> None:
     assert np.median(np.abs(predict(clean.coefficients) - predict(spoiled.coefficients))) < 0.03
 
 
-def test_memory_learns_from_peaks_and_from_outcomes() -> None:
+def test_memory_learns_from_peaks_and_from_outcomes():
     prior = assumed_prior(MEMORY, 0.03)
     x = varied(30)
     truth = Coefficients(MEMORY, assumed(MEMORY).log_values + np.array([0.1, 0.2, 0.1, 0.1, 0.2, 0.3, 0.0]))
@@ -101,7 +101,7 @@ def test_memory_learns_from_peaks_and_from_outcomes() -> None:
     assert probability_out_of_memory(after_oom, tight)[0] > probability_out_of_memory(after_fit, tight)[0]
 
 
-def test_cost_model_takes_trials_with_and_without_figures() -> None:
+def test_cost_model_takes_trials_with_and_without_figures():
     x = varied(6)
     trials = Trials(
         x=x,
@@ -114,7 +114,7 @@ def test_cost_model_takes_trials_with_and_without_figures() -> None:
     assert model.fits(x).shape == (6,)
 
 
-def test_stored_priors_are_whole_and_leave_sources_out() -> None:
+def test_stored_priors_are_whole_and_leave_sources_out():
     for kind in ("time", "memory"):
         everything, without = load_prior(kind), load_prior(kind, without="bigscience-1b3")
         assert np.linalg.eigvalsh(everything.covariance).min() > 0
@@ -138,21 +138,21 @@ PIPELINE = inputs(row(pp=4, recompute="full", vocab=128000, micro_batch_size=4))
         ("", ("first", "device")),
     ],
 )
-def test_words_of_a_source(text: str, expected: tuple[str, str]) -> None:
+def test_words_of_a_source(text, expected):
     assert reported_as(text) == Reported(*expected)
 
 
-def test_a_limit_is_no_peak() -> None:
+def test_a_limit_is_no_peak():
     assert is_limit("max_device_memory as stated")
     assert is_limit("XLA pool, preallocated")
     assert not is_limit("torch max_memory_allocated (bytes/1e9)")
 
 
-def test_scopes_and_ranks_are_parts_of_the_whole() -> None:
+def test_scopes_and_ranks_are_parts_of_the_whole():
     terms = stage_bytes(PIPELINE, work_of(PIPELINE), REPORTED_PRIOR.coefficients)
     total = np.sum(list(terms.values()), axis=0)[0]
 
-    def predicted(reported: Reported) -> float:
+    def predicted(reported):
         return float(np.exp(log_peak_predictor(PIPELINE, [reported])(REPORTED_PRIOR.coefficients)[0]))
 
     assert predicted(Reported()) == pytest.approx(total.max())
@@ -163,7 +163,7 @@ def test_scopes_and_ranks_are_parts_of_the_whole() -> None:
     assert predicted(Reported("first", "allocated")) == pytest.approx(total[0] - outside - terms["fragmentation"][0, 0])
 
 
-def test_a_peak_of_one_rank_does_not_hide_that_another_ran_out() -> None:
+def test_a_peak_of_one_rank_does_not_hide_that_another_ran_out():
     first = np.exp(log_peak_predictor(PIPELINE, [Reported("first")])(REPORTED_PRIOR.coefficients))
     fullest = np.exp(log_peak_predictor(PIPELINE)(REPORTED_PRIOR.coefficients))
     assert fullest[0] > 1.1 * first[0]
@@ -177,7 +177,7 @@ def test_a_peak_of_one_rank_does_not_hide_that_another_ran_out() -> None:
         assert predicted == pytest.approx(first, rel=0.03), "the figure of the first rank still holds"
 
 
-def test_an_unknown_outcome_teaches_nothing() -> None:
+def test_an_unknown_outcome_teaches_nothing():
     nothing = np.array([np.nan])
     fitted = calibrate_memory(REPORTED_PRIOR, PIPELINE, nothing, nothing)
     np.testing.assert_array_equal(fitted.coefficients.log_values, REPORTED_PRIOR.mean)

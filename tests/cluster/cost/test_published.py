@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.cost.accuracy import evaluate
-from benchmarks.published.table import PublishedRow, TableError, read_table, read_what_can_be
+from benchmarks.published.table import TableError, read_table, read_what_can_be
 from cluster.cost.inputs import from_rows
 from tests.support import ROOT
 
 TABLE = ROOT / "tests" / "data" / "published.csv"
 
 
-def test_reads_and_models_the_table() -> None:
+def test_reads_and_models_the_table():
     rows = read_table(TABLE)
     modelled = [row.inputs for row in rows if row.inputs is not None]
     assert len(rows) > 60
@@ -36,7 +35,7 @@ def test_reads_and_models_the_table() -> None:
         ("quality", "D", "quality is 'D'"),
     ],
 )
-def test_refuses_wrong_values_naming_line_and_column(tmp_path: Path, column: str, value: str, message: str) -> None:
+def test_refuses_wrong_values_naming_line_and_column(tmp_path, column, value, message):
     path = tmp_path / "t.csv"
     with TABLE.open(encoding="utf-8", newline="") as source, path.open("w", encoding="utf-8", newline="") as copy:
         reader = csv.DictReader(source)
@@ -47,7 +46,7 @@ def test_refuses_wrong_values_naming_line_and_column(tmp_path: Path, column: str
         read_table(path)
 
 
-def test_refuses_wrong_columns(tmp_path: Path) -> None:
+def test_refuses_wrong_columns(tmp_path):
     header, first, *_ = TABLE.read_text(encoding="utf-8").splitlines()
     path = tmp_path / "t.csv"
     path.write_text(header.replace("layers,", "depth,") + "\n" + first + "\n", encoding="utf-8")
@@ -58,7 +57,7 @@ def test_refuses_wrong_columns(tmp_path: Path) -> None:
         read_table(path)
 
 
-def table_of(tmp_path: Path, *changes: dict[str, str]) -> tuple[PublishedRow, ...]:
+def table_of(tmp_path, *changes):
     """A table that repeats the first row of the small one, changed as each of ``changes`` says."""
     path = tmp_path / "t.csv"
     with TABLE.open(encoding="utf-8", newline="") as source, path.open("w", encoding="utf-8", newline="") as copy:
@@ -70,7 +69,7 @@ def table_of(tmp_path: Path, *changes: dict[str, str]) -> tuple[PublishedRow, ..
     return read_table(path)
 
 
-def test_blanks_are_those_of_other_rows_of_the_same_setup(tmp_path: Path) -> None:
+def test_blanks_are_those_of_other_rows_of_the_same_setup(tmp_path):
     silent = {"micro_batch": "", "n_micro_batches": "", "global_batch": "", "recompute": ""}
     stated = {"micro_batch": "4", "n_micro_batches": "2", "global_batch": "", "recompute": "full"}
     like, _, unlike = table_of(tmp_path, silent, stated, {**silent, "seq_len": "64"})
@@ -82,7 +81,7 @@ def test_blanks_are_those_of_other_rows_of_the_same_setup(tmp_path: Path) -> Non
     assert like["micro_batch"] == "", "what the source says stays"
 
 
-def test_evaluation_of_the_small_table() -> None:
+def test_evaluation_of_the_small_table():
     result = evaluate(read_table(TABLE), num_draws=1)
     vtrain = next(entry for entry in result["sources"] if entry["source"] == "vtrain-single")
     assert vtrain["after"]["10"]["mape"] < 0.15
@@ -95,7 +94,7 @@ def test_evaluation_of_the_small_table() -> None:
     }
 
 
-def rewritten(tmp_path: Path, *, drop: str = "", **changes: str) -> Path:
+def rewritten(tmp_path, *, drop="", **changes):
     """The small table with values changed in its first five rows, and a column less."""
     path = tmp_path / "t.csv"
     with TABLE.open(encoding="utf-8", newline="") as source, path.open("w", encoding="utf-8-sig", newline="") as copy:
@@ -119,9 +118,7 @@ def rewritten(tmp_path: Path, *, drop: str = "", **changes: str) -> Path:
         ({"layers": "", "hidden": "", "n_params": ""}, "neither the architecture nor"),
     ],
 )
-def test_what_cannot_be_described_is_counted_with_its_reason(
-    tmp_path: Path, changes: dict[str, str], reason: str
-) -> None:
+def test_what_cannot_be_described_is_counted_with_its_reason(tmp_path, changes, reason):
     rows, notes = read_what_can_be(rewritten(tmp_path, drop="compile", **changes))
     assert len(rows) == len(read_table(TABLE))
     assert notes == ["no column compile: read as blank", "column split left out"]

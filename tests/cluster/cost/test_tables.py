@@ -180,7 +180,7 @@ BF16 = Precision(level="O2", dtype="bfloat16")
 CANDIDATES_CLUSTER = load_cluster("dgx-h100")
 
 
-def test_parameters_and_flops_agree_with_the_trial_runner() -> None:
+def test_parameters_and_flops_agree_with_the_trial_runner():
     x = inputs_of([(CANDIDATES_WORKLOAD, Candidate(precision=BF16))], CANDIDATES_CLUSTER)
     work = work_of(x)
     # The cost model counts both norms and biases as 4 h per layer and no final norm.
@@ -189,7 +189,7 @@ def test_parameters_and_flops_agree_with_the_trial_runner() -> None:
     assert 3 * forward[0] / work.tokens[0] == pytest.approx(model_flops_per_token(LLAMA, 8192), rel=1e-3)
 
 
-def test_pipelines_keep_what_backward_passes_gather() -> None:
+def test_pipelines_keep_what_backward_passes_gather():
     layouts = (Layout(dp_shard=2, zero_stage=3), Layout(pp=2, dp_shard=2, zero_stage=3, stage_layers=((16, 16),)))
     x = inputs_of(
         [(CANDIDATES_WORKLOAD, Candidate(layout=layout, precision=BF16)) for layout in layouts], CANDIDATES_CLUSTER
@@ -197,7 +197,7 @@ def test_pipelines_keep_what_backward_passes_gather() -> None:
     assert x.stays_gathered.tolist() == [0, 1]
 
 
-def test_layouts_and_recompute_arrive_per_stage() -> None:
+def test_layouts_and_recompute_arrive_per_stage():
     layout = Layout(pp=2, dp_shard=2, tp=2, zero_stage=1, schedule="interleaved", num_virtual_stages=2)
     layout = Layout(
         **{**{f: getattr(layout, f) for f in layout.__dataclass_fields__}, "stage_layers": ((9, 8), (9, 6))}
@@ -215,8 +215,8 @@ def test_layouts_and_recompute_arrive_per_stage() -> None:
     assert x.num_microbatches[0] == 32
 
 
-def test_selective_patterns_by_operator_and_module() -> None:
-    def shares(pattern: str, layers: int = 32) -> tuple[float, float]:
+def test_selective_patterns_by_operator_and_module():
+    def shares(pattern, layers=32):
         recompute = Recompute(selective=(SelectiveRecompute(pattern=pattern, num_layers=((layers,),)),))
         (dropped,), (repeated,) = selective_shares(recompute, LLAMA, CANDIDATES_WORKLOAD.seq_length, ((32,),))
         return dropped, repeated
@@ -229,7 +229,7 @@ def test_selective_patterns_by_operator_and_module() -> None:
     assert shares("nothing") == (0, 0)
 
 
-def test_precision_levels() -> None:
+def test_precision_levels():
     kernels = Kernels(matmul_precision="high")
     rows = [Candidate(), Candidate(kernels=kernels), Candidate(precision=Precision(level="O1", dtype="bfloat16"))]
     x = inputs_of([(CANDIDATES_WORKLOAD, c) for c in [*rows, Candidate(precision=BF16)]], CANDIDATES_CLUSTER)
@@ -238,22 +238,22 @@ def test_precision_levels() -> None:
     assert (x.weight_bytes + x.gradient_bytes + x.optimizer_bytes == 16).all()
 
 
-def test_sums_over_tp_hide_where_the_backward_pass_can_be_taken_apart() -> None:
+def test_sums_over_tp_hide_where_the_backward_pass_can_be_taken_apart():
     local, zbv = Layout(tp=2, tp_engine="local"), {"schedule": "zbv", "num_virtual_stages": 2}
-    layouts = [local, Layout(tp=2), Layout(tp=2, tp_engine="local", pp=2, stage_layers=((8, 8), (8, 8)), **zbv)]  # type: ignore[arg-type]
+    layouts = [local, Layout(tp=2), Layout(tp=2, tp_engine="local", pp=2, stage_layers=((8, 8), (8, 8)), **zbv)]
     candidates = [Candidate(layout=layout, precision=BF16) for layout in layouts]
     candidates.append(Candidate(layout=local, precision=Precision(level="O1-fp8", dtype="bfloat16")))
     x = inputs_of([(CANDIDATES_WORKLOAD, candidate) for candidate in candidates], CANDIDATES_CLUSTER)
     assert x.hides_sums.tolist() == [1, 0, 0, 0]
 
 
-def test_chunks_add_up_gradients_of_the_head_in_fp32() -> None:
+def test_chunks_add_up_gradients_of_the_head_in_fp32():
     candidates = [Candidate(precision=BF16, kernels=Kernels(loss_chunks=chunks)) for chunks in (1, 4)]
     x = inputs_of([(CANDIDATES_WORKLOAD, candidate) for candidate in candidates], CANDIDATES_CLUSTER)
     assert x.head_sums_bytes.tolist() == [0, 4]
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_are_refused():
     other = Workload(model=LinearModel(), data=RandomData(), seq_length=1, global_batch_size=8)
     with pytest.raises(NotImplementedError, match="linear"):
         inputs_of([(other, Candidate())], CANDIDATES_CLUSTER)

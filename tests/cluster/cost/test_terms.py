@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cost.cost_model import Calibrated, CostModel, Estimates, cost_model, derivatives
-from cluster.cost.inputs import MEMORY, SCHEDULES, TIME, WORKSPACE_BYTES, Coefficients, assumed, assumed_prior
+from cluster.cost.cost_model import Calibrated, CostModel, cost_model, derivatives
+from cluster.cost.inputs import MEMORY, SCHEDULES, TIME, WORKSPACE_BYTES, assumed, assumed_prior
 from cluster.cost.peak_memory import (
     FOREIGN,
     HABITS,
@@ -43,11 +43,11 @@ AT_STEP = {"num_microbatches": 1, "keeps_gradients": 0, "gradient_bytes": 2, "re
 """The peak is in the optimiser step."""
 
 
-def estimate(*rows: dict[str, object]) -> Estimates:
+def estimate(*rows):
     return MODEL.estimate(inputs(*rows))
 
 
-def test_terms_sum_to_step_and_peak_and_none_is_negative() -> None:
+def test_terms_sum_to_step_and_peak_and_none_is_negative():
     found = cost_model().estimate(varied(300))
     for total, terms in ((found.step_s, found.step_terms_s), (found.peak_bytes, found.peak_terms_bytes)):
         np.testing.assert_allclose(np.sum(list(terms.values()), axis=0), total)
@@ -56,14 +56,14 @@ def test_terms_sum_to_step_and_peak_and_none_is_negative() -> None:
         assert (total > 0).all()
 
 
-def test_attention_hides_a_ring_as_long_in_8_bits_as_in_16() -> None:
+def test_attention_hides_a_ring_as_long_in_8_bits_as_in_16():
     plain = {"cp": 4, "seq_length": 2**14, "peak_flops_per_s": 1e15, "base_flops_per_s": 1e15}
     seconds = estimate(row(**plain), row(**plain | {"peak_flops_per_s": 2e15})).step_terms_s
     assert seconds["context_parallel"][0] == pytest.approx(seconds["context_parallel"][1])
     assert seconds["forward"][0] > seconds["forward"][1]
 
 
-def test_estimates_do_not_depend_on_the_other_rows() -> None:
+def test_estimates_do_not_depend_on_the_other_rows():
     x = varied(40)
     together = MODEL.estimate(x)
     for i in (0, 13, 39):
@@ -72,7 +72,7 @@ def test_estimates_do_not_depend_on_the_other_rows() -> None:
         assert alone.peak_bytes[0] == pytest.approx(together.peak_bytes[i])
 
 
-LONG: dict[str, object] = {"seq_length": 2**18, "recompute": "full"}
+LONG = {"seq_length": 2**18, "recompute": "full"}
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ LONG: dict[str, object] = {"seq_length": 2**18, "recompute": "full"}
         ("constant", {}, {"tp": 2}),
     ],
 )
-def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: dict[str, object]) -> None:
+def test_memory_moves_the_right_way(term, less, more):
     terms = estimate(row(**less), row(**more)).peak_terms_bytes[term]
     assert terms[0] < terms[1]
 
 
-def heads(number: int, size: int, **changes: float) -> dict[str, object]:
+def heads(number, size, **changes):
     """Heads that are as wide together as others with the same product."""
     return {"num_heads": number, "num_kv_heads": number, "head_dim": size, **changes}
 
@@ -163,19 +163,19 @@ def heads(number: int, size: int, **changes: float) -> dict[str, object]:
         ("forward", {"peak_flops_per_s": 600e12}, {}),
     ],
 )
-def test_time_moves_the_right_way(term: str, less: dict[str, object], more: dict[str, object]) -> None:
+def test_time_moves_the_right_way(term, less, more):
     terms = estimate(row(**less), row(**more)).step_terms_s[term]
     assert terms[0] < terms[1]
 
 
-def test_gradients_and_activations_share_memory_when_gradients_are_freed() -> None:
+def test_gradients_and_activations_share_memory_when_gradients_are_freed():
     single = {"num_microbatches": 1, "keeps_gradients": 0, "recompute": "full", "micro_batch_size": 4}
     found = estimate(row(**single), row(**{**single, "num_microbatches": 8}))
     assert found.peak_bytes[0] < found.peak_bytes[1]
     assert found.peak_terms_bytes["activations"][0] == 0, "the peak is in the optimiser step"
 
 
-def test_logits_and_a_repeated_layer_share_memory() -> None:
+def test_logits_and_a_repeated_layer_share_memory():
     """The loss is over before the first layer is computed again: whichever takes more counts."""
     big = {"micro_batch_size": 8, "dp_shard": 64, "zero_stage": 3}
     found = estimate(row(**big, recompute="full", vocab=200000), row(**big, recompute="full", vocab=1000))
@@ -184,7 +184,7 @@ def test_logits_and_a_repeated_layer_share_memory() -> None:
     assert terms["recomputed"][0] == 0 < terms["recomputed"][1], "no repeated layer while the logits are there"
 
 
-def test_every_coefficient_matters_somewhere() -> None:
+def test_every_coefficient_matters_somewhere():
     x = inputs(
         row(tp=2, cp=2, pp=2, recompute="full", peak_flops_per_s=600e12, vocab=32000, loose_norms=1),
         row(dp_shard=64, zero_stage=3, hidden=512),
@@ -206,17 +206,17 @@ def test_every_coefficient_matters_somewhere() -> None:
                 assert (values[0] != values[1]).any(), coefficient.name
 
 
-def test_slopes_of_memory_are_its_derivatives() -> None:
+def test_slopes_of_memory_are_its_derivatives():
     x, at = varied(300), assumed(MEMORY)
     terms = {name: values[:, 0] for name, values in stage_bytes(x, work_of(x), at).items()}
 
-    def log_first_rank(coefficients: Coefficients) -> np.ndarray:
+    def log_first_rank(coefficients):
         return np.log(np.sum(list(stage_bytes(x, work_of(x), coefficients).values()), axis=0)[:, 0])
 
     np.testing.assert_allclose(log_slopes(x, terms, at), derivatives(log_first_rank, at), atol=1e-4)
 
 
-def test_cores_need_neither_many_tiles_nor_long_products() -> None:
+def test_cores_need_neither_many_tiles_nor_long_products():
     """On the two cores of the quickstart sweep, micro-batches of 8 without recompute ran 2.0 to 3.0 times as fast as of
     1 with it, in several recordings; tiles of an accelerator's hundred units would make that more than sixfold."""
     small = {"num_layers": 4, "hidden": 192, "ffn": 512, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32} | {
@@ -246,7 +246,7 @@ def terms(*rows):
     return step_seconds(x, work, assumed(TIME)), passes_bytes(x, work, assumed(MEMORY))
 
 
-def test_activations_on_the_host_cost_what_their_copies_stick_out() -> None:
+def test_activations_on_the_host_cost_what_their_copies_stick_out():
     """Over a link without end nothing sticks out but what computation loses to the copies; over a slow one, all."""
     kept, fast, slow = row(), row(offload_activations=1, host_bytes_per_s=1e15), row(offload_activations=1)
     slow["host_bytes_per_s"] = 1e8
@@ -259,7 +259,7 @@ def test_activations_on_the_host_cost_what_their_copies_stick_out() -> None:
     assert memory["activations"][1, 0] == held * 3 / 32
 
 
-def test_states_on_the_host_are_not_on_the_device_and_take_its_processors_time() -> None:
+def test_states_on_the_host_are_not_on_the_device_and_take_its_processors_time():
     """Of 8 ranks each updates an eighth of 6.7e9 parameters, but they share the processors."""
     seconds, memory = terms(row(), row(offload_optimizer=1), row(offload_optimizer=1, dp_shard=1, micro_batch_size=8))
     assert memory["optimizer"][1, 0] == 0 < memory["optimizer"][0, 0]
@@ -267,7 +267,7 @@ def test_states_on_the_host_are_not_on_the_device_and_take_its_processors_time()
     assert seconds["optimizer"][1] >= 6.7e9 / HOST_UPDATES_PER_S > 50 * seconds["optimizer"][0]
 
 
-def test_8_bit_operands_made_anew_keep_no_less_than_16_bits_and_leave_the_head_alone() -> None:
+def test_8_bit_operands_made_anew_keep_no_less_than_16_bits_and_leave_the_head_alone():
     wide, kept = row(), row(peak_flops_per_s=2 * 312e12)
     cast = {**kept, "casts_operands": 1}
     seconds, memory = terms(wide, kept, cast)
@@ -358,7 +358,7 @@ def peak_bytes(x):
 
 
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
-def test_a_habit_moves_the_peak_its_way(habit) -> None:
+def test_a_habit_moves_the_peak_its_way(habit):
     """Where logits are no concern they are made one: a large vocabulary, no chunks."""
     gradient_bytes = 2 if habit.name == "long gradients" else 4
     vocab = 1_000_000 if "logits" in habit.name else 32_000
@@ -368,7 +368,7 @@ def test_a_habit_moves_the_peak_its_way(habit) -> None:
     assert after != before
 
 
-def test_habits_leave_time_and_layout_alone() -> None:
+def test_habits_leave_time_and_layout_alone():
     x = varied(50)
     for habit in HABITS:
         after = habit.change(x)
@@ -376,7 +376,7 @@ def test_habits_leave_time_and_layout_alone() -> None:
             np.testing.assert_array_equal(getattr(after, name), getattr(x, name))
 
 
-def test_structures_that_do_not_differ_are_one() -> None:
+def test_structures_that_do_not_differ_are_one():
     """Without any parallelism most habits show nowhere; their structures' probabilities are added up."""
     x = inputs(row(dp_shard=1, zero_stage=0, num_microbatches=1))
     different = apart(FOREIGN, x)
@@ -387,7 +387,7 @@ def test_structures_that_do_not_differ_are_one() -> None:
     assert len(columns) > 1
 
 
-def test_structures_are_sets_of_habits_that_may_come_together() -> None:
+def test_structures_are_sets_of_habits_that_may_come_together():
     names = [{habit.name for habit in structure.habits} for structure in FOREIGN]
     assert set() in names
     assert max(map(len, names)) == MAX_HABITS
@@ -398,7 +398,7 @@ def test_structures_are_sets_of_habits_that_may_come_together() -> None:
 
 @pytest.mark.parametrize("schedule", [0, 1])
 @pytest.mark.parametrize(("pp", "num"), [(1, 4), (2, 2), (4, 4), (4, 16), (8, 64)])
-def test_closed_form_is_exact_for_equal_stages(schedule: int, pp: int, num: int) -> None:
+def test_closed_form_is_exact_for_equal_stages(schedule, pp, num):
     x = inputs(row(pp=pp, schedule=schedule, num_microbatches=num))
     stages = np.full((1, pp), 0.3)
     assert closed_form_seconds(x, stages)[0] == pytest.approx((num + pp - 1) * 0.3)
@@ -406,7 +406,7 @@ def test_closed_form_is_exact_for_equal_stages(schedule: int, pp: int, num: int)
 
 
 @pytest.mark.parametrize(("pp", "chunks", "num"), [(2, 2, 4), (4, 2, 8), (4, 4, 16)])
-def test_closed_form_is_exact_for_interleaved_stages(pp: int, chunks: int, num: int) -> None:
+def test_closed_form_is_exact_for_interleaved_stages(pp, chunks, num):
     x = inputs(row(pp=pp, schedule=2, num_virtual_stages=chunks, num_microbatches=num))
     stages = np.full((1, pp), 0.6)
     expected = (num + (pp - 1) / chunks) * 0.6
@@ -414,7 +414,7 @@ def test_closed_form_is_exact_for_interleaved_stages(pp: int, chunks: int, num: 
     assert simulated_seconds(x, stages)[0] == pytest.approx(expected)
 
 
-def test_simulation_of_many_equals_one_by_one() -> None:
+def test_simulation_of_many_equals_one_by_one():
     rng = np.random.default_rng(0)
     x = inputs(*[row(pp=4, num_microbatches=num) for num in (4, 8, 40, 200)])
     stages = rng.uniform(0.1, 0.5, (4, 4))
@@ -428,14 +428,14 @@ def test_simulation_of_many_equals_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [(0, 1), (1, 1), (2, 2), (2, 4)])
-def test_extrapolation_agrees_with_simulating_every_micro_batch(schedule: int, chunks: int) -> None:
+def test_extrapolation_agrees_with_simulating_every_micro_batch(schedule, chunks):
     x = inputs(*[row(pp=4, schedule=schedule, num_virtual_stages=chunks, num_microbatches=40)] * 10)
     stages = np.random.default_rng(1).uniform(0.7, 1.3, (10, 4))
     whole = _simulate(_operations(schedule, 4, chunks, 40), stages / chunks, 4, chunks)
     assert simulated_seconds(x, stages) == pytest.approx(whole, rel=0.02)
 
 
-def test_uneven_stages_are_simulated() -> None:
+def test_uneven_stages_are_simulated():
     x = inputs(row(pp=4, stage_layers=[14, 6, 6, 6]), row(pp=4))
     stages = np.array([[1.4, 0.6, 0.6, 0.6], [0.8, 0.8, 0.8, 0.8]])
     seconds = pipeline_seconds(x, stages)

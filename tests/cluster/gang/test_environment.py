@@ -41,7 +41,7 @@ def caches(attempt, **options):
     return {name: found[name] for name in CACHES if name in found}
 
 
-def test_compilers_caches_are_the_sweeps(monkeypatch: pytest.MonkeyPatch):
+def test_compilers_caches_are_the_sweeps(monkeypatch):
     """Alike for all attempts of a lease on a node, whatever the node's own environment; unless the sweep says where."""
     for name in CACHES:
         monkeypatch.setenv(name, "/home/me/.cache")
