@@ -60,8 +60,6 @@ CONTEXT_PARALLEL = {
     "all-gather": {"cp": 2, "cp_method": "all_gather"},
     "ulysses": {"cp": 2, "cp_method": "ulysses"},
     "ring": {"cp": 2, "cp_method": "ring"},
-    "all-gather4": {"cp": 4, "cp_method": "all_gather"},
-    "ring4": {"cp": 4, "cp_method": "ring"},
 }
 EMBEDDING = {"embedding": {}, "sharded-embedding": {"shard_embedding": True}}
 NUM_MICROBATCHES = {"m1": 1, "m2": 2, "m4": 4}

@@ -35,6 +35,8 @@ CASES = {
         "ring-expanded": (RING, {"expands": True}),
     },
     4: {
+        "all_gather4": (Layout(cp=4), {}),
+        "ring4": (dataclasses.replace(RING, cp=4), {}),
         "ring-copies-recompute": (Layout(cp=2, cp_method="ring", num_copies=2, **LOCAL_SP), {"recompute": True}),
         "ulysses4-all-heads": (dataclasses.replace(ULYSSES, cp=4), ALL_HEADS),
         "ulysses-local-sp-all-heads": (Layout(cp=2, cp_method="ulysses", **LOCAL_SP), ALL_HEADS),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import os
 import signal
@@ -18,9 +17,9 @@ from benchmarks.dryrun.cases import FAMILIES, LARGE
 from benchmarks.dryrun.gang import measured_peaks
 from benchmarks.dryrun.pipelines import PIPELINES, pipeline
 from orchestrator.planning.dry_runs import representative_rank
+from tests.trials.simulated import replies_of, simulated_peaks, simulated_runs
 from trials.dryrun.__main__ import run_children
 from trials.dryrun.estimate import BUILD, DryRunRequest, StageEstimate
-from trials.dryrun.simulate import simulate
 from trials.dryrun.small import (
     Pass,
     UnknownOrderError,
@@ -51,21 +50,6 @@ with warnings.catch_warnings():
 TOLERANCE = 0.02
 
 
-def _replies(requests, work=simulate, timeout_s=120.0):
-    # Loaders of other tests, if a child were to collect them, would raise there and keep the child's tensors alive.
-    gc.collect()
-    replies = dict(run_children(requests, work, timeout_s=timeout_s, max_children=2))
-    return [replies[i] for i in range(len(requests))]
-
-
-def _runs(requests):
-    runs = []
-    for reply in _replies(requests):
-        assert reply.run is not None, reply.failure
-        runs.append(reply.run)
-    return runs
-
-
 def _layer_size(model):
     assert isinstance(model, LlamaModel)
     return num_parameters(dataclasses.replace(model, num_layers=2)) - num_parameters(
@@ -81,7 +65,7 @@ def test_peak_is_that_of_a_real_run(name):
     spec = FAMILIES[name]
     layout = spec.candidate.layout
     ranks = [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
-    runs = _runs([DryRunRequest(spec=spec, rank=rank, mode="cpu") for rank in ranks])
+    runs = simulated_runs([DryRunRequest(spec=spec, rank=rank, mode="cpu") for rank in ranks])
     real = measured_peaks(spec)
     # gloo works on a clone of what it reduces and scatters, a layer at a time, and lets go of it when it likes.
     layer = 4 * _layer_size(spec.workload.model) if layout.zero_stage >= 2 else 0
@@ -94,7 +78,7 @@ def test_peak_is_that_of_a_real_run(name):
 def test_building_takes_what_a_real_rank_takes(name):
     """Of a model of some layers every rank; stages with fewer parameters than a tile has temporaries aside."""
     spec = FAMILIES[name]
-    (run,) = _runs([DryRunRequest(spec=spec, rank=0, mode="cpu")])
+    (run,) = simulated_runs([DryRunRequest(spec=spec, rank=0, mode="cpu")])
     real = measured_peaks(spec, of="build")
     assert run.peaks[BUILD].total_bytes == pytest.approx(real[0], rel=1e-3)
 
@@ -105,7 +89,7 @@ def test_a_rank_that_takes_most_while_it_is_built_is_estimated_by_that():
         model=LinearModel(size=1024, num_layers=1), data=RandomData(), seq_length=1, global_batch_size=1
     )
     spec = TrialSpec(workload=workload, candidate=Candidate(layout=Layout(), micro_batch_size=1))
-    (run,) = _runs([DryRunRequest(spec=spec, rank=0)])
+    (run,) = simulated_runs([DryRunRequest(spec=spec, rank=0)])
     estimate = StageEstimate.of_run(0, run)
     assert estimate.peak_phase == "build" and estimate.peak_bytes > 5 * 4 * 1024 * 1024
 
@@ -116,7 +100,7 @@ def test_attention_is_that_of_the_device_that_is_meant():
     base = FAMILIES["single, fp32"]
     by_math = dataclasses.replace(base.candidate, kernels=Kernels(attention="math"))
     specs = (base, dataclasses.replace(base, device="cuda"), dataclasses.replace(base, candidate=by_math))
-    here, on_cuda, math = (run.peak_bytes for run in _runs([DryRunRequest(spec=spec, rank=0) for spec in specs]))
+    here, on_cuda, math = simulated_peaks(specs)
     model, workload = base.workload.model, base.workload
     assert isinstance(model, LlamaModel)
     num_scores = base.candidate.micro_batch_size * model.num_heads * workload.seq_length**2
@@ -132,7 +116,7 @@ def _assert_extrapolation_is_exact(spec, stages):
     plans = [planned[stage] for stage in stages]
     small = {(one, representative_rank(one.candidate, plan.small.stage)): None for plan in plans for one in plan.specs}
     full = [(spec, representative_rank(spec.candidate, stage)) for stage in stages]
-    runs = _runs([DryRunRequest(spec=one, rank=rank) for one, rank in (*small, *full)])
+    runs = simulated_runs([DryRunRequest(spec=one, rank=rank) for one, rank in (*small, *full)])
     known = dict(zip(small, runs, strict=False))
     for plan, exact in zip(plans, runs[len(small) :], strict=True):
         made = plan.extrapolate(
@@ -240,7 +224,7 @@ def test_a_schedule_in_another_order_is_not_extrapolated():
     plans = plan_small_runs(spec)
     assert plans is not None
     (small,) = plans[0].specs
-    (run,) = _runs([DryRunRequest(spec=small, rank=0)])
+    (run,) = simulated_runs([DryRunRequest(spec=small, rank=0)])
     with pytest.raises(UnknownOrderError):
         plans[0].extrapolate([dataclasses.replace(run, passes=run.passes[::-1])])
 
@@ -253,7 +237,7 @@ def test_a_world_of_1024_ranks():
     plans = plan_small_runs(spec)
     assert plans is not None
     rank = representative_rank(plans[3].specs[0].candidate, plans[3].small.stage)
-    run = plans[3].extrapolate(_runs([DryRunRequest(spec=one, rank=rank) for one in plans[3].specs]))
+    run = plans[3].extrapolate(simulated_runs([DryRunRequest(spec=one, rank=rank) for one in plans[3].specs]))
     model_parameters = 13_015_864_320
     assert run.num_parameters * 1024 == pytest.approx(model_parameters, rel=0.05)
     assert 1e9 < run.peak_bytes < 4e9
@@ -264,7 +248,7 @@ def test_what_a_real_run_refuses_is_refused():
     spec = dataclasses.replace(
         FAMILIES["single, fp32"], candidate=dataclasses.replace(FAMILIES["single, fp32"].candidate, layout=Layout(tp=3))
     )
-    (reply,) = _replies([DryRunRequest(spec=spec, rank=0)])
+    (reply,) = replies_of([DryRunRequest(spec=spec, rank=0)])
     assert reply.failure is not None and reply.failure.reason == "infeasible"
     assert "not divisible by tp 3" in reply.failure.message
 
@@ -293,7 +277,7 @@ def _leave(_request):
 )
 def test_a_child_that_goes_wrong_is_contained(work, timeout_s, kind, words):
     request = DryRunRequest(spec=FAMILIES["single, fp32"], rank=0)
-    replies = _replies([request, request, request], work, timeout_s)
+    replies = replies_of([request, request, request], work, timeout_s)
     for reply in replies:
         assert reply.run is None and reply.failure is not None
         assert reply.failure.reason == kind and words in reply.failure.message
@@ -333,7 +317,7 @@ def _simulated(name, num_microbatches, precision=None, **layout):
     base = FAMILIES[name]
     changed = dataclasses.replace(base.candidate.layout, **layout)
     candidate = dataclasses.replace(base.candidate, layout=changed, precision=precision or base.candidate.precision)
-    (run,) = _runs(
+    (run,) = simulated_runs(
         [
             DryRunRequest(
                 spec=with_microbatches(dataclasses.replace(base, candidate=candidate), num_microbatches), rank=0

@@ -15,12 +15,11 @@ from benchmarks.dryrun.gang import measured_peaks
 from tests.support.streams import StreamRaceError, StreamWatch, WatchedEvent
 from tests.trials.gang import differences, run_gang
 from tests.trials.ranks import run_ranks
+from tests.trials.simulated import simulated_runs
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials import offload
 from trials import offload as host
-from trials.dryrun.__main__ import run_children
 from trials.dryrun.estimate import HOST_FRAGMENTATION, DryRunRequest
-from trials.dryrun.simulate import simulate
 from trials.failure import InfeasibleSpec
 from trials.legality import check
 from trials.models.built_in import next_token_loss
@@ -184,10 +183,7 @@ def test_the_device_holds_two_layers_at_a_time(name):
 
 
 def simulated(spec):
-    request = DryRunRequest(spec=spec, rank=0, mode="cpu")
-    ((_, reply),) = run_children([request], simulate, timeout_s=120.0, max_children=1)
-    assert reply.run is not None, reply.failure
-    return reply.run
+    return simulated_runs([DryRunRequest(spec=spec, rank=0, mode="cpu")])[0]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,9 @@ MORE_LAYOUTS = {
     "hsdp2-2x2": Layout(dp_replicate=2, dp_shard=2, zero_stage=2),
     "hsdp2-2x2-last": Layout(dp_replicate=2, dp_shard=2, zero_stage=2, gradient_reduction="last"),
     "zero3x4": Layout(dp_shard=4, zero_stage=3),
+    "all-gather4/zero3": Layout(cp=4, cp_method="all_gather", dp_shard=2, zero_stage=3),
+    "ring4/local-sp": Layout(cp=4, cp_method="ring", tp=2, tp_engine="local", sequence_parallel=True),
+    "ring4/1f1b": Layout(cp=4, cp_method="ring", pp=2, stage_layers=((2, 1),)),
     "1f1b-no-layer": Layout(pp=4, stage_layers=((1, 0, 2, 0),)),
     "zbv-no-layer": Layout(pp=4, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 0, 1, 0), (0, 0, 0, 1))),
 }
