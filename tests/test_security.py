@@ -219,22 +219,10 @@ def test_planted_secrets_are_nowhere(planted, tmp_path, monkeypatch):
     _check_what_ranks_saw(home)
 
 
-PASSED = (
-    *(
-        "DB_PASS",
-        "MYSQL_PWD",
-        "OPENAI_KEY",
-        "SSH_KEY",
-        "GH_PAT",
-        "COMET_KEY",
-        "AUTH",
-        "BASIC_AUTH",
-        "SENTRY_DSN",
-        "DSN",
-    ),
-    *("HF_TOKEN", "WANDB_API_KEY", "STORE_SECRET", "AWS_SECRET_ACCESS_KEY", "SIGNING_PASSPHRASE", "PGPASSWORD"),
-    *("AZURE_CREDENTIALS", "PLAIN_NAME", "LICENCE", "ACCOUNT"),
-)
+PASSED = """
+DB_PASS MYSQL_PWD OPENAI_KEY SSH_KEY GH_PAT COMET_KEY AUTH BASIC_AUTH SENTRY_DSN DSN HF_TOKEN WANDB_API_KEY STORE_SECRET
+AWS_SECRET_ACCESS_KEY SIGNING_PASSPHRASE PGPASSWORD AZURE_CREDENTIALS PLAIN_NAME LICENCE ACCOUNT
+""".split()  # noqa: SIM905
 """Twenty variables that a program needs; the last three are secret only because env_pass names them."""
 STEP_LINE = r"iter (?P<step>\d+): loss (?P<loss>\S+), time (?P<step_ms>[\d.]+)ms"
 TALKATIVE = """

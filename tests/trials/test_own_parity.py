@@ -50,15 +50,9 @@ ENCODER = PythonModel(
     facts=ModuleFacts(num_layers=3),
 )
 SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 256,
-    "max_position_embeddings": 64,
-    "head_dim": 8,
-}
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 256, "max_position_embeddings": 64, "head_dim": 8,
+}  # fmt: skip
 
 
 def decoder(model_type, head="lm_head", **keys):

@@ -55,18 +55,9 @@ MORE_LAYOUTS = {
 """Layouts that are like others of the families; tried once each."""
 
 NEUTRAL = {
-    "pp": "flat",
-    "dp": "one",
-    "tp": "whole",
-    "cp": "sequence",
-    "embedding": "embedding",
-    "batches": "m1",
-    "recompute": "keep",
-    "precision": "O0",
-    "graph": "eager",
-    "loss": "loss",
-    "offload": "device",
-}
+    "pp": "flat", "dp": "one", "tp": "whole", "cp": "sequence", "embedding": "embedding", "batches": "m1",
+    "recompute": "keep", "precision": "O0", "graph": "eager", "loss": "loss", "offload": "device",
+}  # fmt: skip
 
 
 def changed(spec, **knobs):
