@@ -44,7 +44,7 @@ def _secrets_are_forgotten():
         os.environ[secrets.VARIABLES] = before
 
 
-WEIGHTS = {"slow": 5, "exhaustive": 1, "ray": 10, "fault": 5}
+WEIGHTS = {"slow": 5, "exhaustive": 1, "ray": 10, "fault": 5, "representative": 2}
 """About how long a test of a marker takes, relative to each other."""
 PATIENT_S = 500
 """From here on a time limit tells of a test that takes minutes."""

@@ -1,25 +1,32 @@
-"""Which attention kernel is taken where, and attention put together from parts of the keys."""
+"""Which attention kernel is taken where, attention put together from parts of the keys, and context parallelism."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.trials.tiny import tiny_spec
+from tests.trials.ranks import run_ranks
+from tests.trials.split_models import differences, many
+from tests.trials.tiny import SHAPE, tiny_spec
 from trials.attention import Back, Merged, Parts, add_part, attend, attend_backward, packed, plan_attention, plus_packed
 from trials.dryrun.estimate import DryRunRequest
 from trials.dryrun.tracker import fake_process_group
 from trials.kernels import attention_plan
-from trials.parallel.context import GatheredAttention, RingAttention
+from trials.models.built_in import rotary_table
+from trials.parallel.context import GatheredAttention, RingAttention, by_holder, in_order, split_sequence
 from trials.parallel.mesh import Group
-from trials.spec import Kernels, LlamaModel, Precision
+from trials.spec import Kernels, Layout, LlamaModel, Precision
 
 GROUPED = LlamaModel(hidden_size=512, num_layers=1, num_heads=8, num_kv_heads=2, ffn_hidden_size=512)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -215,3 +222,66 @@ def test_keys_and_values_travel_while_others_are_attended_to(function, forward, 
     assert launches.names == forward and back.names == backward
     for one in (launches, back):
         assert one.reads_received == [False, *[True] * (one.names.count("attend") - 1)], "the first are its own"
+
+
+ULYSSES, RING = (Layout(cp=2, cp_method=method) for method in ("ulysses", "ring"))
+ALL_HEADS = {"shape": dataclasses.replace(SHAPE, num_kv_heads=4)}
+LOCAL_SP = {"tp": 2, "tp_engine": "local", "sequence_parallel": True}
+CASES = {
+    2: {
+        "all_gather": (Layout(cp=2), {}),
+        "ulysses": (ULYSSES, {}),
+        "ring": (RING, {}),
+        "ring-math": (RING, {"attention": "math"}),
+        "ring-selective": (RING, {"selective": r"attention\.scaled_dot_product_attention"}),
+        "all_gather-math": (Layout(cp=2), {"attention": "math"}),
+        "all_gather-expanded": (Layout(cp=2), {"expands": True}),
+        "ulysses-expanded": (ULYSSES, {"expands": True}),
+        "ring-expanded": (RING, {"expands": True}),
+    },
+    4: {
+        "all_gather4": (Layout(cp=4), {}),
+        "ring4": (dataclasses.replace(RING, cp=4), {}),
+        "ring-copies-recompute": (Layout(cp=2, cp_method="ring", num_copies=2, **LOCAL_SP), {"recompute": True}),
+        "ulysses4-all-heads": (dataclasses.replace(ULYSSES, cp=4), ALL_HEADS),
+        "ulysses-local-sp-all-heads": (Layout(cp=2, cp_method="ulysses", **LOCAL_SP), ALL_HEADS),
+    },
+}
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))
+def test_the_parts_of_all_ranks_make_the_sequence(cp, piece, num_sequences):
+    length = 2 * cp * piece
+    tokens = torch.arange(num_sequences * length).view(num_sequences, length)
+    parts = [split_sequence(tokens, index, cp) for index in range(cp)]
+    assert {part.shape for part in parts} == {(num_sequences, length // cp)}
+    whole = in_order(torch.stack(parts)[..., None])
+    assert torch.equal(whole[..., 0], tokens)
+    assert torch.equal(by_holder(whole, cp)[..., 0], torch.stack(parts))
+
+
+def test_every_rank_attends_to_the_same_number_of_keys():
+    num_keys = torch.arange(1, 33)[None]
+    assert {int(split_sequence(num_keys, index, 4).sum()) for index in range(4)} == {int(num_keys.sum()) // 4}
+
+
+def test_rotary_positions_are_those_of_the_part():
+    table = rotary_table(16, 8, 1e4)
+    assert torch.equal(split_sequence(table, 1, 2), torch.cat([table[:, 4:8], table[:, 8:12]], dim=1))
+
+
+@functools.cache
+def results(world_size):
+    cases = {"one": (Layout(), {}), "one-all-heads": (Layout(), ALL_HEADS)} if world_size == 1 else CASES[world_size]
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(zip(cases, run_ranks(many, world_size, Path(folder), list(cases.values()))[0], strict=True))
+
+
+@pytest.mark.representative("2-all_gather", "2-ulysses", "2-ring")
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])
+def test_loss_and_gradients_are_those_of_one_process(world_size, name):
+    reference = results(1)["one-all-heads" if name.endswith("all-heads") else "one"]
+    loss, grads = differences(results(world_size)[name], reference)
+    assert loss <= 2e-6 and grads <= 1e-5, (loss, grads)

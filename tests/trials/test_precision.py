@@ -1,4 +1,4 @@
-"""Loss scaling, 16-bit weights, autocast lists and 8-bit floats."""
+"""Loss scaling, 16-bit weights and their update, autocast lists and 8-bit floats."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from trials.recompute import apply_recompute
 from trials.reports import OperatorCast
 from trials.sizes import chunks_of_stage
 from trials.spec import ImageFolderData, Layout, LossScale, Precision, Recompute, ResNetModel, SelectiveRecompute
+from trials.training import optimizer as adamw
 from trials.training.loop import parallelize
 from trials.training.optimizer import LocalAdamW
 
@@ -428,3 +429,43 @@ def test_the_package_says_nothing_when_it_is_imported():
     code = "from trials.precision import torchao_float8\nwith torchao_float8() as it: it.Float8LinearConfig"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
+
+
+WORKSPACE_BYTES = 4 * 100
+
+
+def spied(monkeypatch):
+    """Bytes of fp32 gradients and the options of every call of torch's update from now on."""
+    calls = []
+    update = adamw.adamw
+
+    def noted(params, grads, *states, **options):
+        calls.append((sum(grad.nbytes for grad in grads), options))
+        update(params, grads, *states, **options)
+
+    monkeypatch.setattr(adamw, "adamw", noted)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_are_torchs_own_by_the_fused_kernel_in_bounded_memory(dtype, monkeypatch):
+    monkeypatch.setattr(adamw, "WORKSPACE_BYTES", WORKSPACE_BYTES)
+    calls = spied(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in (250, 60, 30)]
+    wide = [torch.nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    optimizer = LocalAdamW([HeldParameter(parameter) for parameter in parameters], lr=1e-2)
+    reference = torch.optim.AdamW(wide, lr=1e-2, fused=False, foreach=False)
+    for _ in range(3):
+        for parameter, copy in zip(parameters, wide, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+            copy.grad = parameter.grad.float()
+        optimizer.step()
+        reference.step()
+    for parameter, copy in zip(parameters, wide, strict=True):
+        torch.testing.assert_close(
+            parameter.detach(), copy.detach().to(dtype), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5
+        )
+    assert all(options["fused"] and not options["foreach"] for _, options in calls)
+    if dtype != torch.float32:
+        assert len(calls) > 3 and max(num_bytes for num_bytes, _ in calls) <= WORKSPACE_BYTES
