@@ -135,8 +135,8 @@ NOT_FOR |= {(model, knob) for model, those in OF_VARIANTS.items() for knob in KN
 others show."""
 CASES = [f"{model}/{knob}" for model in MODELS for knob in KNOBS if (model, knob) not in NOT_FOR]
 FEW = [
-    *(f"encoder/{knob}" for knob in ("accumulation", "full", "O1", "zero2", "zero3", "ddp", "pp", "tp")),
-    *(f"llama/{knob}" for knob in ("tp-chunks", "zero3-full-O1", "tp", "pp")),
+    *(f"encoder/{knob}" for knob in ("full", "O1", "zero3", "pp", "tp")),
+    *(f"llama/{knob}" for knob in ("tp-chunks", "zero3-full-O1", "pp")),
 ]
 
 
