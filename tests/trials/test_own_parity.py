@@ -49,6 +49,13 @@ ENCODER = PythonModel(
     ),
     facts=ModuleFacts(num_layers=3),
 )
+CONVOLVER = PythonModel(
+    model=f"{MODULE}:convolver",
+    loss=f"{MODULE}:loss",
+    layers="blocks",
+    cwd=str(ROOT),
+    facts=ModuleFacts(num_layers=2, has_convolutions=True),
+)
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "vocab_size": 256, "max_position_embeddings": 64, "head_dim": 8,
@@ -62,6 +69,7 @@ def decoder(model_type, head="lm_head", **keys):
 
 MODELS = {
     "encoder": ENCODER,
+    "convolver": CONVOLVER,
     "llama": decoder("llama"),
     "qwen3": decoder("qwen3", tie_word_embeddings=False),
     "qwen3-tied": decoder("qwen3", tie_word_embeddings=True),
@@ -120,10 +128,21 @@ KNOBS = {
     "tp-zero2": {"layout": Layout(tp=2, dp_shard=2, zero_stage=2)},
     "tp-pp": {"layout": Layout(tp=2, **PIPELINE), "micro_batch_size": 2},
     "O1-fp16": {"precision": Precision(level="O1", dtype="float16", loss_scale=LossScale())},
+    "nhwc": {"kernels": Kernels(memory_format="nhwc", cudnn_tuning_range=(1, 1))},
+    "auto": {"kernels": Kernels(memory_format="auto")},
+    "nhwc-zero3-O1": {
+        "layout": Layout(dp_shard=2, zero_stage=3),
+        "kernels": Kernels(memory_format="nhwc"),
+        "precision": O1,
+    },
 }
 NOT_FOR = {("qwen3-tied", knob) for knob in KNOBS if "pp" in knob or "zbv" in knob}
 NOT_FOR |= {(model, knob) for model in ("encoder", "headless") for knob in KNOBS if "chunks" in knob}
 NOT_FOR |= {("headless", knob) for knob in KNOBS if "tp" not in knob and knob != "one"}
+DATASETS = {"convolver": f"{MODULE}:pictures"}
+OF_IMAGES = ("nhwc", "auto", "nhwc-zero3-O1")
+NOT_FOR |= {(model, knob) for model in MODELS for knob in KNOBS if model != "convolver" and knob in OF_IMAGES}
+NOT_FOR |= {("convolver", knob) for knob in KNOBS if knob not in OF_IMAGES}
 OF_VARIANTS = {
     "qwen3": "one accumulation O1 block zero1 zero3 tp tp-full pp zbv tp-chunks-zbv",
     "qwen3-tied": "one block zero1 zero3 tp tp-zero2 chunks-zero3-O2 tp-chunks",
@@ -136,6 +155,7 @@ others show."""
 CASES = [f"{model}/{knob}" for model in MODELS for knob in KNOBS if (model, knob) not in NOT_FOR]
 FEW = [
     *(f"encoder/{knob}" for knob in ("full", "O1", "zero3", "pp", "tp")),
+    "convolver/nhwc",
     *(f"llama/{knob}" for knob in ("tp-chunks", "zero3-full-O1", "pp")),
 ]
 
@@ -143,7 +163,11 @@ FEW = [
 def spec_of(case):
     name, _, knob = case.partition("/")
     model = MODELS[name]
-    data = PythonData(dataset=f"{MODULE}:dataset", cwd=str(ROOT)) if isinstance(model, PythonModel) else TextData()
+    data = (
+        PythonData(dataset=DATASETS.get(name, f"{MODULE}:dataset"), cwd=str(ROOT))
+        if isinstance(model, PythonModel)
+        else TextData()
+    )
     workload = Workload(
         model=model,
         data=data,
@@ -164,7 +188,7 @@ def spec_of(case):
 def results(world_size, few):
     names = [case for case in CASES if size_of(case) == world_size and (case in FEW) == few]
     if world_size == 1 and few:
-        names += ["encoder/one", "llama/one"]  # what the others are compared with
+        names += ["encoder/one", "convolver/one", "llama/one"]  # what the others are compared with
     with tempfile.TemporaryDirectory() as folder:
         return dict(zip(names, run_gang([spec_of(name) for name in names], Path(folder)), strict=True))
 
