@@ -49,7 +49,7 @@ from tests.goldens import frameworks as programs_of
 from tests.goldens import outside
 from tests.orchestrator.frameworks import commands, programs
 from tests.orchestrator.frameworks.configurations import WORKLOAD
-from tests.orchestrator.proof import play
+from tests.orchestrator.proof import gates, play
 from tests.orchestrator.space.candidate_strategies import canonicalize
 from tests.support.story import created, ended, evidence, failures, launched, measured, not_believed, proposed
 from tests.support.sweep_files import FULL, LINEAR, RESNET, SIMULATED, SMALL, changed, topology, write
@@ -378,7 +378,7 @@ def _command(command):
     return f"{type(command).__name__}({', '.join(f'{n}={v}' for n, v in values.items() if v not in (None, ()))})"
 
 
-KINDS["plays"] = play.played
+KINDS |= {"plays": play.played, "gates": gates.gates, "script_gates": gates.script_gates}
 
 
 # ---- commands ----
