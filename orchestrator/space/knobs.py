@@ -45,6 +45,7 @@ from trials.spec import (
     Kernels,
     Model,
     OwnChoice,
+    OwnModel,
     Precision,
     ResNetModel,
     Schedule,
@@ -416,7 +417,8 @@ def _attends(model: Model | None) -> bool:
 
 
 def _convolves(model: Model | None) -> bool:
-    return isinstance(model, ScriptModel | ResNetModel)
+    is_known = isinstance(model, OwnModel) and model.facts.has_convolutions
+    return is_known or isinstance(model, ScriptModel | ResNetModel)
 
 
 # What signs show
@@ -758,7 +760,7 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "kernels.cudnn_tuning_range",
         CudnnValue,
-        "off, or {first: 1, last: 10}: steps in which cuDNN measures its convolutions. "
+        "off, on, or {first: 1, last: 10}, which is on: steps in which cuDNN measures its convolutions. "
         "Becomes off for models without convolutions.",
         Sign(
             "cudnn{A-B}",
