@@ -131,8 +131,6 @@ HOOK_FOLDER = Path(__file__).parent / "hook"
 
 REPORT_VARIABLE = "TUNE_CLUSTER_REPORT"
 """Folder of the lines and of ``stop``."""
-COUNT_FLOPS_VARIABLE = "TUNE_CLUSTER_COUNT_FLOPS"
-"""``1``: the hook counts the floating-point operations of one step."""
 VARIABLES_VARIABLE = "TUNE_CLUSTER_VARIABLES"
 """Names of the environment variables of the candidate's, which the hook watches."""
 MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"
