@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.cost.usual import built_in_knob
 from orchestrator.draft.observed import PROVABLE, Filled, Looked, template, with_value
 from orchestrator.draft.static_reading import (
     ScriptOption,
@@ -275,7 +276,19 @@ def _own(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], *, is_gpu: 
             if option.negative:
                 yield option.negative[0], [False, True]
             continue
-        yield option.names[0], {"values": [False, True], "memory": memory} if memory else [False, True]
+        yield option.names[0], _described(option.names[0], role, memory)
+
+
+KNOB_OF = {"amp": "precision", "checkpointing": "recompute", "compile": "compile"}
+"""Built-in knob that a switch of this role stands for."""
+
+
+def _described(name: str, role: str, memory: str | None) -> Any:
+    """The section of a switch, with the built-in knob that it stands for where its name does not say so."""
+    section: dict[str, Any] = {"values": [False, True], **({"memory": memory} if memory else {})}
+    if built_in_knob(name, True) is None:
+        section["role"] = KNOB_OF[role]
+    return section if len(section) > 1 else section["values"]
 
 
 def _is_amp_tried(option: ScriptOption, is_gpu: bool) -> bool:

@@ -122,16 +122,14 @@ def accelerator() -> Any | None:
     return None
 
 
-def synchronize() -> None:
+def synchronize(backend: Any | None) -> None:
     """Waits until the device has done all that was asked of it."""
-    backend = accelerator()
     if backend is not None:
         backend.synchronize()
 
 
-def memory() -> dict[str, int]:
+def memory(backend: Any | None) -> dict[str, int]:
     """Peaks since the process began: of the device's allocator, or on CPU of the resident set."""
-    backend = accelerator()
     if backend is None:
         return _resident()
     return {
@@ -218,7 +216,7 @@ class Steps:
     def begin(self, source: str, **values: Any) -> None:
         """The first step of a training loop begins."""
         self.flush()
-        synchronize()
+        synchronize(accelerator())
         self.loaded(source)
         emit(source, event="begin", pid=os.getpid(), stack_signal=self.stack_signal, **values)
         self.forget_losses()
@@ -250,8 +248,8 @@ class Steps:
         """
         self.flush()
         self.parts.close()
-        host_ended = time.perf_counter()
-        synchronize()
+        host_ended, backend = time.perf_counter(), accelerator()
+        synchronize(backend)
         now = time.perf_counter()
         self.loaded(source)
         self.count += 1
@@ -262,12 +260,12 @@ class Steps:
             line["cpu_s"] = round(max(0.0, time.thread_time() - self._last_cpu), 7)
             line.update({name: min(seconds, step_time_s) for name, seconds in self.parts.take().items()})
             line.update({**self.collectives.take(), **(self.compiler.take() or {})})
-            if accelerator() is not None:
+            if backend is not None:
                 line["ahead_s"] = round(now - host_ended, 7)
         self._backwards = len(self._losses)
         if "loss" not in values:
             line.update(self.backward_losses())
-        line.update(memory())
+        line.update(memory(backend))
         line.update(values)
         self.forget_losses()
         if self._is_watched:
