@@ -55,7 +55,7 @@ from orchestrator.tracking.mlflow_store import earlier_trials
 from orchestrator.tracking.mlflow_tracker import Tracker
 from trials.files import digest, is_disk_full
 from trials.secrets import redact
-from trials.spec import ProfileSpec, ScriptModel
+from trials.spec import ScriptModel
 
 # What a sweep rests on, settled when it is created and kept when it is resumed: plan, prior knowledge, search.
 
@@ -231,10 +231,18 @@ def _created(
         num_earlier_trials=len(known.earlier),
         num_earlier_sweeps=num_sweeps(known.earlier),
         proof=spec.proof,
-        profiled=() if spec.profile is None else tuple(str(name) for name in spec.profile.trials),
-        profile=ProfileSpec() if spec.profile is None else spec.profile.to_spec(),
+        profiled=_profiled(spec),
+        profile=spec.profile.to_spec(),
+        is_profile_auto=spec.profile.is_auto,
         objective=spec.to_objective(topology),
     )
+
+
+def _profiled(spec: SweepSpec) -> tuple[str, ...]:
+    """The trials to be profiled at the end, by name; nothing of a cluster that does not exist."""
+    is_possible = spec.cluster.kind != "simulated" and (spec.script is None or spec.script.hook)
+    is_wanted = spec.profile.is_on and (is_possible or not spec.profile.is_auto)
+    return tuple(map(str, spec.profile.trials)) if is_wanted else ()
 
 
 def _fingerprint(spec: SweepSpec, topology: Topology) -> dict[str, str]:
@@ -420,9 +428,8 @@ def _attempts(ledger: Ledger) -> Path:
 
 
 def _profile_copies(spec: SweepSpec, ledger: Ledger) -> list[ProfileCopies]:
-    if spec.profile is None or spec.profile.output is None:
-        return []
-    return [ProfileCopies(Path(spec.profile.output), ledger.folder)]
+    output = spec.profile.output if spec.profile.is_on else None
+    return [ProfileCopies(Path(output), ledger.folder)] if output is not None else []
 
 
 def _projections(spec: SweepSpec, ledger: Ledger, home: Home) -> list[Projection]:

@@ -405,6 +405,8 @@ class SweepCreated:
     profiled: tuple[str, ...] = ()
     """Trials to be profiled at the end: a number, ``baseline`` or ``winner``."""
     profile: ProfileSpec = field(default_factory=ProfileSpec)
+    is_profile_auto: bool = False
+    """Whether they are profiled only where that costs little of what the sweep has cost."""
     objective: Objective = field(default_factory=Objective)
     """What counts as faster."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.trials.profiling.test_trace import event
-from trials.profiling.profiler import (
+from trials.profiling.traces import (
     MARK,
     MAX_OPERATORS,
     mean_times,

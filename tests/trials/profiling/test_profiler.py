@@ -15,7 +15,7 @@ from tests.trials.gang import RankFailure, run_gang
 from tests.trials.tiny import SHAPE, tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
-from trials.profiling.profiler import (
+from trials.profiling.traces import (
     check_profile,
     lasting,
     load_trace,

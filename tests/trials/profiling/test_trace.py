@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trials.profiling.profiler import intersect, lasting, length, load_trace, step_times, subtract, union
+from trials.profiling.traces import intersect, lasting, length, load_trace, step_times, subtract, union
 from trials.reports import StepTimes
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)).map(lambda pair: (pair[0], sum(pair))))

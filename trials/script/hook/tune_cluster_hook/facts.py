@@ -288,7 +288,8 @@ class Facts:
 
     def __init__(self) -> None:
         self.wants_root = True
-        self._root: Any = None
+        self.root: Any = None
+        """The model that the program trains, once it is known."""
         self._handles: list[Any] = []
         self._spine: list[Calls] = []
         self._layers: list[list[Calls]] = []
@@ -308,7 +309,7 @@ class Facts:
         self.wants_root = False
         if root is None:
             return
-        self._root = root
+        self.root = root
         self._compiled = any_compiled(root)
         for module in spine(root):
             calls = Calls()
@@ -352,7 +353,7 @@ class Facts:
     @guarded("parameters")
     def _of_model(self) -> dict[str, int]:
         """Sizes of the model, if it is known."""
-        return {} if self._root is None else facts(self._root)
+        return {} if self.root is None else facts(self.root)
 
     def _remove(self) -> None:
         for handle in self._handles:

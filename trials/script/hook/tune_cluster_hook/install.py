@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any, Callable, Sequence
 
-from . import framework_hooks, steps
+from . import framework_hooks, steps, window
 from .steps import STEPS
 
 HOOKS: dict[str, Callable[[Any], None]] = {
@@ -67,6 +67,9 @@ class AfterImport:
 def install() -> None:
     """Called by ``sitecustomize`` in every Python that the trial starts, launchers and helpers among them."""
     sys.meta_path.insert(0, AfterImport())
+    if os.environ.get(window.VARIABLE):
+        HOOKS.update(window.HOOKS)
+        steps.guarded("profile")(window.install)()
     STEPS.stack_signal = _register_stacks()
     _watch_errors()
     atexit.register(_at_exit)

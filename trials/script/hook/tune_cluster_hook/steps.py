@@ -31,6 +31,8 @@ def _load_api() -> Any:
 
 _api = _load_api()
 _channel = _api.Channel()
+rank: Callable[[], str] = _api.rank
+"""Number of this process among all of the training, as text."""
 _noted: set[str] = set()
 
 
@@ -200,6 +202,8 @@ class Steps:
         self._pending: dict[str, Any] | None = None
         self._said_by = 0
         self._is_watched = False
+        self.after_step: Callable[[int], None] | None = None
+        """Called with the number of steps that are over, before the line of the last one is written."""
 
     def claim(self, level: int) -> bool:
         """Silences sources that know less. Whether this one may speak."""
@@ -259,6 +263,8 @@ class Steps:
         if self._is_watched:
             line["watched"] = True
         self._pending = line
+        if self.after_step is not None:
+            self.after_step(self.count)
         if not hold:
             self.flush()
         self.restart_clock()
