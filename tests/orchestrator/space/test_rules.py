@@ -200,7 +200,7 @@ def test_every_rule_fires_exactly_when_its_arithmetic_says_so(candidate, workloa
 
 
 OF_OTHER_MODELS = {"own-pipeline", "own-tensor-parallel", "fp8-model"}
-"""Rules that Llamas cannot break; see tests/trials/models/test_own_modules.py, and below."""
+"""Rules that Llamas cannot break; see tests/trials/test_own_modules.py, and below."""
 
 
 def test_every_rule_is_put_to_the_test():

@@ -261,11 +261,11 @@ def _held(root: Any) -> tuple[list[dict[str, Any]], int]:
     return found[:MAX_TENSORS], sum(one["bytes"] for one in found)
 
 
-HOOKS: dict[str, Callable[[Any], None]] = {
-    "torch._dynamo.symbolic_convert": listen,
-    "torch._dynamo.convert_frame": listen,
-    "torch._dynamo.guards": listen,
-    "torch._dynamo.exc": listen,
+HOOKS: dict[str, tuple[Callable[[Any], None], ...]] = {
+    "torch._dynamo.symbolic_convert": (listen,),
+    "torch._dynamo.convert_frame": (listen,),
+    "torch._dynamo.guards": (listen,),
+    "torch._dynamo.exc": (listen,),
 }
 """What happens when the program has imported a module, in a run that is recorded."""
 
