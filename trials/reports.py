@@ -661,6 +661,8 @@ class ScriptReport:
     """The same for samples."""
     num_steps_seen: int = 0
     """Optimiser steps that it told of, those beyond the required ones included."""
+    longest_sample: int = 0
+    """Tokens of the longest samples that the program's loaders gave; 0: not known."""
     exit_code: int | None = None
     """How the command ended, negative for a signal; None where it was still running and was ended."""
     extras: tuple[tuple[str, ...], ...] = ()
@@ -695,6 +697,7 @@ def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
         samples_per_step=next((r.samples_per_step for r in ranks if r.samples_per_step is not None), None),
         num_steps_seen=max(rank.num_steps_seen for rank in ranks),
         exit_code=speaking.exit_code,
+        longest_sample=max(rank.longest_sample for rank in ranks),
         extras=speaking.extras,
         notes=tuple(notes)[:MAX_NOTES],
     )

@@ -35,6 +35,7 @@ from orchestrator.planning.dry_runs import (
     known_topology,
     load_estimates,
     load_profile,
+    memory_limit_bytes,
 )
 from orchestrator.planning.planner import Plan, check_plan, make_plan, plan_document
 from orchestrator.planning.predictions import PriorKnowledge, relative_search_predictor, search_predictor
@@ -233,9 +234,17 @@ def _created(
         proof=spec.proof,
         profiled=_profiled(spec),
         profile=spec.profile.to_spec(),
+        rank_memory_bytes=_rank_memory_bytes(spec, topology),
         is_profile_auto=spec.profile.is_auto,
         objective=spec.to_objective(topology),
     )
+
+
+def _rank_memory_bytes(spec: SweepSpec, topology: Topology) -> int | None:
+    """Memory of a rank: as the file says, else of its device, on CPUs its share of the host's."""
+    if (limit := memory_limit_bytes(spec, topology)) is not None:
+        return limit
+    return min((n.host_memory_bytes // n.num_devices for n in topology.nodes if n.host_memory_bytes), default=None)
 
 
 def _profiled(spec: SweepSpec) -> tuple[str, ...]:

@@ -270,6 +270,8 @@ def file_lines(tables: ProfileTables, found: Sequence[Path]) -> Iterator[str]:
         yield f"in {folder}"
         of = [file for file in tables.files if file.name in here and here[file.name].parent == folder]
         yield from (f"  {file.name}  {units.num_bytes(file.num_bytes)}" for file in of)
+        others = [path.name for path in found if path.parent == folder and path.name not in {file.name for file in of}]
+        yield from (f"  {name}  of all recorded ranks" for name in others)
     yield from (_elsewhere(file) for file in tables.files if file.name not in here)
 
 

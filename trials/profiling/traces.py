@@ -127,6 +127,12 @@ def _activity(events: list[Event]) -> tuple[list[Interval], list[Interval]]:
     return communication, _cpu_computation([event for event in events if event.get("cat") == "cpu_op"])
 
 
+def is_collective(event: Event) -> bool:
+    """Whether an event lasts from the start of a collective to its end."""
+    is_kernel = event.get("cat") == "kernel" and "nccl" in event["name"].lower()
+    return is_kernel or _CPU_COLLECTIVE.match(event["name"]) is not None
+
+
 def _cpu_computation(operators: list[Event]) -> list[Interval]:
     """Intervals of torch's operators and compiled code, less waiting for collectives inside of them.
 

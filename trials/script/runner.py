@@ -665,6 +665,7 @@ def _report(
         losses=judge.per_step("loss"),
         grad_norms=judge.per_step("grad_norm"),
         model_flops_per_token=command.model_flops_per_token,
+        step_memory_bytes=judge.peaks("rss_bytes" if command.device == "cpu" else "allocated_bytes"),
         samples_per_step=_amount(script.samples_per_step, command.samples_per_step),
         findings=Findings(script=script),
         num_ranks=rank.num_devices if command.launcher == "own" else 1,

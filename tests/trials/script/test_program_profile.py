@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
+import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,7 @@ from cluster.base import Deadlines
 from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
 from cluster.node.agent import SCRIPT_PRELOAD
+from orchestrator.report.timeline import clock_shifts_us, write_timeline
 from tests.cluster import scripts
 from tests.cluster.gangs import run
 from tests.trials.script.hooked import PROGRAMS, launch
@@ -18,6 +24,7 @@ from tests.trials.script.programs.profiled_loop import SLOW_S
 from trials.files import to_json
 from trials.outcome import Measured
 from trials.profiling.program_profile import read_window, windows
+from trials.profiling.traces import load_trace
 from trials.reports import CollectiveCount, RankProfile
 from trials.script.command import ScriptCommand
 from trials.spec import ProfileSpec, Protocol
@@ -67,8 +74,26 @@ def test_two_ranks_of_an_unchanged_program(tmp_path):
         assert (Path(profile.folder) / profile.files[0].name).is_file()
     own_s = [profile.times.total_s - profile.times.uncovered_communication_s for profile in profiles]
     assert own_s[1] - own_s[0] > SLOW_S / 2, "the slow rank does not wait for the other"
+    one_timeline(tmp_path / "merged", profiles)
     slept = [gap for gap in profiles[1].gaps if gap.time_s > SLOW_S / 2]
     assert slept and slept[0].before, "what it sleeps is free time, with the operator that comes after it"
+
+
+def one_timeline(folder, profiles):
+    """The ranks' traces together, by one clock even where the second rank's runs five seconds ahead."""
+    folder.mkdir()
+    traces = {profile.rank: Path(profile.folder) / profile.files[0].name for profile in profiles}
+    timeline, steps = write_timeline(folder, traces, ["a", "a"])
+    events = json.loads(gzip.decompress(timeline.read_bytes()))["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    rows = list(csv.DictReader(io.StringIO(steps.read_text())))
+    num_rows = Counter((row["rank"], row["row"]) for row in rows)
+    assert num_rows["0", "step"] == num_rows["1", "step"] == 3
+    assert num_rows["0", "collective"] == num_rows["1", "collective"] == 6, "a bucket and a mean in each step"
+    ahead = {rank: load_trace(path) for rank, path in traces.items()}
+    for event in ahead[1]["traceEvents"]:
+        event["ts"] = event.get("ts", 0.0) + 5e6
+    assert clock_shifts_us(ahead, ["a", "b"])[1] == pytest.approx(-5e6, abs=1e5)
 
 
 BREAKS = """

@@ -441,6 +441,16 @@ def _first_tensor(value: Any, depth: int = 3) -> Any:
     return next((found for found in (_first_tensor(item, depth - 1) for item in items) if found is not None), None)
 
 
+def sequence_length(batch: Any, depth: int = 2) -> int:
+    """Tokens of a batch's samples: the second size of its first tensor of integers that has one; 0 without any."""
+    if hasattr(batch, "dim") and hasattr(batch, "is_floating_point"):
+        return int(batch.shape[1]) if batch.dim() > 1 and not batch.is_floating_point() else 0
+    if not depth or isinstance(batch, str):
+        return 0
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((size for item in items if (size := sequence_length(item, depth - 1))), 0)
+
+
 def _versions() -> dict[str, str]:
     found = {name: getattr(sys.modules.get(name), "__version__", None) for name in PACKAGES.split()}
     return {name: str(version) for name, version in found.items() if version is not None}

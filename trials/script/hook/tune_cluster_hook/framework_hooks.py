@@ -11,7 +11,7 @@ import time
 import weakref
 from typing import Any, Callable
 
-from .facts import FACTS, uncounted
+from .facts import FACTS, sequence_length, uncounted
 from .steps import (
     ENGINE,
     FOLDER_VARIABLE,
@@ -210,13 +210,15 @@ def data_loader(module: Any) -> None:
 
     @functools.wraps(following)
     def timed(self: Any) -> Any:
-        began = time.perf_counter()
+        began, batch = time.perf_counter(), None
         try:
-            return following(self)
+            batch = following(self)
+            return batch
         finally:
             if threading.current_thread() is threading.main_thread():
                 STEPS.waited(time.perf_counter() - began)
                 _loaded(self)
+                _measured(batch)
 
     iterator.__next__ = timed
 
@@ -226,6 +228,12 @@ def _loaded(iterator: Any) -> None:
     """Which loader gives batches while gradients are wanted."""
     if sys.modules["torch"].is_grad_enabled():
         STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
+
+
+@guarded("samples")
+def _measured(batch: Any) -> None:
+    """How long the samples of a batch of sequences are."""
+    STEPS.saw_length(sequence_length(batch))
 
 
 # ---- DeepSpeed: a step is what its engine does at the boundary of gradient accumulation, in pipelines as well

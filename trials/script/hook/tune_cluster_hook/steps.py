@@ -208,6 +208,8 @@ class Steps:
         self._backwards = 0
         self._optimizers: set[int] = set()
         self._loader: dict[str, int] = {}
+        self._length = 0
+        """Tokens of the longest samples since the last step."""
 
     def claim(self, level: int) -> bool:
         """Silences sources that know less. Whether this one may speak."""
@@ -261,6 +263,8 @@ class Steps:
         self._backwards = len(self._losses)
         if "loss" not in values:
             line.update(self.backward_losses())
+        if self._length:
+            line["sample_length"], self._length = self._length, 0
         line.update(memory())
         line.update(values)
         self._data_s = 0.0
@@ -308,6 +312,10 @@ class Steps:
         self._loader = {"num_workers": num_workers}
         if isinstance(batch_size, int):
             self._loader["loader_batch_size"] = batch_size
+
+    def saw_length(self, length: int) -> None:
+        """A batch has come whose samples have so many tokens; 0: it is none of sequences."""
+        self._length = max(self._length, length)
 
     def saw(self, optimizer: Any) -> None:
         """An optimiser steps; wrappers of one share its parameters."""
