@@ -70,7 +70,7 @@ _enabled: set[str] = set()
 
 def listen(module: Any) -> None:
     """A module of torch's compiler that tells of graph breaks or recompilations has been imported."""
-    state = getattr(sys.modules.get("torch._logging._internal"), "log_state", None)
+    state: Any = getattr(sys.modules.get("torch._logging._internal"), "log_state", None)
     for name in ("graph_breaks", "recompiles"):
         is_shown = name not in _enabled and hasattr(state, "artifact_names") and name in state.artifact_names
         log = logging.getLogger(f"{module.__name__}.__{name}")
@@ -153,7 +153,7 @@ class Window:
         backend = accelerator()
         if backend is not None:
             self._meta["start_bytes"] = int(backend.memory_allocated())
-            memory = getattr(backend, "memory", None)
+            memory: Any = getattr(backend, "memory", None)
             if self._has_memory and hasattr(memory, "_record_memory_history"):
                 memory._record_memory_history()
         self._profiler = _profiler(memory=True)
@@ -193,7 +193,7 @@ class Window:
         profiler.export_chrome_trace(_path(kind))
 
     def _write_snapshot(self) -> None:
-        memory = getattr(accelerator(), "memory", None)
+        memory: Any = getattr(accelerator(), "memory", None)
         if self._has_memory and hasattr(memory, "_dump_snapshot"):
             memory._dump_snapshot(_path("memory.pickle"))
             memory._record_memory_history(enabled=None)
