@@ -34,6 +34,26 @@ THROTTLED_BY: Final = {
 nvmlClocksThrottleReasons). A software power cap is none: under full load it is how large GPUs normally run."""
 
 
+UsageKind = Literal["cpu_percent", "memory_bytes", "device_percent", "device_memory_bytes", "device_power_w"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """A figure of a node over time, all processes counted, from the gang's launch to the end of its first rank."""
+
+    kind: UsageKind
+    device: str = ""
+    """Index of the device on its node, empty for figures of the node."""
+    period_s: float
+    """Seconds between two values; the first belongs to the first period."""
+    values: tuple[float, ...]
+    """Percent of the processors that the gang may use or of the device's time, bytes in use, or watts."""
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
     """What else one node did while a gang measured on it."""
@@ -59,6 +79,8 @@ class Disturbance:
     """The lowest clock seen of any device, as a share of its highest possible one."""
     highest_temperature_c: float | None = None
     """The highest temperature seen of any device, in degrees Celsius."""
+    usage: tuple[Usage, ...] = ()
+    """How busy the node and the gang's devices were."""
 
     @property
     def is_disturbing(self) -> bool:
