@@ -18,7 +18,7 @@ from orchestrator.diagnosis.remedies import (
 from orchestrator.diagnosis.values import PART_NAMES, Bottleneck, Kind, KnobEffect, Part, PartName, Source, StepParts
 from orchestrator.sweep.events import ProfileRun
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.units import count, is_wide, num_bytes, status_words, trial_id
+from orchestrator.units import count, is_wide, milliseconds, num_bytes, status_words, trial_id
 from trials.outcome import Measurement
 from trials.reports import RankProfile
 from trials.spec import Workload
@@ -417,6 +417,10 @@ def _dispatch_evidence(case: DiagnosedCase) -> list[str]:
         rank = case.profile.busiest
         free = rank.times.free_s / rank.times.total_s
         lines.append(f"in the profile, rank {rank.rank} neither computes nor communicates {free:.0%} of the step")
+        if rank.gaps and rank.gaps[0].before:
+            gap = rank.gaps[0]
+            after = gap.after or "the begin of the step"
+            lines.append(f"the longest of it, {milliseconds(gap.time_s)} per step, between {after} and {gap.before}")
     for effect in case.effects:
         is_amp = effect.knobs == ("precision",) and "O0" in (str(effect.before[0]), str(effect.after[0]))
         if is_amp and effect.ratio < LITTLE_GAIN and not is_wide(effect):
