@@ -183,7 +183,7 @@ def _phases(events: Sequence[Event], steps_us: Sequence[Interval]) -> tuple[Phas
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _StepPlace:
     """Where in the step something happened."""
 
     module: str
@@ -242,7 +242,7 @@ class ModuleStep:
                     owners.setdefault(int(number), module)
         return owners
 
-    def place(self, thread: Any, at_us: float) -> _Place:
+    def place(self, thread: Any, at_us: float) -> _StepPlace:
         """Where in the step a thread is."""
         stack = self.open_at(thread, at_us)
         node = next((call for call in reversed(stack) if call["name"].startswith(_PASS)), None)
@@ -251,14 +251,14 @@ class ModuleStep:
         if node is None:
             is_optimizer = any(call["name"].startswith("Optimizer.step#") for call in stack)
             phase = "optimizer" if is_optimizer else "forward" if module is not None else STEP
-            return _Place(module if module is not None else STEP, phase, operator)
+            return _StepPlace(module if module is not None else STEP, phase, operator)
         if module is not None:
-            return _Place(module, "recompute", operator)
+            return _StepPlace(module, "recompute", operator)
         name = node["name"].removeprefix(_PASS)
         if name == _ACCUMULATES:
-            return _Place(GRADIENTS, "backward", operator)
+            return _StepPlace(GRADIENTS, "backward", operator)
         owner = self._owners.get(int(node.get("args", {}).get("Sequence number", -1)), STEP)
-        return _Place(owner, "backward", operator or name)
+        return _StepPlace(owner, "backward", operator or name)
 
     def collectives(self, world_size: int) -> tuple[CollectiveCount, ...]:
         """The collectives of the step, module by module."""
