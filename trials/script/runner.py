@@ -27,9 +27,9 @@ from typing import Any
 
 from trials.failure import NodeFault, of_host
 from trials.files import from_json, is_disk_full, to_json, write_json
-from trials.outcome import Phase, ProgressSink, RankReport, StepBreakdown, ignore_progress
+from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.profiling.program_profile import UnreadableProfile, read_window, windows
-from trials.reports import Findings, RankProfile
+from trials.reports import Findings, RankProfile, ScriptReport
 from trials.script.command import (
     OUT,
     PeerWord,
@@ -610,7 +610,7 @@ def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: Pro
         child.end()
         child.close()
     report = _report(command, rank, watch.judge, times, exit_code)
-    if times is None:
+    if times is None or command.is_look:
         return report
     if command.profile is not None:  # recording holds up the lines, and its times are no measurement
         profile = read_profile(command, rank, places, progress)
@@ -648,9 +648,7 @@ def _report(
     command: ScriptCommand, rank: ScriptRank, judge: Judge, times: MeasuredSteps | None, exit_code: int | None
 ) -> RankReport:
     """The rank's report; what nobody told is left out."""
-    data_s = judge.mean("data_s") or 0.0
     seconds = times.seconds if times is not None else ()
-    rest_s = max(0.0, sum(seconds) / len(seconds) - data_s) if data_s and seconds else 0.0
     script = judge.report(times, exit_code)
     allocated = judge.peak("allocated_bytes") or (judge.peak("rss_bytes") if command.device == "cpu" else 0)
     return RankReport(
@@ -658,19 +656,32 @@ def _report(
         world_size=rank.num_slots,
         tokens_per_step=_amount(script.tokens_per_step, command.tokens_per_step),
         step_times_s=seconds,
-        breakdown=StepBreakdown(data_s=data_s, other_s=rest_s),
+        breakdown=judge.breakdown(seconds),
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=judge.peak("reserved_bytes"),
         num_warmup_steps=command.num_warmup_steps,
         losses=judge.per_step("loss"),
         grad_norms=judge.per_step("grad_norm"),
-        model_flops_per_token=command.model_flops_per_token,
+        model_flops_per_token=command.model_flops_per_token or _flops_per_token(script, command),
+        device_name=script.facts.device_name or "",
+        matmul_format=dtype if (dtype := script.facts.dtype) in HALF else "",  # fp32 may run as TF32
         step_memory_bytes=judge.peaks("rss_bytes" if command.device == "cpu" else "allocated_bytes"),
         samples_per_step=_amount(script.samples_per_step, command.samples_per_step),
         findings=Findings(script=script),
         num_ranks=rank.num_devices if command.launcher == "own" else 1,
         step_time_resolution_s=times.resolution_s if times is not None else 0.0,
     )
+
+
+HALF = ("float16", "bfloat16")
+
+
+def _flops_per_token(script: ScriptReport, command: ScriptCommand) -> float:
+    """By the operators of a step on this rank, all ranks taken for alike; 0 where some may be counted twice."""
+    facts = script.facts
+    if not facts.flops_per_step or facts.layer_calls_per_forward != 1:
+        return 0.0
+    return facts.flops_per_step * command.num_devices / _amount(script.tokens_per_step, command.tokens_per_step)
 
 
 def _amount(seen: float | None, said: int) -> int:
