@@ -15,7 +15,7 @@ from orchestrator.terminal.explain_screen import render_sweep_explanation
 from tests.orchestrator.diagnosis.diagnosed import TINY, TWO_NODES, basis, llama, simulate, sweep
 from tests.support import long_story, virtual_sweeps
 from tests.support.cli_homes import keep, run
-from tests.support.story import ended, failures, launched, proposed
+from tests.support.story import ended, launched, proposed
 from tests.support.sweep_files import write
 from trials.spec import Layout, Precision
 
@@ -67,21 +67,6 @@ def test_a_ledger_of_another_version_is_explained_as_far_as_it_goes(tmp_path):
     names = [part["name"] for part in body["chosen"]["parts"]]
     assert names == ["forward_backward", "optimizer", "data", "other"]
     assert body["bottleneck"] is None or body["bottleneck"] == "io"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "no trial of the sweep 'story' was measured (1 out of memory, 1 infeasible)"),
-        (("1", "--diagnose"), "t001 was not measured: infeasible"),
-        (("9", "--diagnose"), "no trial '9' in the sweep 'story'"),
-    ],
-)
-def test_what_cannot_be_explained_is_the_users_error(tmp_path, arguments, words):
-    keep(tmp_path, "story", long_story.events([failures()["oom"], failures()["infeasible"]]))
-    result = run("explain", "story", *arguments, "--home", tmp_path)
-    assert result.exit_code == 2
-    assert words in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("num_trials", [1, 18])

@@ -82,16 +82,6 @@ def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
     assert "always the same error" in shown
 
 
-@pytest.mark.parametrize("command", ["status", "watch", "logs", "explain", "pause", "drain", "cancel"])
-def test_an_unknown_sweep_is_one_message_with_the_nearest_names(tmp_path, command):
-    keep(tmp_path, "llama-base", long_story.events(long_story.speeds(0.1)))
-    result = run(command, "lama-base", *(["3"] if command == "explain" else []), "--home", tmp_path)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
-    assert "'lama-base'" in result.stderr
-    assert "Did you mean llama-base?" in result.stderr
-
-
 LOOK = """
 import sys
 from orchestrator.cli.main import main

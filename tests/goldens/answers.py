@@ -1,0 +1,291 @@
+"""Questions of one line and their answers: ``answers/KIND.txt`` holds both, with ``> `` before each question.
+
+A case is added by writing its question there. ``python -m tests.goldens.answers --write`` answers all of them again; an
+answer that changes on purpose is written again, and its diff read.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from orchestrator.config.queue_policy import load_policy
+from orchestrator.config.sweep import SweepSpec, load_sweep
+from orchestrator.errors import ConfigError
+from orchestrator.frameworks.catalog import export, training
+from orchestrator.frameworks.launchers import program_of, without_launcher
+from orchestrator.planning.planner import make_plan
+from orchestrator.space.notation import legend, short_name, spelled
+from orchestrator.space.rules import check
+from orchestrator.sweep.snapshot import Home
+from tests.goldens import frameworks as programs_of
+from tests.goldens import outside
+from tests.orchestrator.frameworks import commands, programs
+from tests.orchestrator.frameworks.configurations import WORKLOAD
+from tests.orchestrator.space.candidate_strategies import canonicalize
+from tests.support.sweep_files import FULL, LINEAR, RESNET, SIMULATED, SMALL, changed, topology, write
+from trials import legality
+from trials.files import from_json, to_json
+from trials.spec import Candidate, LinearModel, ResNetModel
+
+FOLDER = Path(__file__).with_name("answers")
+KINDS = {}
+"""By kind: what answers a question."""
+
+
+def kind(answer):
+    KINDS[answer.__name__] = answer
+    return answer
+
+
+def differing(value, default):
+    """What of nested JSON is not the default."""
+    if not (isinstance(value, dict) and isinstance(default, dict)):
+        return value
+    found = {key: differing(one, default.get(key)) for key, one in value.items() if one != default.get(key)}
+    return {key: one for key, one in found.items() if one != {}}
+
+
+def merged(value, changes):
+    if not (isinstance(value, dict) and isinstance(changes, dict)):
+        return changes
+    return value | {key: merged(value.get(key), one) for key, one in changes.items()}
+
+
+# ---- sweep files ----
+
+FILES = {
+    "FULL": changed(FULL, ("cluster", "address"), "local"),  # data and programs are looked at where they lie here
+    "RAY": FULL,
+    "LOCAL": {**SMALL, "cluster": {"kind": "local", "devices_per_node": 2}},
+    "RESNET": RESNET,
+    "LINEAR": LINEAR,
+    "SIMULATED": SIMULATED,
+}
+
+
+@kind
+def sweep_files(question):
+    """``BASE PATH VALUE``: a right file in which one value is another; ``TEXT TEXT``: all of it. As JSON each."""
+    with _folder() as folder:
+        try:
+            spec = load_sweep(write(folder, content_of(question)))
+            if question.startswith("LOCAL"):
+                make_plan(spec, topology(2))
+            return f"accepted: {_read(spec, re.findall(r'[a-z_]+', question)[:2])}"
+        except ConfigError as error:
+            return _without(folder, error)
+
+
+def content_of(question):
+    """The whole sweep file."""
+    base, rest = question.split(" ", 1)
+    if base == "TEXT":
+        return json.loads(rest).encode("latin-1", "surrogatepass")
+    path, at = json.JSONDecoder().raw_decode(rest)
+    value = json.loads(rest[at:])
+    return changed(FILES[base], path, value) if path else FILES[base] | value
+
+
+def _read(spec, path):
+    found = spec.to_json()
+    for part in path:
+        found = found[part]
+    return json.dumps(found)
+
+
+def _without(folder, error):
+    return str(error).replace(f"{folder}/", "").replace(str(folder), "/folder")
+
+
+@kind
+def queue_policies(question):
+    """The text of a ``queue.yaml``, as JSON."""
+    with _folder() as folder:
+        (folder / "queue.yaml").write_text(json.loads(question))
+        try:
+            return repr(load_policy(Home(folder)))
+        except ConfigError as error:
+            return _without(folder, error)
+
+
+@contextlib.contextmanager
+def _folder():
+    env = {name: text for name, text in os.environ.items() if name not in ("RAY_ADDRESS", "TEAM_WEBHOOK")}
+    with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ, env, clear=True):
+        yield Path(name).resolve()
+
+
+# ---- candidates ----
+
+MODELS = {
+    "LLAMA": SweepSpec.model_validate(SMALL).to_workload().model,
+    "RESNET": ResNetModel(),
+    "LINEAR": LinearModel(),
+}
+
+
+@kind
+def candidates(question):
+    """``MODEL CANDIDATE``, of a candidate what is no default: its canonical form, its name, and the rules it breaks."""
+    model, rest = question.split(" ", 1)
+    written = from_json(Candidate, merged(to_json(Candidate()), json.loads(rest)))
+    found = canonicalize(written, MODELS[model])
+    workload = dataclasses.replace(SweepSpec.model_validate(SMALL).to_workload(), model=MODELS[model])
+    broken = [f"{one.rule_id}: {one.reason}" for one in check(found, workload)] if model == "LLAMA" else []
+    as_written = [f"as written {one.rule_id}: {one.reason}" for one in check(written, workload)]
+    return "\n".join(
+        [
+            json.dumps(differing(to_json(found), to_json(Candidate()))),
+            short_name(found),
+            " | ".join(f"{sign} {meaning}" for sign, meaning in spelled(found)),
+            " | ".join(f"{sign} {meaning}" for sign, meaning in legend([found])),
+            *broken,
+            *(line for line in as_written if line.removeprefix("as written ") not in broken),
+        ]
+    )
+
+
+@kind
+def patterns(question):
+    """A regular expression for names of modules: what is wrong with it."""
+    return str(legality.pattern_problem(question.replace("EMPTY", "")))
+
+
+# ---- frameworks ----
+
+
+@functools.cache
+def _folder_of_programs():
+    return programs.written(programs_of.folder())
+
+
+def command(name, words=(), env=None):
+    """A framework and its command, with words added; words that begin with ``python`` take its place."""
+    words = tuple(words)
+    if name in commands.FRAMEWORKS:
+        run = commands.program(name, env=env)
+        at = next((at for at, word in enumerate(run.argv) if word.startswith("activation-checkpoint:")), len(run.argv))
+        return training(name), dataclasses.replace(run, argv=(*run.argv[:at], *words, *run.argv[at:]))
+    known, run = programs.program(name, _folder_of_programs(), **(env or {}))
+    argv = words if words[:1] == ("python",) else (*run.argv, *words)
+    paths = known.find_files(argv, run.cwd)
+    files = {name: Path(run.cwd, paths[name]).read_text() for name in paths}
+    return known, dataclasses.replace(run, argv=argv, paths=paths, files=files)
+
+
+@kind
+def readings(question):
+    """``KIND [NAME=VALUE ...] WORDS``: a command, with words added, and what it says."""
+    name, *words = shlex.split(question)
+    env = {}
+    while words and words[0].split("=")[0].isupper():
+        key, _, value = words.pop(0).partition("=")
+        env[key] = value
+    known, run = command(name, words, env)
+    return programs_of.anywhere(programs_of.reading(known.read(run)))
+
+
+@kind
+def overlays(question):
+    """``KIND CHANGES``: a command's own candidate with changes, laid over it: every note."""
+    name, rest = question.split(" ", 1)
+    changes = json.loads(rest)
+    known, run = command(name)
+    own = commands.as_it_stands(run, known.name, 8 if name in commands.FRAMEWORKS else 2)
+    candidate = commands.canonical(from_json(Candidate, merged(to_json(own), changes)))
+    named = {path for part, values in changes.items() for path in _paths(part, values)}
+    request = dataclasses.replace(commands.request_for(run, known.name, candidate), named=frozenset(named))
+    return programs_of.anywhere(programs_of.notes_of(known.overlay(run, request).notes))
+
+
+def _paths(part, values):
+    return [f"{part}.{name}" for name in values] if isinstance(values, dict) else [part]
+
+
+@kind
+def exports(question):
+    """``FORMAT CANDIDATE``: the refusal with every reason, or that it is written."""
+    name, rest = question.split(" ", 1)
+    candidate = from_json(Candidate, merged(to_json(Candidate()), json.loads(rest)))
+    try:
+        return f"written: {export(name, candidate, WORKLOAD).command}"
+    except ConfigError as error:
+        return str(error)
+
+
+@kind
+def launchers(question):
+    """A command: itself without its launcher, ranks, and its program."""
+    made = without_launcher(tuple(shlex.split(question)))
+    program = program_of(made.argv)
+    assert (*program.head, *program.arguments) == made.argv
+    return f"{shlex.join(made.argv)}\nranks: {made.world_size}\nprogram: {program.name} {list(program.arguments)}"
+
+
+# ---- commands ----
+
+
+@contextlib.contextmanager
+def home_of_states():
+    """A home with the sweeps of :mod:`tests.goldens.outside`, beside a sweep file and a program."""
+    programs = {"nvidia-smi": None}
+    with (
+        outside.frozen() as folder,
+        outside.kept(folder),
+        mock.patch("shutil.which", lambda name, *_: programs.get(name, f"/bin/{name}")),
+    ):
+        write(folder, SIMULATED)
+        (folder / "config.json").write_text("{}")
+        (folder / "train.py").write_text("import torch\n---\nx: [")
+        yield folder
+
+
+def refusals(questions):
+    """Command lines in one home: exit code and messages."""
+    with home_of_states() as folder:
+        before = sorted(folder.iterdir())
+        said = [outside.plain(outside.run(*shlex.split(one)), folder).partition("\n")[2].rstrip() for one in questions]
+        assert sorted(folder.iterdir()) == before, "what is refused leaves nothing behind"
+        return said
+
+
+# ---- the files ----
+
+
+def read(name):
+    """Questions and answers of a kind."""
+    text = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+    blocks = [block.partition("\n") for block in ("\n" + text).split("\n> ")[1:]]
+    return {question: answer.strip("\n") for question, _, answer in blocks}
+
+
+def answered(name, questions):
+    if name == "refusals":
+        return dict(zip(questions, refusals(questions), strict=True))
+    return {question: KINDS[name](question).strip("\n") for question in questions}
+
+
+NAMES = (*KINDS, "refusals")
+
+
+def _main():
+    for name in NAMES:
+        found = answered(name, read(name))
+        if sys.argv[1:] == ["--write"]:
+            text = "\n".join(f"> {question}\n{answer}\n" for question, answer in found.items())
+            (FOLDER / f"{name}.txt").write_text(text, encoding="utf-8")
+        else:
+            differences = {question: answer for question, answer in found.items() if read(name)[question] != answer}
+            print(*(f"> {question}\n{answer}" for question, answer in differences.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    _main()
