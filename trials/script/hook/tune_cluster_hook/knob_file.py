@@ -139,6 +139,15 @@ class Knobs:
             emit(SOURCE, event="knob", name=name, state=REFUSED, detail=reason)
             self._notice({name: (REFUSED, reason)})
 
+    def attempt(self, name: str, apply: Callable[..., str | None], *args: Any) -> None:
+        """Applies a knob: refused for the reason that ``apply`` returns, or the error that it raises."""
+        try:
+            reason = apply(*args)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+        if reason:
+            self.refuse(name, reason)
+
     def applied(self, name: str, seen: Seen, undo: Callable[[], None] | None = None) -> None:
         """A knob is set, once for each root that it is set for.
 

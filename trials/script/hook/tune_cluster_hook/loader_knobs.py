@@ -83,7 +83,7 @@ class Loaders:
             return
         if not place.is_tuned:
             place.is_tuned = True
-            place.problem = tune(loader, place)
+            place.problem = _tuned(loader, place)
         elif loader.persistent_workers and place.attributes is not None:
             _keep_workers(loader, place)
 
@@ -172,6 +172,13 @@ def _site() -> str:
 
 
 # ---- Applying
+
+
+def _tuned(loader: Any, place: LoaderPlace) -> str | None:
+    try:
+        return tune(loader, place)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def tune(loader: Any, place: LoaderPlace) -> str | None:

@@ -31,14 +31,13 @@ def before_first_call(root: Root, args: Any, kwargs: Any) -> None:
     """Applies what is wanted of a model, in the order in which the knobs build on each other."""
     if not any(KNOBS.value(name) is not None for name in APPLIERS):
         return
-    block = repeated_block(root.model)
+    block, problem = repeated_block(root.model), sharded(root.module)
     for name, apply in APPLIERS.items():
         value = KNOBS.value(name)
-        if value is None:
-            continue
-        reason = sharded(root.module) or guarded(f"knob {name}")(apply)(root, block, value)
-        if reason:
-            KNOBS.refuse(name, reason)
+        if value is not None and problem:
+            KNOBS.refuse(name, problem)
+        elif value is not None:
+            KNOBS.attempt(name, apply, root, block, value)
 
 
 def _map_tensors(value: Any, change: Callable[[Any], Any], depth: int = 3) -> Any:
@@ -175,7 +174,7 @@ def _watch_formats(model: Any) -> None:
 
 
 _layouts: list[bool] = []
-"""Of 4-dimensional outputs of convolutions with one layout only: whether channels were last."""
+"""Whether channels were last in outputs of convolutions whose layout is clear."""
 
 
 def memory_format(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
@@ -492,7 +491,7 @@ CALLS = "scaled_dot_product_attention"
 
 
 def _record_operators(root: Root, names: dict[str, int]) -> None:
-    """Of the first call of the root from here on."""
+    """Notes the operators of the root's next call."""
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -131,11 +131,8 @@ def _arguments_seen(arguments: Any, wanted: dict[str, Any]) -> tuple[str, str]:
 def before_first_call(root: Root, args: Any, kwargs: Any) -> None:
     """Settings of PyTorch that act from any moment on: the program's own come earlier."""
     for name, apply in APPLIERS.items():
-        if KNOBS.value(name) is None:
-            continue
-        reason = guarded(f"knob {name}")(apply)(root)
-        if reason:
-            KNOBS.refuse(name, reason)
+        if KNOBS.value(name) is not None:
+            KNOBS.attempt(name, apply, root)
 
 
 def _cudnn_benchmark(root: Root) -> str | None:
