@@ -13,26 +13,49 @@ import re
 import shlex
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 from orchestrator.config.queue_policy import load_policy
 from orchestrator.config.sweep import SweepSpec, load_sweep
+from orchestrator.controller.step import decide, step
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.catalog import export, training
 from orchestrator.frameworks.launchers import program_of, without_launcher
 from orchestrator.planning.planner import make_plan
+from orchestrator.report.summary import cost, summarize
 from orchestrator.space.notation import legend, short_name, spelled
 from orchestrator.space.rules import check
+from orchestrator.sweep.events import (
+    Asked,
+    Budget,
+    BudgetChanged,
+    CandidatesPruned,
+    ControllerStarted,
+    FinalistsChosen,
+    FinishCause,
+    LeaseChanged,
+    SearchExhausted,
+    SweepFinished,
+    SweepPaused,
+    Tick,
+    TrialsRetried,
+)
+from orchestrator.sweep.fold import fold
 from orchestrator.sweep.snapshot import Home
+from orchestrator.sweep.state import SweepState, end_of_search
 from tests.goldens import frameworks as programs_of
 from tests.goldens import outside
 from tests.orchestrator.frameworks import commands, programs
 from tests.orchestrator.frameworks.configurations import WORKLOAD
+from tests.orchestrator.proof import gates, play
 from tests.orchestrator.space.candidate_strategies import canonicalize
+from tests.support.story import created, ended, evidence, failures, launched, measured, not_believed, proposed
 from tests.support.sweep_files import FULL, LINEAR, RESNET, SIMULATED, SMALL, changed, topology, write
 from trials import legality
 from trials.files import from_json, to_json
+from trials.outcome import GangLost, HostOutOfMemory
 from trials.spec import Candidate, LinearModel, ResNetModel
 
 FOLDER = Path(__file__).with_name("answers")
@@ -77,9 +100,13 @@ def sweep_files(question):
     with _folder() as folder:
         try:
             spec = load_sweep(write(folder, content_of(question)))
+            key = re.findall(r"[a-z_]+", question)[:2]
+            read = f"accepted: {_read(spec, key)}"
             if question.startswith("LOCAL"):
-                make_plan(spec, topology(2))
-            return f"accepted: {_read(spec, re.findall(r'[a-z_]+', question)[:2])}"
+                plan = make_plan(spec, topology(2))
+                names = " | ".join(map(short_name, plan.candidates))
+                read += f"\n{names}; {plan.num_duplicates} duplicates, rejected {dict(plan.num_rejected)}"
+            return read
         except ConfigError as error:
             return _without(folder, error)
 
@@ -97,7 +124,7 @@ def content_of(question):
 def _read(spec, path):
     found = spec.to_json()
     for part in path:
-        found = found[part]
+        found = found.get(part, found) if isinstance(found, dict) else found
     return json.dumps(found)
 
 
@@ -228,6 +255,134 @@ def launchers(question):
     program = program_of(made.argv)
     assert (*program.head, *program.arguments) == made.argv
     return f"{shlex.join(made.argv)}\nranks: {made.world_size}\nprogram: {program.name} {list(program.arguments)}"
+
+
+# ---- courses of a sweep ----
+
+OUTCOMES = {
+    **failures(),
+    "measured": measured(),
+    "not_believed": not_believed(),
+    "host_oom": HostOutOfMemory(evidence=evidence("killed by the kernel")),
+    "killed": GangLost(cause="killed", evidence=evidence()),
+    "controller": GangLost(cause="controller", evidence=evidence()),
+    "preempted": GangLost(cause="preempted", evidence=evidence()),
+}
+
+
+class Course:
+    """Events in short, one second apart: ``p0`` proposed, ``l0`` launched, ``e0=measured`` ended, ``w0=0.2`` all three
+    (a number is a step time), ``ask=pause``, ``paused``, ``started``, ``tick``, ``+60`` later, ``retry=0,1``,
+    ``budget:max_trials=3``, ``exhausted``, ``finished=exhausted``, ``cancelled``, ``lease=host``, ``pruned=1``,
+    ``finalists``."""
+
+    def __init__(self, settings):
+        limits = {name: float(text) if "." in text else int(text) for name, text in settings.items()}
+        concurrent = limits.pop("concurrent", 1)
+        self.now_s, self.state, self.commands, self.events = 0.0, SweepState(), (), []
+        self.attempts, self.num_requests = Counter(), 0
+        self.take(created(budget=Budget(**limits), max_concurrent=concurrent))
+
+    def take(self, event):
+        self.events.append(event)
+        self.state, self.commands = step(self.state, event)
+
+    def does(self, word):
+        name, _, value = word.partition("=")
+        if name.startswith("+"):
+            self.now_s += float(name)
+            return
+        self.now_s += 1.0
+        if name[0] == "w" and name[1:].isdigit():
+            for letter in "ple":
+                self.trial(letter, int(name[1:]), value)
+        elif name[1:].isdigit():
+            self.trial(name[0], int(name[1:]), value)
+        else:
+            self.take(self.other(name, value))
+
+    def trial(self, letter, number, value):
+        if letter == "p":
+            self.take(proposed(number, at_s=self.now_s))
+        elif letter == "l":
+            self.take(launched(number, self.attempts[number], at_s=self.now_s))
+        else:
+            kind, _, message = value.partition(":")
+            outcome = OUTCOMES.get(kind) or measured(float(kind))
+            outcome = failures(message)[kind] if message else outcome
+            attempt = self.attempts[number]
+            self.attempts[number] += letter == "e"
+            self.take(ended(number, outcome, max(0, attempt - (letter == "x")), at_s=self.now_s))
+
+    def other(self, name, value):
+        by = {"at_s": self.now_s, "request": self.num_requests + 1, "by": "eve@host"}
+        self.num_requests += name in ("ask", "retry") or name.startswith("budget")
+        if name.startswith("budget:"):
+            limit = float(value) if "." in value else int(value)
+            return BudgetChanged(**by, budget=Budget(**{name.partition(":")[2]: limit}))
+        end = end_of_search(self.state)
+        return {
+            "ask": lambda: Asked(**by, action=value),
+            "retry": lambda: TrialsRetried(**by, trials=tuple(map(int, value.split(",")))),
+            "paused": lambda: SweepPaused(at_s=self.now_s, reason="paused"),
+            "started": lambda: ControllerStarted(at_s=self.now_s, epoch=self.state.epoch + 1, pid=1, host="host"),
+            "tick": lambda: Tick(at_s=self.now_s),
+            "exhausted": lambda: SearchExhausted(at_s=self.now_s),
+            "finished": lambda: self.finished("finished", FinishCause(value) if value else end.cause),
+            "failed": lambda: self.finished("failed", FinishCause(value)),
+            "cancelled": lambda: self.finished("cancelled", FinishCause.CANCELLED),
+            "lease": lambda: LeaseChanged(at_s=self.now_s, nodes=tuple(filter(None, value.split(",")))),
+            "pruned": lambda: CandidatesPruned(at_s=self.now_s, witness=int(value), rules={"oom-tp": 3}),
+            "finalists": lambda: FinalistsChosen(
+                at_s=self.now_s, finalists=(), reason=end.reason, first_check=len(self.state.trials), cause=end.cause
+            ),
+        }[name]()
+
+    def finished(self, status, cause):
+        return SweepFinished(at_s=self.now_s, status=status, reason="reason", cause=cause)
+
+
+@kind
+def courses(question):
+    """``SETTINGS; EVENTS``: the commands after each event, and the state in the end."""
+    settings, _, words = question.partition("; ")
+    course = Course(dict(one.split("=") for one in settings.split()))
+    shown = []
+    for word in words.split():
+        course.does(word)
+        shown.append(f"{word}: {', '.join(map(_command, course.commands)) or '-'}")
+    state = course.state
+    assert fold(course.events) == state
+    assert course.commands == decide(state)
+    names = (
+        "status",
+        "finish_reason",
+        "asked",
+        "waiting",
+        "best_trial",
+        "strikes",
+        "exhausted",
+        "epoch",
+        "num_requests",
+    )
+    names += ("device_seconds", "active_s", "paused_s", "duration_s")
+    told = {name: getattr(state, name) for name in names}
+    told |= {"end_order": [*state.end_order], "quarantined": sorted(state.quarantined), "pruned": [*state.pruned]}
+    told["trials"] = " ".join(f"{one.status}/{len(one.attempts)}/{one.num_lost}" for one in state.trials)
+    told["budget"] = differing(to_json(state.sweep.budget), to_json(Budget()))
+    if state.is_over or state.trials:
+        told["cost"] = cost(summarize(state, ""))
+    return "\n".join(
+        [*shown, " ".join(f"{name}={value!r}" for name, value in told.items() if value not in (None, "", [], 0))]
+    )
+
+
+def _command(command):
+    values = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+    return f"{type(command).__name__}({', '.join(f'{n}={v}' for n, v in values.items() if v not in (None, ()))})"
+
+
+KINDS |= {"plays": play.played, "gates": gates.gates, "script_gates": gates.script_gates}
 
 
 # ---- commands ----

@@ -26,9 +26,10 @@ from orchestrator.tracking.mlflow_tracker import CURSOR, Tracker
 from tests.support.long_story import START_S, all_kinds, events, fill, speeds
 from tests.support.mlflow_store import new_store
 from tests.support.proof_story import proof_events
-from tests.support.story import created, ended, evidence, failures, launched, measured
+from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
 from tests.support.virtual_sweeps import SWEEP, home, submit
 from trials.outcome import Crashed
+from trials.reports import Disturbance, Usage
 from trials.spec import Candidate, LinearModel, OwnChoice, RandomData, ResNetModel, Workload
 
 
@@ -73,6 +74,29 @@ class Recording:
             )
             for run in (*self.sweeps, *self.trials, *self.checks)
         ]
+
+
+NODE_USAGE = (
+    Usage(kind="cpu_percent", period_s=2.0, values=(50.0, 100.0)),
+    Usage(kind="device_power_w", device="3", period_s=5.0, values=(410.25,)),
+)
+
+
+def test_usage_of_nodes_fills_mlflows_system_metrics(ledger: Ledger, uri: str):
+    """Under MLflow's own names and at the time of each sample; nodes are kept apart where there are several."""
+    nodes = [Disturbance(node=name, seconds=9.0, usage=NODE_USAGE) for name in ("n1", "n2")]
+    story = [created(), proposed(0), launched(0), ended(0, measured(disturbances=tuple(nodes[:1])))]
+    story += [proposed(1), launched(1), ended(1, measured(disturbances=tuple(nodes)))]
+    recording, _ = synced(ledger, uri, story)
+    one, two = recording.trials
+    assert {name for name in one.data.metrics if name.startswith("system/")} == {
+        "system/cpu_utilization_percentage",
+        "system/gpu_3_power_usage_watts",
+    }
+    history = recording.client.get_metric_history(one.info.run_id, "system/cpu_utilization_percentage")
+    began_ms = 2000  # of ``launched``
+    assert [(point.value, point.timestamp - began_ms) for point in history] == [(50.0, 2000), (100.0, 4000)]
+    assert two.data.metrics["system/n2/gpu_3_power_usage_watts"] == 410.25
 
 
 def curve(recording: Recording, run: Run, metric: str) -> dict[int, float]:
