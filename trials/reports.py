@@ -7,7 +7,6 @@ processors is one whole processor. None means unknown: the system does not tell,
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -683,21 +682,6 @@ class SeenOption:
     def merged(self, later: SeenOption) -> SeenOption:
         """The same option as several processes see it."""
         return replace(later, is_read=self.is_read or later.is_read, at_once=self.at_once or later.at_once)
-
-
-def option_of(told: Any) -> SeenOption | None:
-    """An option as a hook reports it; None if that is none."""
-    if not isinstance(told, dict) or not isinstance(told.get("kind"), str) or not isinstance(told.get("name"), str):
-        return None
-    value, flags = told.get("value"), told.get("flags")
-    return SeenOption(
-        kind=told["kind"][:32],
-        name=told["name"][:200],
-        value=value if isinstance(value, int | float) and math.isfinite(value) else None,
-        flags=tuple(str(flag)[:200] for flag in flags[:16]) if isinstance(flags, list) else (),
-        is_read=told.get("is_read") is True,
-        at_once=told.get("at_once") is True,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
