@@ -67,6 +67,8 @@ class Expected:
     """Whether layers run again in the backward pass."""
     parameter_shards: int | None = None
     """Over how many ranks every parameter is spread: ZeRO-3, tensor and pipeline parallelism."""
+    num_workers: int | None = None
+    """Processes of the loader that feeds the training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
