@@ -7,7 +7,6 @@ processors is one whole processor. None means unknown: the system does not tell,
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -685,21 +684,6 @@ class SeenOption:
         return replace(later, is_read=self.is_read or later.is_read, at_once=self.at_once or later.at_once)
 
 
-def option_of(told: Any) -> SeenOption | None:
-    """An option as a hook reports it; None if that is none."""
-    if not isinstance(told, dict) or not isinstance(told.get("kind"), str) or not isinstance(told.get("name"), str):
-        return None
-    value, flags = told.get("value"), told.get("flags")
-    return SeenOption(
-        kind=told["kind"][:32],
-        name=told["name"][:200],
-        value=value if isinstance(value, int | float) and math.isfinite(value) else None,
-        flags=tuple(str(flag)[:200] for flag in flags[:16]) if isinstance(flags, list) else (),
-        is_read=told.get("is_read") is True,
-        at_once=told.get("at_once") is True,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptReport:
     """How a rank's figures were come by, for people and for later decisions; figures themselves are elsewhere."""
@@ -720,6 +704,10 @@ class ScriptReport:
     """How the command ended, negative for a signal; None where it was still running and was ended."""
     extras: tuple[tuple[str, ...], ...] = ()
     """Pairs of name and last value of what else it reported."""
+    knobs: tuple[tuple[str, ...], ...] = ()
+    """Pairs of each knob that the hook set within the program, and what was seen of it."""
+    fingerprint: str | None = None
+    """What identifies the program to which those knobs apply, as JSON."""
     notes: tuple[str, ...] = ()
     """What was left out, ignored or unusual, as sentences."""
 
@@ -752,6 +740,8 @@ def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
         num_steps_seen=max(rank.num_steps_seen for rank in ranks),
         exit_code=speaking.exit_code,
         extras=speaking.extras,
+        knobs=next((rank.knobs for rank in ranks if rank.knobs), ()),
+        fingerprint=next((rank.fingerprint for rank in ranks if rank.fingerprint), None),
         notes=tuple(notes)[:MAX_NOTES],
     )
 
