@@ -22,7 +22,7 @@ from orchestrator.report.curves import History, ParallelCoordinates, SpeedPoint
 from orchestrator.report.page.page import environment, page_html
 from orchestrator.report.plots import charts, style
 from orchestrator.report.plots import charts as plots_proof
-from orchestrator.report.plots.gallery import gallery
+from orchestrator.report.plots.charts import gallery
 from orchestrator.report.report import Report, make_report
 from orchestrator.report.sources import PlanFacts, Sources, rejected_csv
 from orchestrator.report.summary import summarize
