@@ -18,7 +18,7 @@ NEVER_CALLED = {
 }
 NEVER_IMPORTED = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "commands", "telnetlib"}
 MAY_IMPORT = {
-    "cluster/node/hang.py": "pickle, for an unpickler that refuses every class: NCCL dumps in no other format",
+    "cluster/node/hang.py": "pickle, for an unpickler that refuses every class: NCCL dumps in no other format"
 }
 WRITES = {"write_text", "write_bytes"}
 MAY_WRITE = {

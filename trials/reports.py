@@ -7,6 +7,7 @@ processors is one whole processor. None means unknown: the system does not tell,
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,26 @@ THROTTLED_BY: Final = {
 }
 """Reasons for lowered clocks that say that something is wrong, and their bits in NVML's mask (nvml.h,
 nvmlClocksThrottleReasons). A software power cap is none: under full load it is how large GPUs normally run."""
+
+
+UsageKind = Literal["cpu_percent", "memory_bytes", "device_percent", "device_memory_bytes", "device_power_w"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """A figure of a node over time, all processes counted, from the gang's launch to the end of its first rank."""
+
+    kind: UsageKind
+    device: str = ""
+    """Index of the device on its node, empty for figures of the node."""
+    period_s: float
+    """Seconds between two values; the first belongs to the first period."""
+    values: tuple[float, ...]
+    """Percent of the processors that the gang may use or of the device's time, bytes in use, or watts."""
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +79,8 @@ class Disturbance:
     """The lowest clock seen of any device, as a share of its highest possible one."""
     highest_temperature_c: float | None = None
     """The highest temperature seen of any device, in degrees Celsius."""
+    usage: tuple[Usage, ...] = ()
+    """How busy the node and the gang's devices were."""
 
     @property
     def is_disturbing(self) -> bool:
@@ -533,6 +556,70 @@ class ScriptFacts:
     """FLOPs of an optimiser step over all ranks, recomputation left out."""
     parameters: int | None = None
     """Number of the model's parameters."""
+    backwards_per_step: int | None = None
+    """Backward passes of an optimiser step on this rank."""
+    num_optimizers: int | None = None
+    """Optimisers that stepped: with several, a step of one is not a step of the program."""
+    num_workers: int | None = None
+    """Processes of the loader that feeds the training."""
+    loader_batch_size: int | None = None
+    """Samples of a batch of that loader."""
+    is_compiled: bool | None = None
+    """Whether any part of the model is compiled."""
+    wrapper: str | None = None
+    """Class that wraps the model, such as ``DistributedDataParallel``."""
+
+
+MAX_OPTIONS = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenOption:
+    """An option of the program: whether it is read."""
+
+    kind: str
+    """``argparse``, ``omegaconf`` or ``environment``."""
+    name: str
+    """Attribute, dotted key or variable."""
+    value: int | float | bool | None = None
+    """None: no number."""
+    flags: tuple[str, ...] = ()
+    """Spellings on the command line."""
+    is_read: bool = False
+    at_once: bool = False
+    """Whether the program takes all options of this kind at once, so that reading one is not seen."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.kind, self.name
+
+    def is_called(self, name: str) -> bool:
+        """Whether a custom option by this name is this one."""
+        return name == f"${self.name}" if self.kind == "environment" else name in (*self.flags, self.name)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the program is known to leave it alone."""
+        return not self.is_read and not self.at_once
+
+    def merged(self, later: SeenOption) -> SeenOption:
+        """The same option as several processes see it."""
+        return replace(later, is_read=self.is_read or later.is_read, at_once=self.at_once or later.at_once)
+
+
+def option_of(told: Any) -> SeenOption | None:
+    """An option as a hook reports it; None if that is none."""
+    if not isinstance(told, dict) or not isinstance(told.get("kind"), str) or not isinstance(told.get("name"), str):
+        return None
+    value, flags = told.get("value"), told.get("flags")
+    return SeenOption(
+        kind=told["kind"][:32],
+        name=told["name"][:200],
+        value=value if isinstance(value, int | float) and math.isfinite(value) else None,
+        flags=tuple(str(flag)[:200] for flag in flags[:16]) if isinstance(flags, list) else (),
+        is_read=told.get("is_read") is True,
+        at_once=told.get("at_once") is True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -541,6 +628,8 @@ class ScriptReport:
 
     sources: tuple[ScriptSource, ...] = ()
     facts: ScriptFacts = ScriptFacts()
+    options: tuple[SeenOption, ...] = ()
+    """Options of the program, and whether it reads them."""
     versions: tuple[tuple[str, ...], ...] = ()
     """Pairs of package and version, as the program saw them."""
     tokens_per_step: float | None = None

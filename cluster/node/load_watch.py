@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
@@ -22,7 +22,7 @@ from cluster.processes import descendants
 from trials.accelerator.kinds import DeviceKind
 from trials.files import to_json, write_atomically
 from trials.outcome import Phase
-from trials.reports import LOAD_SUFFIX, Disturbance, reasons_in
+from trials.reports import LOAD_SUFFIX, Disturbance, Usage, UsageKind, reasons_in
 
 # ---- How busy a node's processors are, and with whose processes
 #
@@ -234,7 +234,14 @@ def _own_group() -> Path:
 
 PERIOD_S = 5
 """Seconds between two looks at the devices."""
-_CLOCKS = "--query-gpu=index,uuid,clocks_throttle_reasons.active,clocks.sm,clocks.max.sm,temperature.gpu,memory.used"
+USAGE_PERIOD_S = 1.0
+"""Seconds between two looks at processors and memory, in gangs of up to a minute."""
+MAX_USAGE = 64
+"""Values that are kept of each figure."""
+_CLOCKS = (
+    "--query-gpu=index,uuid,clocks_throttle_reasons.active,clocks.sm,clocks.max.sm,temperature.gpu,memory.used"
+    ",utilization.gpu,power.draw"
+)
 _PROCESSES = "--query-compute-apps=gpu_uuid,pid"
 _FORMAT = "--format=csv,noheader,nounits"
 _GRACE_S = 2.0
@@ -254,15 +261,89 @@ class DeviceSample:
     temperature_c: float | None
     used_bytes: int | None
     """Memory in use on it, by everybody."""
+    busy_percent: float | None
+    """Share of the last second or so in which some kernel ran."""
+    power_w: float | None
+
+
+class UsageWatch:
+    """Samples processors and memory of the node: two small files, once per period.
+
+    The period doubles whenever :data:`MAX_USAGE` samples are full, so that a gang of any length keeps its whole curve.
+    """
+
+    def __init__(self) -> None:
+        self._period_s = USAGE_PERIOD_S
+        self._cpus = os.sched_getaffinity(0)
+        self._due_s = time.monotonic() + self._period_s
+        self._before = self._busy()
+        self._percent: list[float] = []
+        self._used: list[float] = []
+
+    @property
+    def due_s(self) -> float:
+        """When (monotonic) the next sample is to be taken."""
+        return self._due_s
+
+    def sample(self) -> None:
+        """Take a sample if one is due."""
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return
+        at_s, busy_s = self._busy()
+        if busy_s is not None and self._before[1] is not None:
+            capacity_s = (at_s - self._before[0]) * len(self._cpus)
+            self._percent.append(round(100 * _share(busy_s - self._before[1], capacity_s), 1))
+        if used := used_bytes():
+            self._used.append(used)
+        self._before = at_s, busy_s
+        self._due_s = now_s + self._period_s
+        if max(len(self._percent), len(self._used)) >= MAX_USAGE:
+            self._period_s *= 2
+            pairs = zip(self._percent[::2], self._percent[1::2], strict=False)
+            self._percent = [round((one + other) / 2, 1) for one, other in pairs]
+            self._used = self._used[1::2]
+
+    def usage(self) -> tuple[Usage, ...]:
+        """What was sampled so far."""
+        series: tuple[tuple[UsageKind, list[float]], ...]
+        series = (("cpu_percent", self._percent), ("memory_bytes", self._used))
+        return tuple(
+            Usage(kind=kind, period_s=self._period_s, values=tuple(values)) for kind, values in series if values
+        )
+
+    def _busy(self) -> tuple[float, float | None]:
+        return time.monotonic(), _busy_and_steal(read_or_empty(_PROC / "stat"), self._cpus)[0]
+
+
+def device_usage(samples: Sequence[DeviceSample], handles: Sequence[DeviceHandle]) -> tuple[Usage, ...]:
+    """The curves of the gang's devices in nvidia-smi's samples, thinned out to :data:`MAX_USAGE` values."""
+    figures: tuple[tuple[UsageKind, Callable[[DeviceSample], float | None]], ...] = (
+        ("device_percent", lambda one: one.busy_percent),
+        ("device_memory_bytes", lambda one: one.used_bytes),
+        ("device_power_w", lambda one: one.power_w),
+    )
+    ours = [one for one in samples if _is_any(handles, one)]
+    found = []
+    for index in dict.fromkeys(one.index for one in ours):
+        for kind, read in figures:
+            values = [value for one in ours if one.index == index and (value := read(one)) is not None]
+            step = -(-len(values) // MAX_USAGE)
+            if values:
+                period_s = float(PERIOD_S * step)
+                found.append(Usage(kind=kind, device=index, period_s=period_s, values=tuple(values[::step])))
+    return tuple(found)
 
 
 class LoadWatch:
-    """Looks at the node when the gang begins to measure and when it ends; in between nothing runs but nvidia-smi."""
+    """Looks at the node when the gang begins to measure and when it ends; in between only nvidia-smi and
+    :class:`UsageWatch` run."""
 
     def __init__(self, node: str, handles: Sequence[DeviceHandle], folder: Path) -> None:
         self._node, self._handles, self._folder = node, handles, folder
         self._owner = owner_pid()
         self._looks: dict[Phase, CpuLook] = {}
+        self.usage = UsageWatch()
         self._devices: DeviceWatch | None = None
         self.found: Disturbance | None = None
         """What was seen; None before the end, and where the gang never measured."""
@@ -289,6 +370,7 @@ class LoadWatch:
             own = family(first.processes, self._owner) | family(last.processes, self._owner)
             found = self._devices.end(found, own)
             self.samples = self._devices.samples()
+        found = replace(found, usage=(*self.usage.usage(), *device_usage(self.samples, self._handles)))
         self.found = found
         with contextlib.suppress(OSError):  # a full disk: it is told all the same
             path = self._folder / f"{quote(self._node, safe='')}{LOAD_SUFFIX}"
@@ -375,8 +457,10 @@ def parse_samples(text: str) -> list[DeviceSample]:
             clock=_ratio(_number(clock), _number(highest)),
             temperature_c=_number(temperature),
             used_bytes=int(used) << 20 if used.isdigit() else None,
+            busy_percent=_number(busy),
+            power_w=_number(power),
         )
-        for index, uuid, mask, clock, highest, temperature, used in _rows(text, 7)
+        for index, uuid, mask, clock, highest, temperature, used, busy, power in _rows(text, 9)
     ]
 
 
@@ -498,6 +582,13 @@ def available_bytes() -> int | None:
             reclaimable = _field(read_or_empty(group.folder / "memory.stat"), group.reclaimable)
             amounts.append(max(0, int(limit) - int(used) + reclaimable))
     return min(amounts, default=None)
+
+
+def used_bytes() -> int | None:
+    """Memory in use on the node; None where the system does not tell."""
+    text = read_or_empty(_MEMINFO)
+    total_kib, available_kib = _field(text, "MemTotal:"), _field(text, "MemAvailable:")
+    return (total_kib - available_kib) << 10 if total_kib and available_kib else None
 
 
 def peak_below(pid: int) -> int:

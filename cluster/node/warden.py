@@ -202,6 +202,7 @@ class Warden:
             key.data(events)
         for rank in self._weighed():
             rank.weigh(time.monotonic())
+        self._load.usage.sample()
         self._check_clocks()
 
     def _weighed(self) -> list[ForkedRank]:
@@ -356,7 +357,9 @@ class Warden:
         """Seconds until the next deadline."""
         due_s = min(self._release_due_s, self._kill_at_s, self._silent_at_s)
         if not self._is_stopping:
-            due_s = min(due_s, self._clocks.due_at_s(), *(rank.weigh_at_s for rank in self._weighed()))
+            due_s = min(
+                due_s, self._load.usage.due_s, self._clocks.due_at_s(), *(rank.weigh_at_s for rank in self._weighed())
+            )
         return None if due_s == math.inf else max(0.0, due_s - time.monotonic())
 
     def _check_clocks(self) -> None:

@@ -122,4 +122,5 @@ def main(verbose: bool) -> None:
 for _module in (preparing, running, sweeps, production, completion):
     for _command in _module.COMMANDS:
         _command.epilog = EXIT_CODES
+        _command.context_settings = main.context_settings  # a command used apart from the group has -h, too
         main.add_command(completion.offer_names(_command))

@@ -259,6 +259,30 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
     )
 
 
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@home_option
+@json_option
+def compare(a: str, b: str, home: Path, as_json: bool) -> None:
+    """Compare two sweeps, A and B.
+
+    Results, the knobs of their best configurations, workload, hardware, software and budget as far as they differ, and
+    the speeds of every candidate that both measured. `diff` compares promoted versions and single trials.
+
+    \b
+    Examples:
+      tune-cluster compare quickstart quickstart-h100
+      tune-cluster compare monday tuesday --json
+    """
+    from orchestrator.commands import inspection
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.terminal import result_screen
+
+    found = inspection.compare_sweeps(a, b, Home(home))
+    print_result(as_json, found.to_json(), lambda: result_screen.render_difference(found))
+
+
 def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
     from orchestrator.console import SafeConsole
     from orchestrator.report.page.page import write_page
@@ -385,4 +409,4 @@ def _agreed(question: str) -> bool:
     return click.confirm(question, default=False, err=True)
 
 
-COMMANDS = (ps, status, watch, logs, explain, report_command, pause, drain, cancel, delete)
+COMMANDS = (ps, status, watch, logs, explain, report_command, compare, pause, drain, cancel, delete)

@@ -1,19 +1,26 @@
-"""Logs of a sweep's trials and controller, and MLflow's pages."""
+"""Logs of a sweep's trials and controller, MLflow's pages, and two sweeps side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from orchestrator import units
 from orchestrator.commands.submission import controller_log
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import experiments_url, sweep_links
+from orchestrator.promotion.references import ABSENT, Difference, differing, flat_json
+from orchestrator.report.summary import Summary, chosen_result
+from orchestrator.report.tables import by_speed
+from orchestrator.space.notation import flat_params, short_name
 from orchestrator.status.explanation import AttemptLogs, RankLog, attempt_logs, log_tail
+from orchestrator.status.overview import summary_of
 from orchestrator.sweep.ledger import Recorded, tracking_uri
 from orchestrator.sweep.snapshot import Home, Snapshot
-from orchestrator.sweep.state import find_trial, is_trial
+from orchestrator.sweep.state import SweepState, find_trial, is_trial
 from orchestrator.text import Follower, echo, echo_json, follow, one_line, plain
 from orchestrator.tracking import mlflow_server
+from trials.files import to_json
 
 # Prints logs of trials and controllers (``logs``): for people, as JSON, and line by line as they are written.
 
@@ -187,3 +194,71 @@ def _store(home: Home) -> str:
             f"there is no MLflow store in {home.path}", remedy="Submit a sweep first, or use --home for another folder."
         )
     return home.default_tracking_uri
+
+
+# Two sweeps side by side (``compare``).
+
+
+def compare_sweeps(a: str, b: str, home: Home) -> Difference:
+    """What two sweeps found and where they differ; for candidates that both measured, both speeds.
+
+    Raises:
+        ConfigError: one of them does not exist or has not begun.
+    """
+    one, other = home.read(a, begun=True), home.read(b, begun=True)
+    results = [_result(sweep, home) for sweep in (one, other)]
+    chosen = [_chosen(sweep, home) for sweep in (one, other)]
+    workloads = [flat_json(to_json(sweep.state.sweep.workload)) for sweep in (one, other)]
+    settings = [flat_json(to_json(sweep.state.sweep.budget)) for sweep in (one, other)]
+    environments = [{"hardware": sweep.state.sweep.hardware, **sweep.state.sweep.fingerprint} for sweep in (one, other)]
+    parts = {
+        "result": {name: (text, results[1][name]) for name, text in results[0].items()},
+        "knobs": differing(*chosen),
+        "workload": differing(*workloads),
+        "environment": differing(*environments),
+        "budget": differing(*settings),
+        "trials in both": dict(_common_trials(one.state, other.state)),
+    }
+    return Difference(a=a, b=b, parts=parts)
+
+
+def _result(sweep: Snapshot, home: Home) -> dict[str, str]:
+    summary = summary_of(sweep, home)
+    assert summary is not None, "it has begun"
+    found = chosen_result(sweep.state, summary) or summary.baseline
+    return {
+        "state": sweep.phase,
+        "verdict": _verdict(sweep.state, summary),
+        "configuration": short_name(found.trial.candidate) if found else ABSENT,
+        "speed": f"{units.rate(found.speed.value)} {sweep.state.unit}" if found else ABSENT,
+        "trials": str(summary.trials["total"]),
+        "device-hours": f"{summary.device_hours:.3g}",
+    }
+
+
+def _verdict(state: SweepState, summary: Summary) -> str:
+    """``confirmed, 1.31x (1.30x - 1.31x)``; without a proof the ratio that the search measured."""
+    if state.verdict is None:
+        ratio = summary.speedup.ratio if summary.speedup else None
+        return f"not confirmed, {units.ratio(ratio.value, ratio.ci95)}" if ratio else ABSENT
+    found = state.verdict.speedup
+    return ", ".join([state.verdict.conclusion, *([units.ratio(found.value, found)] if found else [])])
+
+
+def _chosen(sweep: Snapshot, home: Home) -> dict[str, object]:
+    """The knobs of the winner, else of the fastest, else of the baseline."""
+    summary = summary_of(sweep, home)
+    assert summary is not None, "it has begun"
+    found = chosen_result(sweep.state, summary) or summary.baseline
+    return dict(flat_params(found.trial.candidate)) if found else {}
+
+
+def _common_trials(a: SweepState, b: SweepState) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Candidates that both sweeps measured by the same objective: name to both speeds, from fast to slow."""
+    if a.unit != b.unit:
+        return
+    others = {trial.candidate: trial for trial in b.searched() if trial.measurement}
+    for trial in by_speed(a):
+        if trial.measurement and (other := others.get(trial.candidate)) is not None:
+            one, two = a.score(trial), b.score(other)
+            yield short_name(trial.candidate), (units.rate(one), f"{units.rate(two)} ({two / one:.2f}x)")

@@ -463,6 +463,7 @@ def _measured(found: Explanation) -> tuple[dict[str, str], list[str]]:
         "steps": f"{len(measurement.step_times_s)} measured after {measurement.num_warmup_steps} of warm-up",
         "of which": words.peak_memory_parts(measurement),
         "model FLOPs utilisation": "" if measurement.mfu is None else f"{100 * measurement.mfu:.1f} %",
+        "machine": words.usage(measurement),
         "busy machine": words.disturbed(measurement),
         "trend": words.trend(measurement),
         "compilation": words.compilation(graph) if graph is not None and graph.compile_s else "",

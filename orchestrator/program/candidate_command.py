@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from orchestrator.program.user_program import OUT, Script, filled, filled_run, n
 from orchestrator.space.knobs import OwnKnob, OwnScalar, argument_text
 from orchestrator.space.rules import Case, Rule
 from trials import sizes
-from trials.script.command import CommandFile, ScriptCommand
+from trials.script.command import CommandFile, ScriptCommand, is_seen_anyway
 from trials.spec import Candidate, Protocol
 
 START, CHANGES = "train.sh", "changes.diff"
@@ -234,6 +234,23 @@ def last_step(protocol: Protocol) -> int:
     return protocol.min_warmup_steps + protocol.num_steps + MARGIN_STEPS
 
 
+def options_of(script: Script, candidate: Candidate) -> Iterator[str]:
+    """How the program calls the candidate's custom knobs: ``--flag``, ``dotted.key`` or ``$NAME``; keys of files and
+    placeholders in the midst of a word have no such name."""
+    flags = {knob.name: knob.flag for knob in script.own}
+    words = script.run.argv
+    for name in (choice.name for choice in candidate.own):
+        mark = f"{{{name}}}"
+        place = next((place for place, word in enumerate(words) if word.endswith(mark)), None)
+        if name.startswith("$"):
+            yield from () if is_seen_anyway(name[1:]) else [name]  # libraries in C read those unseen
+        elif place is not None:
+            key, equals, value = words[place].partition("=")
+            yield from [key] if value == mark and equals else [words[place - 1]] if words[place] == mark else ()
+        elif ":" not in name:
+            yield flags.get(name) or _argument_name(name)
+
+
 def script_command(
     script: Script,
     candidate: Candidate,
@@ -272,6 +289,7 @@ def script_command(
         tokens_per_step=workload.tokens_per_step,
         samples_per_step=workload.global_batch_size,
         expected=script.training.expected(request_of(script, candidate, device)),
+        options=() if candidate == script.unchanged else tuple(options_of(script, candidate)),
         device=device,
         memory_limit_bytes=memory_limit_bytes,
         model_flops_per_token=0.0 if shape is None else sizes.model_flops_per_token(shape, workload.seq_length),

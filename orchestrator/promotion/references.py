@@ -314,11 +314,16 @@ def compare(a: VersionDescription, b: VersionDescription) -> Difference:
     """What differs between two configurations."""
     parts = {
         "knobs": differing(flat_params(a.candidate), flat_params(b.candidate)),
-        "workload": differing(dict(_flat(to_json(a.workload))), dict(_flat(to_json(b.workload)))),
+        "workload": differing(flat_json(to_json(a.workload)), flat_json(to_json(b.workload))),
         "environment": differing({"hardware": a.hardware, **a.fingerprint}, {"hardware": b.hardware, **b.fingerprint}),
         "evidence": {name: (_evidence(a)[name], text) for name, text in _evidence(b).items()},
     }
     return Difference(a=a.label, b=b.label, parts=parts)
+
+
+def flat_json(value: Any) -> dict[str, Any]:
+    """The leaves of nested mappings by their dotted paths."""
+    return dict(_flat(value))
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:

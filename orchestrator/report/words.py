@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from orchestrator import units
@@ -36,6 +36,7 @@ from trials.reports import (
     MemoryFormatReport,
     OperatorCast,
     PatternEffect,
+    UsageKind,
 )
 
 if TYPE_CHECKING:
@@ -313,6 +314,28 @@ def disturbed(measurement: Measurement | None) -> str:
     """What disturbed a measurement, on the node where it was worst; empty where nothing did."""
     worst = measurement.disturbed_by if measurement else None
     return disturbance_words(worst) if worst else ""
+
+
+_USAGE: Mapping[UsageKind, Callable[[float], str]] = {
+    "cpu_percent": lambda value: f"CPU {value:.0f} %",
+    "memory_bytes": lambda value: f"memory {units.num_bytes(value)}",
+    "device_percent": lambda value: f"busy {value:.0f} %",
+    "device_memory_bytes": units.num_bytes,
+    "device_power_w": lambda value: f"{value:.0f} W",
+}
+
+
+def usage(measurement: Measurement) -> str:
+    """``n1: CPU 83 %, memory 5.2 GiB; GPU 0 busy 97 %, 74.1 GiB, 410 W``: means over the run, all processes counted."""
+    nodes = []
+    for node in measurement.disturbances:
+        devices: dict[str, list[str]] = {}
+        for one in node.usage:
+            devices.setdefault(one.device, []).append(_USAGE[one.kind](one.mean))
+        texts = [f"GPU {device} {', '.join(part)}" if device else ", ".join(part) for device, part in devices.items()]
+        if texts:
+            nodes.append(f"{node.node}: {'; '.join(texts)}")
+    return " | ".join(nodes)
 
 
 TREND_MARK = "~"

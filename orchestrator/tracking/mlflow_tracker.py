@@ -247,6 +247,7 @@ def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState, folder: P
         params=run_records.trial_params(trial),
         tags={**run_records.attempt_tags(trial), _NOTE: run_records.trial_note(state, trial)},
         curves=run_records.trial_curves(trial),
+        timed=run_records.system_curves(trial),
     )
     _put_files(runs, run_id, state, trial, folder)
     runs.end(run_id, _RUN_STATUS[trial.outcome.consequence] if trial.outcome else "KILLED", event.at_s)
@@ -319,8 +320,10 @@ class Runs(Protocol):
         tags: Mapping[str, str] | None = None,
         step: int = 0,
         curves: Mapping[str, Mapping[int, float]] | None = None,
+        timed: Mapping[str, Mapping[float, float]] | None = None,
     ) -> None:
-        """Log a batch at one moment; ``step`` is that of the metrics. Curves have a value per step."""
+        """Log a batch at one moment; ``step`` is that of the metrics. Curves have a value per step, ``timed`` ones a
+        value per moment, in seconds since the epoch."""
         ...
 
     def has_logged(self, run_id: str, metric: str, *, before_s: float) -> bool:
@@ -478,6 +481,7 @@ class Tracker:
         tags: Mapping[str, str] | None = None,
         step: int = 0,
         curves: Mapping[str, Mapping[int, float]] | None = None,
+        timed: Mapping[str, Mapping[float, float]] | None = None,
     ) -> None:
         """One synchronous batch, and more for long curves. Metrics carry the event's time: MLflow stores equal ones
         once."""
@@ -485,6 +489,8 @@ class Tracker:
 
         points: list[Metric] = [Metric(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
         points += [Metric(k, v, _ms(at_s), i) for k, curve in (curves or {}).items() for i, v in curve.items()]
+        for name, curve in (timed or {}).items():
+            points += [Metric(name, value, _ms(moment), i) for i, (moment, value) in enumerate(curve.items())]
         batch_params: list[Param] = [Param(k, redact(v)) for k, v in (params or {}).items()]
         batch_tags: list[RunTag] = [RunTag(k, v) for k, v in _tags(tags or {}).items()]
         room = _MAX_BATCH - len(batch_params) - len(batch_tags)

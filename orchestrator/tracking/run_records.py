@@ -33,7 +33,7 @@ from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.units import rounded, watermark, watermark_line
 from trials.files import to_json
 from trials.outcome import Measured, Measurement, Outcome, StoppedEarly
-from trials.reports import Findings
+from trials.reports import Findings, UsageKind
 from trials.secrets import redact_all
 from trials.spec import HuggingFaceModel, LinearModel, LlamaModel, Model, PythonModel, ResNetModel, ScriptModel
 
@@ -439,6 +439,36 @@ def trial_curves(trial: Trial) -> dict[str, dict[int, float]]:
             (s * _MS for s in found.step_times_s), first=1 + found.num_warmup_steps
         )
     return _drawn(curves)
+
+
+_SYSTEM: Mapping[UsageKind, tuple[str, float]] = {
+    "cpu_percent": ("cpu_utilization_percentage", 1),
+    "memory_bytes": ("system_memory_usage_megabytes", 1e-6),
+    "device_percent": ("gpu_{device}_utilization_percentage", 1),
+    "device_memory_bytes": ("gpu_{device}_memory_usage_megabytes", 1e-6),
+    "device_power_w": ("gpu_{device}_power_usage_watts", 1),
+}
+"""MLflow's own names of system metrics, and their units."""
+
+
+def system_curves(trial: Trial) -> dict[str, dict[float, float]]:
+    """What MLflow's tab *System metrics* shows of a trial: name to seconds since the epoch to value.
+
+    Of several nodes, the name of the node stands in the metric's, as MLflow itself has it.
+    """
+    if trial.measurement is None:
+        return {}
+    nodes, began_s = trial.measurement.disturbances, trial.attempts[-1].launched_at_s
+    curves = {}
+    for node in nodes:
+        place = "system/" if len(nodes) == 1 else f"system/{node.node}/"
+        for usage in node.usage:
+            name, scale = _SYSTEM[usage.kind]
+            curves[place + name.format(device=usage.device)] = {
+                began_s + i * usage.period_s: rounded(value * scale, _CURVE_DIGITS)
+                for i, value in enumerate(usage.values, start=1)
+            }
+    return curves
 
 
 def _numbered(values: Iterable[float], first: int = 1) -> dict[int, float]:

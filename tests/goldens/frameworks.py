@@ -107,7 +107,7 @@ def _hash(text):
     return hashlib.sha256(text.encode()).hexdigest()[:4]
 
 
-def _notes(notes):
+def notes_of(notes):
     return "\n".join(sorted(map(str, notes)))
 
 
@@ -127,7 +127,7 @@ def _export(name, candidate, workload):
     made = export(name, candidate, workload, allow_lossy=True)
     files = "\n".join(f"=== {file}\n{text}" for file, text in sorted(made.files.items()))
     said = _values(recipe(name).parse(made.files).values)
-    return (("files", files), ("command", made.command), ("notes", _notes(made.notes)), ("parsed", said))
+    return (("files", files), ("command", made.command), ("notes", notes_of(made.notes)), ("parsed", said))
 
 
 @functools.cache
@@ -167,14 +167,14 @@ def readings(name):
     found = {}
     for kind, (run, _) in _runs(name).items():
         known = [other for other in trainings() if training(other).recognises(run)]
-        found[kind] = _anywhere(f"{_reading(training(name).read(run))}\nrecognised: {known}")
+        found[kind] = anywhere(f"{reading(training(name).read(run))}\nrecognised: {known}")
     return found
 
 
-def _reading(said):
+def reading(said):
     rest = {field.name: getattr(said, field.name) for field in dataclasses.fields(said)}
     values, notes = rest.pop("values"), rest.pop("notes")
-    return f"{_values(values)}\n{_values(rest)}\n{_notes(notes)}"
+    return f"{_values(values)}\n{_values(rest)}\n{notes_of(notes)}"
 
 
 def overlays(name, step=1):
@@ -201,15 +201,15 @@ def _overlay(name, kind, run, request):
     again = dataclasses.replace(run, argv=made.argv, env={**run.env, **made.env}, files={**run.files, **made.files})
     parts = {
         "made": f"{kind}\n{_laid(made)}",
-        "notes": _notes(made.notes),
-        "said": _reading(known.read(again)),
-        "trial": _laid(trial) + _notes(trial.notes),
+        "notes": notes_of(made.notes),
+        "said": reading(known.read(again)),
+        "trial": _laid(trial) + notes_of(trial.notes),
         "expected": repr(known.expected(request)),
     }
-    return tuple((part, _anywhere(text)) for part, text in parts.items())
+    return tuple((part, anywhere(text)) for part, text in parts.items())
 
 
-def _anywhere(text):
+def anywhere(text):
     """The text without the folder of this process."""
     return text.replace(str(folder()), "/project")
 

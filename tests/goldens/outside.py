@@ -115,7 +115,7 @@ def document(*words: str) -> str:
     done = CliRunner().invoke(main, [*words, "--json"])
     if done.exit_code not in (0, 1):
         raise AssertionError(done.output)
-    return f"$ tune-cluster {' '.join(words)} --json\n{_json(json.loads(done.stdout))}\n"
+    return f"$ tune-cluster {' '.join(words)} --json\n{as_json(json.loads(done.stdout))}\n"
 
 
 def _rounded(value: Any) -> Any:
@@ -127,7 +127,7 @@ def _rounded(value: Any) -> Any:
     return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
-def _json(value: Any, indent: str = "") -> str:
+def as_json(value: Any, indent: str = "") -> str:
     """What fits into a line stands in one."""
     value = _rounded(value)
     line = json.dumps(value, ensure_ascii=False)
@@ -135,9 +135,9 @@ def _json(value: Any, indent: str = "") -> str:
         return line
     deeper = indent + " "
     parts = (
-        [f"{json.dumps(key)}: {_json(one, deeper)}" for key, one in value.items()]
+        [f"{json.dumps(key)}: {as_json(one, deeper)}" for key, one in value.items()]
         if isinstance(value, dict)
-        else [_json(one, deeper) for one in value]
+        else [as_json(one, deeper) for one in value]
     )
     return (
         ("{\n" if isinstance(value, dict) else "[\n")
@@ -214,27 +214,27 @@ def offline(name: str) -> str:
 def live(server: PageServer, name: str) -> str:
     """The first message of a sweep's stream, or of the list of sweeps, and a trial's document."""
     stream = "/api/events" if name == "*" else f"/api/sweeps/{name}/events"
-    shown = [_parts(_first_message(server, stream))]
+    shown = [parts(_first_message(server, stream))]
     if name not in ("*", "begun"):
         with _got(server, f"/api/sweeps/{name}/trials/0") as answer:
             document = json.loads(answer.read())
         fragments = {f"html/{part}": text for part, text in document.pop("html").items()}
-        shown.append(_parts(document | fragments))
+        shown.append(parts(document | fragments))
     return "\n".join(shown)
 
 
-def _parts(parts: Mapping[str, Any]) -> str:
+def parts(named: Mapping[str, Any]) -> str:
     """The words of fragments, and what else there is as JSON."""
     texts = []
-    for name, part in sorted(parts.items()):
+    for name, part in sorted(named.items()):
         if isinstance(part, Mapping) and "row" in part:
             rest = {key: value for key, value in part.items() if key != "row"}
             texts.append(
-                f"{name}: {words_of(part['row'])}{_json(rest)}\n" if rest else f"{name}: {words_of(part['row'])}"
+                f"{name}: {words_of(part['row'])}{as_json(rest)}\n" if rest else f"{name}: {words_of(part['row'])}"
             )
         else:
             texts.append(
-                f"{name}: {words_of(part)}" if name.startswith("html/") and part else f"{name}: {_json(part)}\n"
+                f"{name}: {words_of(part)}" if name.startswith("html/") and part else f"{name}: {as_json(part)}\n"
             )
     return "".join(texts)
 
@@ -267,17 +267,25 @@ def notes(folder: Path, name: str) -> str:
     runs = client.search_runs([one.experiment_id for one in client.search_experiments()], max_results=1000)
     mine = [one for one in runs if one.data.tags.get("tc.sweep") == name]
     mine.sort(key=lambda one: (one.data.tags["tc.kind"] != "sweep", int(one.data.tags.get("tc.trial", -1))))
-    return "\n".join(_noted(one.data, one.info.run_name) for one in mine)
+    return "\n".join(_noted(client, one) for one in mine)
 
 
-def _noted(data: Any, run_name: str) -> str:
+def _noted(client: MlflowClient, run: Any) -> str:
+    data = run.data
     tags = {key: value for key, value in sorted(data.tags.items()) if key.startswith("tc.") and "\n" not in value}
     tags = {key: value for key, value in tags.items() if not re.search(r"token|sweep_id|parent|uri", key)}
     note = data.tags.get("mlflow.note.content", "")
     return (
-        f"# {run_name}\n\n{note}\n\ntags: {json.dumps(tags, ensure_ascii=False)}\n"
-        f"params: {json.dumps(dict(sorted(data.params.items())))}\nmetrics: {' '.join(sorted(data.metrics))}\n"
+        f"# {run.info.run_name}: {run.info.status}\n\n{note}\n\ntags: {json.dumps(tags, ensure_ascii=False)}\n"
+        f"params: {json.dumps(dict(sorted(data.params.items())))}\n"
+        f"metrics: {as_json(dict(sorted(data.metrics.items())))}\n"
+        f"artifacts: {' '.join(_artifacts(client, run.info.run_id))}\n"
     )
+
+
+def _artifacts(client: MlflowClient, run_id: str, path: str | None = None) -> Iterator[str]:
+    for one in client.list_artifacts(run_id, path):
+        yield from _artifacts(client, run_id, one.path) if one.is_dir else [one.path]
 
 
 def rows(folder: Path) -> str:
@@ -288,7 +296,7 @@ def rows(folder: Path) -> str:
             body = json.loads(text)
             parts = [body.get(name) or {} for name in ("outcome", "check")]
             key = (kind, *(part.get("kind") for part in parts))
-            shown.setdefault(key, f"{seq} {kind} {_json(_stamped(body))}\n")
+            shown.setdefault(key, f"{seq} {kind} {as_json(_stamped(body))}\n")
     return "".join(shown.values())
 
 
@@ -320,7 +328,7 @@ def made() -> dict[str, str]:
         space = {"dp_shard": [8, 16], "zero_stage": 3, "micro_batch_size": [1, 2], "world_size": 16}
         file = write_sweep(folder, {**virtual_sweeps.SWEEP, "space": space})
         found["plan.txt"] = run("plan", file.name) + document("plan", file.name)
-        return {name: _plain(text, folder) for name, text in found.items()}
+        return {name: plain(text, folder) for name, text in found.items()}
 
 
 def submitted() -> dict[str, str]:
@@ -330,10 +338,10 @@ def submitted() -> dict[str, str]:
         file = write_sweep(folder, virtual_sweeps.SWEEP)
         done = CliRunner().invoke(main, ["submit", str(file)])
         assert done.exit_code == 0, done.output
-        return {"submitted.rows.txt": _plain(rows(Home(folder).sweep_folder("first")), folder)}
+        return {"submitted.rows.txt": plain(rows(Home(folder).sweep_folder("first")), folder)}
 
 
-def _plain(text: str, folder: Path) -> str:
+def plain(text: str, folder: Path) -> str:
     text = text.replace(str(folder), "/tmp/outside-xxxxxxxx")
     return re.sub(r"\b[0-9a-f]{32}\b", "0" * 32, re.sub(r"[ \t]+$", "", text, flags=re.M))
 
@@ -350,7 +358,9 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     is_written = parser.parse_args().write
-    texts = made() | submitted()
+    from tests.goldens import variants
+
+    texts = made() | submitted() | variants.made()
     if is_written:
         FOLDER.mkdir(exist_ok=True)
         for path in FOLDER.glob("*.txt"):

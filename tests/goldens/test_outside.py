@@ -1,10 +1,29 @@
 """What users see is what it was; see :mod:`tests.goldens.outside`."""
 
-from tests.goldens import outside
+import pytest
+
+from orchestrator.text import CONTROLS
+from tests.goldens import outside, variants
+
+REMEDY = "on purpose: python -m tests.goldens.outside --write"
 
 
 def test_nothing_that_users_see_changes_by_accident():
     texts = outside.made() | outside.submitted()
     differing = [found for name, text in texts.items() if (found := outside.difference(name, text))]
-    assert not differing, "\n\n".join([*differing, "on purpose: python -m tests.goldens.outside --write"])
-    assert sorted(texts) == sorted(path.name for path in outside.FOLDER.glob("*.txt"))
+    assert not differing, "\n\n".join([*differing, REMEDY])
+    names = [*texts, *map(variants.file_name, variants.VARIANTS)]
+    assert sorted(names) == sorted(path.name for path in outside.FOLDER.glob("*.txt"))
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_what_is_special_about_a_sweep_is_shown_everywhere_and_fits(name):
+    found = outside.difference(variants.file_name(name), variants.text(name))
+    assert not found, f"{found}\n\n{REMEDY}"
+    shown = variants.rendered(name)
+    for part, text in shown.items():
+        if not part.startswith("note of"):  # goes to MLflow, which shows it as Markdown
+            assert not CONTROLS.search(text.replace("\n", "").replace("\t", "")), part
+        is_table = part.startswith(("ps", "status", "explain", "report")) and "\nexit code 2\n" not in text
+        if is_table and not part.endswith("--json"):
+            assert max(map(len, text.splitlines())) <= outside.WIDTH, part

@@ -16,65 +16,10 @@ from trials.spec import AdamW, Layout, LossScale, Precision, TextData
 
 pytestmark = pytest.mark.slow
 
-OVERFLOWING = LossScale(initial=2.0**60, backoff_factor=2.0**-24, backoff_interval=1)
-O1_FP16 = Precision(level="O1", dtype="float16", loss_scale=OVERFLOWING)
-O2_FP16 = Precision(level="O2", dtype="float16", loss_scale=OVERFLOWING)
 DDP2 = Layout(dp_replicate=2)
 ZERO3 = Layout(dp_shard=2, zero_stage=3)
 TP2_SP = Layout(tp=2, sequence_parallel=True)
 PP2 = Layout(pp=2, stage_layers=((1, 1),))
-
-
-def _check_initial_values() -> None:
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    from trials.models.model import Draws
-    from trials.parallel.mesh import Piece, fill, plain_name
-    from trials.training import loop
-
-    parallelize = loop.parallelize
-
-    def checked(spec, mesh, device, *, stage):
-        parts = parallelize(spec, mesh, device, stage=stage)
-        llama = parts[0].model
-        names = [plain_name(name) for name, _ in llama.named_parameters()]
-        assert len(names) == 3 + 6 * SHAPE.num_layers
-        for name, parameter in zip(names, llama.parameters(), strict=True):
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            wanted = Piece(name=name, size=whole.shape, start=(0,) * whole.dim(), part=torch.empty(whole.shape))
-            fill(wanted, Draws(device), llama.initial(name), spec.workload.seed)
-            assert torch.equal(whole, wanted.part), name
-        return parts
-
-    loop.parallelize = checked
-
-
-def test_every_sharding_starts_from_the_same_values(tmp_path: Path) -> None:
-    layouts = [DDP2, ZERO3, Layout(dp_replicate=2, replicate_with="fsdp2"), Layout(tp=2), TP2_SP]
-    results = run_gang([tiny_spec(layout) for layout in layouts], tmp_path, before=_check_initial_values)
-    assert [result for result in results if isinstance(result, RankFailure)] == []
-
-
-@pytest.mark.exhaustive
-def test_sharding_on_two_axes_starts_from_the_same_values(tmp_path: Path) -> None:
-    layouts = [dataclasses.replace(TP2_SP, dp_shard=2, zero_stage=3), dataclasses.replace(ZERO3, dp_replicate=2)]
-    results = run_gang([tiny_spec(layout) for layout in layouts], tmp_path, before=_check_initial_values)
-    assert [result for result in results if isinstance(result, RankFailure)] == []
-
-
-@pytest.mark.representative("O1")
-@pytest.mark.parametrize("precision", [O1_FP16, O2_FP16], ids=["O1", "O2"])
-def test_overflow_skips_steps_on_all_ranks_alike(precision: Precision, tmp_path: Path) -> None:
-    alone = run_gang([tiny_spec(precision=precision)], tmp_path / "1")
-    layouts = [DDP2, ZERO3, TP2_SP, Layout(dp_shard=2, zero_stage=1), PP2]
-    specs = [tiny_spec(layout, precision=precision, num_microbatches=layout.pp) for layout in layouts]
-    results = alone + run_gang(specs, tmp_path / "2")
-    for result in results:
-        assert isinstance(result, RankReport), result
-        assert 0 < result.num_skipped_steps < 5
-        assert result.grad_norms.count(0.0) == result.num_skipped_steps
-        assert result.losses[-1] < result.losses[0]
 
 
 def test_a_scale_that_never_fits_is_divergence(tmp_path: Path) -> None:
@@ -135,9 +80,6 @@ def test_the_root_cause_stands_out_from_collateral(layout: Layout, tmp_path: Pat
 
 def test_user_errors_come_back_as_such(tmp_path: Path) -> None:
     missing = dataclasses.replace(WORKLOAD, data=TextData(path=str(tmp_path / "missing")))
-    infeasible, no_data = run_gang(
-        [tiny_spec(Layout(dp_shard=2)), tiny_spec(DDP2, workload=missing)],
-        tmp_path,
-    )
+    infeasible, no_data = run_gang([tiny_spec(Layout(dp_shard=2)), tiny_spec(DDP2, workload=missing)], tmp_path)
     assert isinstance(infeasible, RankFailure) and infeasible.kind == "infeasible"
     assert isinstance(no_data, RankFailure) and no_data.kind == "data" and DataError.__name__ in no_data.message

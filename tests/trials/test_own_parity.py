@@ -102,11 +102,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "tp": {"layout": Layout(tp=2)},
     "tp-full": {"layout": Layout(tp=2), "recompute": Recompute(full=((3,),)), "micro_batch_size": 4},
     "chunks": {"kernels": Kernels(loss_chunks=3)},
-    "chunks-zero3-O2": {
-        "layout": Layout(dp_shard=2, zero_stage=3),
-        "kernels": Kernels(loss_chunks=4),
-        "precision": O2,
-    },
+    "chunks-zero3-O2": {"layout": Layout(dp_shard=2, zero_stage=3), "kernels": Kernels(loss_chunks=4), "precision": O2},
     "chunks-model": {"kernels": Kernels(loss_chunks=3, compile="model", backend="eager")},
     "tp-model": {"layout": Layout(tp=2), "kernels": Kernels(compile="model", backend="eager")},
     "tp-O1": {"layout": Layout(tp=2), "precision": O1},
@@ -127,11 +123,7 @@ KNOBS: dict[str, dict[str, Any]] = {
         "layout": Layout(pp=2, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 1), (0, 1))),
         "micro_batch_size": 2,
     },
-    "pp-zero3-O1": {
-        "layout": Layout(**PIPELINE, dp_shard=2, zero_stage=3),
-        "micro_batch_size": 1,
-        "precision": O1,
-    },
+    "pp-zero3-O1": {"layout": Layout(**PIPELINE, dp_shard=2, zero_stage=3), "micro_batch_size": 1, "precision": O1},
     "tp-zero2": {"layout": Layout(tp=2, dp_shard=2, zero_stage=2)},
     "tp-pp": {"layout": Layout(tp=2, **PIPELINE), "micro_batch_size": 2},
     "O1-fp16": {"precision": Precision(level="O1", dtype="float16", loss_scale=LossScale())},
@@ -171,9 +163,7 @@ def spec_of(case: str) -> TrialSpec:
     layout = knobs.get("layout", Layout())
     micro_batch_size = knobs.get("micro_batch_size", 8 // layout.dp)
     return TrialSpec(
-        workload=workload,
-        candidate=Candidate(**{**knobs, "micro_batch_size": micro_batch_size}),
-        protocol=PROTOCOL,
+        workload=workload, candidate=Candidate(**{**knobs, "micro_batch_size": micro_batch_size}), protocol=PROTOCOL
     )
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.trials.gang import Result, differences, run_gang
+from tests.trials.initial import check_all
 from tests.trials.pairwise import Pair, Row, pairs_of
-from tests.trials.parallel.initial import check_all
 from tests.trials.parity_knobs import (
     MAX_RANKS,
     THREE_STEPS,
@@ -191,11 +191,7 @@ def test_trains_like_a_single_process(name: str) -> None:
 @pytest.mark.representative("m2/full/O0-m2/O0")
 @pytest.mark.parametrize(
     ("name", "reference"),
-    [
-        ("m2/full/O0", "m2/O0"),
-        ("ddp/m2/O0/workers", "ddp/m2/O0"),
-        ("ddp/m2/O0/full-batch", "ddp/m2/O0"),
-    ],
+    [("m2/full/O0", "m2/O0"), ("ddp/m2/O0/workers", "ddp/m2/O0"), ("ddp/m2/O0/full-batch", "ddp/m2/O0")],
 )
 def test_same_arithmetic_is_bit_exact(name: str, reference: str) -> None:
     result, expected = (results(PARTS[one])[one] for one in (name, reference))

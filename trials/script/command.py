@@ -24,6 +24,8 @@ from trials.spec import Protocol
 
 OUT = "{out}"
 """Placeholder for the attempt's own folder, which the rank fills in."""
+ALL_OPTIONS = "*"
+"""Stands for all options of a program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,9 @@ class ScriptCommand:
     tokens_per_step: int
     samples_per_step: int
     expected: Expected = Expected()
+    options: tuple[str, ...] = ()
+    """Custom options that the candidate sets: ``--flag``, ``dotted.key`` or ``$NAME``; the program is to read them.
+    With :data:`ALL_OPTIONS` among them, the report has all options of the program."""
     device: str = "cpu"
     memory_limit_bytes: int | None = None
     model_flops_per_token: float = 0.0
@@ -123,6 +128,8 @@ REPORT_VARIABLE = "TUNE_CLUSTER_REPORT"
 """Folder of the lines and of ``stop``."""
 COUNT_FLOPS_VARIABLE = "TUNE_CLUSTER_COUNT_FLOPS"
 """``1``: the hook counts the floating-point operations of one step."""
+VARIABLES_VARIABLE = "TUNE_CLUSTER_VARIABLES"
+"""Names of the environment variables of the candidate's, which the hook watches."""
 MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"
 """How much memory a process may take on a CUDA device."""
 
@@ -250,6 +257,8 @@ def child_environment(
     environment[REPORT_VARIABLE] = str(report)
     if command.memory_limit_bytes is not None and command.device != "cpu":
         environment[MEMORY_LIMIT_VARIABLE] = str(command.memory_limit_bytes)
+    if variables := [name[1:] for name in command.options if name.startswith("$")]:
+        environment[VARIABLES_VARIABLE] = ",".join(variables)
     environment["PYTHONPATH"] = with_hook(environment.get("PYTHONPATH"), hook=command.hook)
     return environment
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
 from trials.outcome import SLACK_S, TOLERANCE, Contradiction, contradicted
-from trials.reports import ScriptFacts, ScriptReport, ScriptSource
-from trials.script.command import Expected, ScriptCommand
+from trials.reports import ScriptFacts, ScriptReport, ScriptSource, SeenOption
+from trials.script.command import ALL_OPTIONS, Expected, ScriptCommand
 from trials.script.logs import LogValue
 from trials.script.report_lines import FILE, HOOK, LOG, PLAIN_HOOK, REPORT, StepBook, StepSeries, ToldError
 from trials.secrets import redactor
@@ -346,6 +346,19 @@ class Judge:
                 raise NotApplied(f"not applied: {wanted}, but the program has {seen.pop():g} (seen by {series.name})")
         self._check_amounts()
 
+    def check_options(self) -> None:
+        """Raises:
+        NotApplied: the program never read an option that the candidate sets.
+        """
+        for wanted in self._command.options:
+            found = [one for one in self._book.options.values() if one.is_called(wanted)]
+            if found and all(one.is_unread for one in found):
+                raise NotApplied(f"not applied: the program never reads {wanted}")
+
+    def _is_wanted(self, option: SeenOption) -> bool:
+        wanted = self._command.options
+        return ALL_OPTIONS in wanted or any(map(option.is_called, wanted))
+
     def _check_amounts(self) -> None:
         """Raises:
         NotApplied: the program reports more samples or tokens per step than a hook counts.
@@ -428,6 +441,7 @@ class Judge:
         return ScriptReport(
             sources=tuple(self.sources(times)) if times is not None else (),
             facts=ScriptFacts(**merged),
+            options=tuple(one for one in self._book.options.values() if self._is_wanted(one)),
             versions=tuple(self._book.versions.items()),
             tokens_per_step=self.mean("tokens"),
             samples_per_step=self.mean("samples"),

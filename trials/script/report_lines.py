@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trials.outcome import Elapsed
-from trials.reports import MAX_NOTES
+from trials.reports import MAX_NOTES, MAX_OPTIONS, SeenOption, option_of
 from trials.script.command import ScriptCommand
 from trials.script.logs import LogRecord, LogValue, number
 
@@ -529,8 +529,15 @@ FACTS: dict[str, Callable[[float], Any]] = {
     "layer_calls_per_forward": float,
     "flops_per_step": float,
     "parameters": int,
+    "backwards_per_step": int,
+    "num_optimizers": int,
+    "num_workers": int,
+    "loader_batch_size": int,
+    "is_compiled": bool,
 }
-"""Facts that are numbers, and their types; ``dtype`` is a word."""
+"""Facts that are numbers, and their types."""
+WORDS = ("dtype", "wrapper")
+"""Facts that are words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,6 +556,8 @@ class StepBook:
         """By source and origin: the process or file that it is of."""
         self.facts: dict[str, dict[str, Any]] = {}
         """By origin."""
+        self.options: dict[tuple[str, str], SeenOption] = {}
+        """By kind and name."""
         self.errors: list[ToldError] = []
         self.versions: dict[str, str] = {}
         self.extras: dict[str, str] = {}
@@ -597,6 +606,9 @@ class StepBook:
         if event == "error":
             self._take_error(told)
             return
+        if event == "options":
+            self._take_options(told)
+            return
         if event == "note":
             self.note(f"{origin}: {str(told.get('text'))[:MAX_TEXT]}")
             return
@@ -620,14 +632,23 @@ class StepBook:
             type_name, message = told.get("type"), told.get("message")
             self.errors.append(ToldError(str(type_name or "Error")[:MAX_TEXT], str(message or "")[:MAX_REPORT_LINE]))
 
+    def _take_options(self, told: dict[str, Any]) -> None:
+        options = told.get("options")
+        for one in options if isinstance(options, list) else ():
+            option = option_of(one)
+            if option is not None and (option.key in self.options or len(self.options) < MAX_OPTIONS):
+                before = self.options.get(option.key)
+                self.options[option.key] = option if before is None else before.merged(option)
+
     def _take_facts(self, told: dict[str, Any], origin: str) -> None:
         found: dict[str, Any] = {}
         for name, convert in FACTS.items():
             value = _number(told.get(name))
             if value is not None and math.isfinite(value.value) and value.value >= 0:
                 found[name] = convert(value.value)
-        if isinstance(dtype := told.get("dtype"), str):
-            found["dtype"] = dtype[:MAX_TEXT].removeprefix("torch.")
+        for name in WORDS:
+            if isinstance(word := told.get(name), str):
+                found[name] = word[:MAX_TEXT].removeprefix("torch.")
         if found and (origin in self.facts or len(self.facts) < MAX_SERIES):
             self.facts.setdefault(origin, {}).update(found)
 
@@ -638,7 +659,7 @@ class StepBook:
                 if len(self.versions) < MAX_EXTRAS:
                     self.versions.setdefault(str(name)[:MAX_TEXT], str(version)[:MAX_TEXT])
         for name, value in told.items():
-            is_new = name not in _KNOWN and name not in FACTS and name != "dtype"
+            is_new = name not in _KNOWN and name not in FACTS and name not in WORDS
             if is_new and (name in self.extras or len(self.extras) < MAX_EXTRAS):
                 self.extras[name[:MAX_TEXT]] = str(value)[:MAX_TEXT]
 

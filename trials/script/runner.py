@@ -315,7 +315,10 @@ class ProgramWatch:
             return None
         self.judge.check_finite()
         self.judge.check_facts()
-        return self.judge.times() if self.judge.num_steps >= self._command.num_required_steps else None
+        if self.judge.num_steps < self._command.num_required_steps:
+            return None
+        self.judge.check_options()
+        return self.judge.times()
 
     def _tell(self) -> None:
         """Report progress: new steps, or that the program is alive."""

@@ -23,10 +23,7 @@ def layouts(draw):
 @given(layouts())
 def test_the_total_is_the_largest_sum_over_chunks(layout):
     schedule, pp, v, m = layout
-    x = inputs(
-        row(pp=pp, num_virtual_stages=v, num_microbatches=m, schedule=SCHEDULES.index(schedule)),
-        row(pp=8),
-    )
+    x = inputs(row(pp=pp, num_virtual_stages=v, num_microbatches=m, schedule=SCHEDULES.index(schedule)), row(pp=8))
     peaks = in_flight_peaks(schedule, pp=pp, num_virtual_stages=v, num_microbatches=m)
     largest = [max(sum(moment) for moment in moments) / v for moments in peaks]
     np.testing.assert_allclose(in_flight(x)[0, :pp], largest)

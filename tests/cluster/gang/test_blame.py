@@ -40,13 +40,7 @@ def recorded(case, stacks=()):
 @pytest.mark.parametrize(
     ("case", "stacks", "kind", "suspects", "why"),
     [
-        (
-            "missing_rank",
-            {2: "elsewhere"},
-            "rank",
-            (2,),
-            "waits for it in all_reduce number 2 of group default_pg",
-        ),
+        ("missing_rank", {2: "elsewhere"}, "rank", (2,), "waits for it in all_reduce number 2 of group default_pg"),
         ("chain", {1: "elsewhere"}, "rank", (1,), "waits for it in all_reduce number 2 of group default_pg"),
         ("crossed", {}, "disagreement", (0, 1), "ranks wait for each other in different operations"),
         ("differing", {}, "disagreement", (0, 1), "its collective 2: all_reduce of [[4]] or gather of [[4]]"),
@@ -169,11 +163,7 @@ def test_neighbours_of_a_stage_that_wait_for_what_it_does_not_send_have_no_broke
 def test_a_send_that_a_device_has_queued_but_not_started_is_behind():
     """The middle stage's own kernel hangs before both sends; its neighbours' devices are at the receives."""
     found = verdict(
-        {
-            0: sight(0, recv(0, 1, "started")),
-            1: sight(1, send(1, 0), send(1, 2)),
-            2: sight(2, recv(2, 1, "started")),
-        }
+        {0: sight(0, recv(0, 1, "started")), 1: sight(1, send(1, 0), send(1, 2)), 2: sight(2, recv(2, 1, "started"))}
     )
     assert (found.kind, found.suspects) == ("rank", (1,))
 

@@ -5,14 +5,7 @@ from hypothesis import strategies as st
 
 from cluster.base import GangEnded, GangLaunch, GangProgress
 from cluster.gang.gang_outcome import GangTracker
-from cluster.gang.messages import (
-    NodeCompiling,
-    NodeFailing,
-    NodeGone,
-    PeerCompiles,
-    RankFailure,
-    StopGang,
-)
+from cluster.gang.messages import NodeCompiling, NodeFailing, NodeGone, PeerCompiles, RankFailure, StopGang
 from cluster.hardware.topology import Device, Placement
 from trials.outcome import Crashed, GangLost
 

@@ -87,16 +87,8 @@ def test_slices_that_differ_are_refused(host):
             ("xpu", 4, "Intel(R) Data Center GPU Max 1550", 137438953472 // 2),
             ["0000:29:00.0", "0000:29:00.0", "0000:3a:00.0", "0000:3a:00.0"],
         ),
-        (
-            {"npu_smi": vendors.ASCEND},
-            ("npu", 2, "Ascend910B2", 65536 * MIB),
-            ["0000:c1:00.0", "0000:01:00.0"],
-        ),
-        (
-            {"npu_smi": vendors.ASCEND_TWO_CHIPS},
-            ("npu", 2, "Ascend910", 65536 * MIB),
-            ["0000:9d:00.0", "0000:9f:00.0"],
-        ),
+        ({"npu_smi": vendors.ASCEND}, ("npu", 2, "Ascend910B2", 65536 * MIB), ["0000:c1:00.0", "0000:01:00.0"]),
+        ({"npu_smi": vendors.ASCEND_TWO_CHIPS}, ("npu", 2, "Ascend910", 65536 * MIB), ["0000:9d:00.0", "0000:9f:00.0"]),
     ],
     ids=["rocm", "amd", "xpu", "xpu-two-tiles", "npu", "npu-two-chips"],
 )

@@ -44,11 +44,7 @@ def problems(draw):
     return (
         cluster,
         free,
-        {
-            "world_size": tp * draw(st.integers(1, 6)),
-            "tp": tp,
-            "isolation": draw(st.sampled_from(["node", "device"])),
-        },
+        {"world_size": tp * draw(st.integers(1, 6)), "tp": tp, "isolation": draw(st.sampled_from(["node", "device"]))},
     )
 
 

@@ -15,10 +15,10 @@ from trials.reports import FOREIGN_CPU_LIMIT, Disturbance, most_disturbed
 
 BURN = "import sys, time\nend = time.monotonic() + 3\nwhile time.monotonic() < end: pass"
 CLOCKS = """\
-0, GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01, 0x0000000000000004, 1755, 1980, 61, 9000
-1, GPU-5d0c9b12-03c7-51ab-8f0e-9a7be3d4c102, 0x0000000000000040, 1245, 1980, 88, 20
-2, GPU-aa11bb22-3344-5566-7788-99aabbccdd03, [Not Supported], [N/A], [N/A], 45, [N/A]
-0, GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01, 0x0000000000000004, 1740, 1980, 63, 12000
+0, GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01, 0x0000000000000004, 1755, 1980, 61, 9000, 97, 410.25
+1, GPU-5d0c9b12-03c7-51ab-8f0e-9a7be3d4c102, 0x0000000000000040, 1245, 1980, 88, 20, 3, 95.50
+2, GPU-aa11bb22-3344-5566-7788-99aabbccdd03, [Not Supported], [N/A], [N/A], 45, [N/A], [N/A], [N/A]
+0, GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01, 0x0000000000000004, 1740, 1980, 63, 12000, 99, 415.75
 1, GPU-5d0c9b12-03c7-51ab-8f0e-9a7be3d4c102, 0x00000000000"""
 """What ``nvidia-smi -l`` has written when it is killed: two GPUs with figures, one without, the last line cut off."""
 
@@ -87,6 +87,31 @@ def test_throttling_clocks_and_heat_are_read_from_what_nvidia_smi_prints():
     assert (hot.throttled_by, hot.highest_temperature_c, hot.is_disturbing) == (("hw_thermal",), 88.0, True)
     nothing = with_devices(Disturbance(node="n", seconds=9.0), "", "", called("0"), ())
     assert nothing == Disturbance(node="n", seconds=9.0), "nvidia-smi said nothing: unknown, and no error"
+
+
+def test_usage_of_a_busy_node_is_sampled_and_halved_when_full(monkeypatch):
+    monkeypatch.setattr(load_watch, "USAGE_PERIOD_S", 0.05)
+    monkeypatch.setattr(load_watch, "MAX_USAGE", 8)
+    watch = load_watch.UsageWatch()
+    end_s = time.monotonic() + 1.0
+    while time.monotonic() < end_s:
+        watch.sample()
+    cpu, memory = watch.usage()
+    assert (cpu.kind, memory.kind) == ("cpu_percent", "memory_bytes")
+    assert 0.1 <= cpu.period_s <= 0.4 and 4 <= len(cpu.values) < 8
+    assert 80 / len(os.sched_getaffinity(0)) <= cpu.mean <= 100, "this process alone keeps one processor busy"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert all(0 < value < total for value in memory.values)
+
+
+def test_usage_of_the_gangs_devices_is_read_from_what_nvidia_smi_prints():
+    found = {(one.kind, one.device): one.values for one in load_watch.device_usage(parse_samples(CLOCKS), called("0"))}
+    assert found == {
+        ("device_percent", "0"): (97.0, 99.0),
+        ("device_memory_bytes", "0"): (9000 << 20, 12000 << 20),
+        ("device_power_w", "0"): (410.25, 415.75),
+    }
+    assert load_watch.device_usage(parse_samples(CLOCKS), called("2")) == (), "it reports none"
 
 
 def test_the_most_memory_in_use_on_devices_is_kept():

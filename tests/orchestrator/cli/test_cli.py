@@ -23,20 +23,6 @@ def run(*arguments):
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def refused(tmp_path, file, *words):
-    """``submit`` and ``plan`` of ``file`` exit with 2, one message with all ``words``, and leave nothing behind."""
-    home = tmp_path / "home"
-    for arguments in (("submit", file, "--home", home), ("plan", file)):
-        result = run(*arguments)
-        assert result.exit_code == 2, result.output
-        assert result.stdout == ""
-        assert result.stderr.startswith("error: ")
-        assert "Traceback" not in result.stderr
-        for word in words:
-            assert word in result.stderr
-    assert not home.exists()
-
-
 @pytest.mark.parametrize("command", main.commands)
 def test_every_command_has_an_example_and_json(command):
     result = run(command, "--help")
@@ -53,49 +39,6 @@ def test_the_table_of_exit_codes_is_complete():
     text = (CONFIGS.parent / "docs/troubleshooting.md").read_text(encoding="utf-8")
     table = text.partition("## Exit codes")[2].partition("\n## ")[0]
     assert [int(number) for number in re.findall(r"^\| (\d+) \|", table, re.M)] == list(ExitCode)
-
-
-def test_a_program_is_not_taken_for_a_sweep_file(tmp_path):
-    program = tmp_path / "train.py"
-    program.write_text("import torch\n---\nx: [")
-    refused(tmp_path, program, "is a program, not a sweep file", f"tune-cluster init -- python {program}")
-
-
-def test_an_unknown_key_names_file_line_and_the_nearest_key(tmp_path):
-    file = sweeps.write(tmp_path, space={"micro_batchsize": [1]})
-    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if "micro_batchsize" in text)
-    refused(tmp_path, file, f"{file}:{line}", "micro_batchsize", "micro_batch_size")
-
-
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        ({"workload": {"seq_length": "32"}}, ("seq_length",)),
-        ({"workload": {"data": {"kind": "text", "path": "no/such/file.txt"}}}, ("path", "no/such/file.txt")),
-        ({"name": "a/b"}, ("name", "a/b")),
-        ({"baseline": {"dp_replicate": 3}}, ("baseline",)),
-        ({"baseline": {"dp_replicate": 1, "tp": 8}}, ("baseline", "tp")),
-        ({"space": {"dp_replicate": [64]}}, ("no legal candidate", "fits-lease")),
-        ({"space": {"zero_stage": [7]}}, ("zero_stage",)),
-        ({"cluster": {"kind": "slurm"}}, ("cluster.kind", "slurm")),
-        ({"runner": "not a function"}, ("runner",)),
-        ({"tracking": {"uri": "https://user:secret@host/"}}, ("tracking.uri",)),
-    ],
-)
-def test_bad_values_name_the_key(tmp_path, sections, words):
-    refused(tmp_path, sweeps.write(tmp_path, **sections), *words)
-
-
-@pytest.mark.parametrize("text", ["", "- a list", "name: [unclosed", "\tname: x", "\x00\x01", "name: a\nname: b\n"])
-def test_files_that_are_no_sweep(tmp_path, text):
-    file = tmp_path / "sweep.yaml"
-    file.write_text(text, encoding="utf-8")
-    refused(tmp_path, file, "sweep.yaml")
-
-
-def test_a_missing_file_and_a_folder(tmp_path):
-    refused(tmp_path, tmp_path / "none.yaml", "none.yaml")
-    refused(tmp_path, tmp_path, str(tmp_path))
 
 
 def test_an_unreachable_ray_address_is_told_at_once_and_leaves_nothing(tmp_path):
@@ -130,26 +73,6 @@ def test_a_full_disk_stops_with_one_message(tmp_path):
     again = run("submit", sweeps.write(tmp_path, budget={"max_trials": 1}), "--home", tmp_path / "home", "--json")
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout)["trials"]["measured"] == 1
-
-
-def test_unknown_sweeps_and_registered_names(tmp_path):
-    home = tmp_path / "home"
-    for arguments in (
-        ("status", "nothing"),
-        ("report", "nothing"),
-        ("promote", "nothing", "--name", "x"),
-        ("status", "../../etc"),
-        ("ui", "nothing"),
-        ("ui",),
-        ("show", "nothing@production"),
-        ("show", "nothing@production", "--tracking-uri", "postgresql://host/db"),
-    ):
-        result = run(*arguments, "--home", home)
-        assert result.exit_code == 2, result.output
-        assert re.search(r"^error: ", result.stderr, re.M)
-    assert not home.exists()
-    result = run("ps", "--home", home, "--json")
-    assert (result.exit_code, json.loads(result.stdout)) == (0, [])
 
 
 def test_plan_lists_candidates_and_reasons_as_text_and_json(tmp_path):

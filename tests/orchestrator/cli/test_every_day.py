@@ -8,16 +8,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from orchestrator.process_support import PLAIN
-from orchestrator.report.report import make_report
-from orchestrator.report.summary import summarize
-from orchestrator.sweep.events import FinishCause, SweepFinished
-from orchestrator.sweep.fold import fold
 from orchestrator.sweep.snapshot import Home
 from orchestrator.terminal.sweep_screen import LiveView
 from tests.support import long_story
 from tests.support.cli_homes import keep, run
-from tests.support.story import failures, measured
 from tests.support.sweep_files import SIMULATED, write
 
 
@@ -45,26 +39,6 @@ def test_a_trial_alone_is_one_of_the_latest_sweep(tmp_path):
     keep(tmp_path, "best", long_story.events([]))
     assert "latest sweep" not in run("logs", "best", "--home", tmp_path).stderr, "a sweep may be called so"
     assert "no sweep 'bset'" in run("logs", "bset", "--home", tmp_path).stderr
-
-
-@pytest.mark.parametrize("outcomes", [[failures()["crashed"]], [measured(0.1), failures()["crashed"]]])
-def test_a_sweep_that_failed_asks_to_look_at_the_logs_not_to_promote(outcomes):
-    events = long_story.events(outcomes, finished=False)
-    state = fold(
-        [
-            *events,
-            SweepFinished(
-                at_s=events[-1].at_s, status="failed", reason="3 faults in a row", cause=FinishCause.FAULTS_IN_A_ROW
-            ),
-        ]
-    )
-    commands = {one.purpose: one.command for one in make_report(state, summarize(state, ""), invocation=PLAIN).commands}
-    failed = f"t{len(outcomes) - 1:03d}"
-    assert list(commands)[:2] == ["logs", "story"]
-    assert commands["logs"] == f"tune-cluster logs story {failed}"
-    assert commands["retry"] == "tune-cluster retry story --failed"
-    assert not commands.keys() & {"promote", "force", "confirm"}
-    assert ("delete" in commands) == (len(outcomes) == 1), "nothing was measured"
 
 
 @pytest.mark.parametrize("is_interrupted", [True, False])

@@ -14,8 +14,8 @@ from orchestrator.sweep.events import Hardware
 from orchestrator.terminal.explain_screen import render_sweep_explanation
 from tests.orchestrator.diagnosis.diagnosed import TINY, TWO_NODES, basis, llama, simulate, sweep
 from tests.support import long_story, virtual_sweeps
-from tests.support.cli_homes import keep, keep_running, run
-from tests.support.story import ended, failures, launched, proposed
+from tests.support.cli_homes import keep, run
+from tests.support.story import ended, launched, proposed
 from tests.support.sweep_files import write
 from trials.spec import Layout, Precision
 
@@ -67,36 +67,6 @@ def test_a_ledger_of_another_version_is_explained_as_far_as_it_goes(tmp_path):
     names = [part["name"] for part in body["chosen"]["parts"]]
     assert names == ["forward_backward", "optimizer", "data", "other"]
     assert body["bottleneck"] is None or body["bottleneck"] == "io"
-
-
-def test_a_running_sweep_is_explained_of_what_is_known_by_then(tmp_path):
-    with keep_running(tmp_path).hold():
-        body = body_of(tmp_path, "busy")
-    assert (body["state"], body["baseline"]["trial"], body["chosen"]["trial"]) == ("running", 0, 1)
-    assert body_of(tmp_path, "busy")["state"] == "interrupted", "as `ps` has it"
-
-
-def test_without_a_measured_baseline_the_fastest_stands_alone(tmp_path):
-    outcomes = [failures()["crashed"], *long_story.speeds(0.1, 0.08)]
-    keep(tmp_path, "story", long_story.events(outcomes))
-    body = body_of(tmp_path, "story")
-    assert (body["baseline"], body["chosen"]["trial"]) == (None, 2)
-    assert run("explain", "story", "--home", tmp_path).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "no trial of the sweep 'story' was measured (1 out of memory, 1 infeasible)"),
-        (("1", "--diagnose"), "t001 was not measured: infeasible"),
-        (("9", "--diagnose"), "no trial '9' in the sweep 'story'"),
-    ],
-)
-def test_what_cannot_be_explained_is_the_users_error(tmp_path, arguments, words):
-    keep(tmp_path, "story", long_story.events([failures()["oom"], failures()["infeasible"]]))
-    result = run("explain", "story", *arguments, "--home", tmp_path)
-    assert result.exit_code == 2
-    assert words in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("num_trials", [1, 18])

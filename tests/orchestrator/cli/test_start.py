@@ -69,26 +69,6 @@ def test_nothing_is_overwritten_unless_forced(folder):
     assert not list(folder.glob(".*"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), ("--model", "--parameters")),
-        (("--parameters", "large"), ("'large'", "13B")),
-        (("--parameters", "405B", "--cluster", "dgx-a100"), ("does not fit", "GiB", "--nodes")),
-        (("--parameters", "1B", "--cluster", "nowhere"), ("'nowhere'", "dgx-h100")),
-        (("--parameters", "1B", "--nodes", 2), ("one node", "--cluster")),
-        (("--model", "missing.json"), ("missing.json",)),
-        (("--example", "nothing"), ("quickstart",)),
-        (("--example", "quickstart", "--output", "no/sweep.yaml"), ("no/sweep.yaml", "folder", "--output")),
-    ],
-)
-def test_what_cannot_be_drafted_is_said_with_a_remedy(folder, arguments, words):
-    result = run("init", *arguments)
-    assert result.exit_code == 2, result.output
-    assert all(word in result.stderr for word in words)
-    assert not (folder / "sweep.yaml").exists()
-
-
 def test_a_cluster_is_described_by_a_file_wherever_it_may_be_named(folder):
     (folder / "mine.yaml").write_text("accelerator: h200\nnum_nodes: 2\ndevices_per_node: 4\n")
     assert run("init", "--parameters", "8B", "--cluster", "./mine.yaml").exit_code == 0

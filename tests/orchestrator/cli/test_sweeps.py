@@ -15,12 +15,11 @@ from rich.console import Console
 
 from cluster.base import GangProgress
 from orchestrator.controller.observer import Heartbeat
-from orchestrator.process_support import PLAIN
-from orchestrator.status.overview import all_sweeps, changes, follow, show
+from orchestrator.status.overview import changes, follow, show
 from orchestrator.sweep.events import Asked, FinishCause, SweepFinished, SweepPaused
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.snapshot import Home, read_snapshot
-from orchestrator.terminal.sweep_screen import LiveView, render_ps, render_status
+from orchestrator.terminal.sweep_screen import LiveView
 from tests.support import long_story, virtual_sweeps
 from tests.support.cli_homes import LEASE, controller, keep, keep_running, run, running
 from tests.support.story import ended, measured
@@ -81,44 +80,6 @@ def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
     assert "needs 8 nodes, 3 are free; priority 5" in shown
     assert "Ray job tune-draining" in shown
     assert "always the same error" in shown
-
-
-def test_status_shows_lease_budgets_running_trials_and_open_requests(tmp_path):
-    ledger = keep_running(tmp_path)
-    ledger.ask({"action": "drain"}, by="anna@desk", at_s=time.time())
-    with ledger.hold():
-        result = run("status", "busy", "--home", tmp_path, "--json")
-        shown = run("status", "busy", "--home", tmp_path).stdout
-    body = json.loads(result.stdout)
-    assert body["lease"] | {"nodes": ["n1", "n2"], "wanted": 4, "waiting": "2 more nodes are busy"} == body["lease"]
-    assert body["budgets"]["trials"] == {"used": 8, "limit": 40}
-    assert body["budgets"]["consecutive_failures"] == {"used": 0, "limit": 5}
-    first, second = body["running"]
-    assert first | {"trial": 5, "phase": "measuring", "step": 7, "nodes": ["n1"], "num_devices": 2} == first
-    assert (second["trial"], second["phase"], body["waiting"]) == (6, None, [7])
-    assert [request["request"] for request in body["requests"]] == [{"action": "drain"}]
-    assert [failure["outcome"] for failure in body["failures"]] == ["infeasible", "oom"]
-    for words in ("2 of 4 nodes: n1 n2; 2 more nodes are busy", "drain by anna@desk", "measuring 7", "process 4242"):
-        assert words in shown
-
-
-@pytest.mark.parametrize("command", ["status", "watch", "logs", "explain", "pause", "drain", "cancel"])
-def test_an_unknown_sweep_is_one_message_with_the_nearest_names(tmp_path, command):
-    keep(tmp_path, "llama-base", long_story.events(long_story.speeds(0.1)))
-    result = run(command, "lama-base", *(["3"] if command == "explain" else []), "--home", tmp_path)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
-    assert "'lama-base'" in result.stderr
-    assert "Did you mean llama-base?" in result.stderr
-
-
-def test_text_of_others_cannot_steer_the_terminal(tmp_path):
-    waits = {"nodes": [], "waiting": "held by \x1b]0;title\x07x\x1b[2J\x9b1m[bold]y", "at_s": 0.0}
-    with keep(tmp_path, "waiting", controller=controller(), lease=waits).hold():
-        for arguments in (("ps",), ("status", "waiting")):
-            shown = run(*arguments, "--home", tmp_path).stdout
-            assert "held by x1m[bold]y" in shown
-            assert not re.search("[\x00-\x08\x0e-\x1f\x9b]", shown)
 
 
 LOOK = """
@@ -271,16 +232,3 @@ def test_a_real_simulated_sweep_looks_the_same_from_outside(tmp_path):
     refused = run("logs", "first", "0", "--home", home.path)
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "no real cluster" in refused.stderr
-
-
-@pytest.mark.parametrize("width", [80, 100, 140])
-def test_what_is_shown_fits_the_terminal(tmp_path, width):
-    long_name = "llama-7b-pretraining-on-a-shared-cluster-of-64-nodes-at-night"
-    with keep_running(tmp_path, long_name).hold():
-        console = Console(width=width, file=io.StringIO(), record=True)
-        console.print(render_ps(all_sweeps(Home(tmp_path)), Home(tmp_path)))
-        console.print(render_status(Home(tmp_path).read(long_name), Home(tmp_path), PLAIN))
-    shown = console.export_text()
-    assert max(map(len, shown.splitlines())) <= width
-    assert "…" not in shown
-    assert "1.25x t001" in shown or re.search(r"not shown at 80 columns .* best", shown)

@@ -114,7 +114,8 @@ def test_the_controller_dies_with_it(home: Path) -> None:
         wait_for(lambda: not is_alive(pid))
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to it alone", "to both"])
+@pytest.mark.representative("int-both", "term-alone")
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["alone", "both"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
 def test_signals_reach_the_controller_once_and_end_both(
     home: Path, send: Callable[[int, int], None], number: signal.Signals

@@ -1,11 +1,8 @@
 """The rules of the queue in the home, and what a sweep file claims."""
 
-import pytest
-
 from cluster.queue import QueuePolicy
 from orchestrator.config.queue_policy import load_policy
 from orchestrator.config.sweep import load_sweep
-from orchestrator.errors import ConfigError
 from orchestrator.planning.dry_runs import cluster_request
 from orchestrator.sweep.snapshot import Home
 from tests.support.sweep_files import SMALL, write
@@ -18,29 +15,6 @@ def policy(folder, text):
 
 def test_quotas_and_weights_are_read_and_may_be_missing(tmp_path):
     assert load_policy(Home(tmp_path)) == QueuePolicy()
-    found = policy(tmp_path, 'quotas: {alice: 16, "*": 8}\nweights:\n  production: 3\n')
-    assert found == QueuePolicy(quotas={"alice": 16, "*": 8}, weights={"production": 3.0})
-    assert policy(tmp_path, "quotas:\n") == QueuePolicy()
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("- 1\n", "queue.yaml:1: expected sections. Write quotas and weights"),
-        ("qoutas: {}\n", "queue.yaml:1: qoutas: no such section. There are quotas and weights"),
-        ("quotas: 3\n", "queue.yaml:1: quotas: expected names with numbers"),
-        ("quotas:\n  bob: many\n", "queue.yaml:2: quotas.bob: expected a number of devices, 0 or more, got 'many'"),
-        ("quotas:\n  bob: -1\n", "quotas.bob: expected a number of devices"),
-        ("quotas:\n  bob: true\n", "quotas.bob: expected a number of devices"),
-        ("weights:\n  x: 0\n", "queue.yaml:2: weights.x: expected a number above 0, got 0"),
-        ("weights:\n  x: .nan\n", "weights.x: expected a number above 0"),
-        ("quotas: {a: 1}\nquotas: {}\n", "the key stands twice"),
-    ],
-)
-def test_what_is_wrong_is_told_with_its_place(tmp_path, text, words):
-    with pytest.raises(ConfigError) as caught:
-        policy(tmp_path, text)
-    assert words in str(caught.value)
 
 
 def test_a_sweep_on_a_shared_cluster_claims_what_its_file_says(tmp_path):

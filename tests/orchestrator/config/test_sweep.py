@@ -230,20 +230,6 @@ def test_a_bare_off_is_the_word(tmp_path, word):
     assert load_sweep(write(tmp_path, text)).choices["compile"] == ("off",)
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"), [("1B", 1), ("2kB", 2000), ("1.5KiB", 1536), ("3GB", 3 * 10**9), ("1TiB", 2**40)]
-)
-def test_sizes(tmp_path, text, size_bytes):
-    spec = load_sweep(write(tmp_path, {**SMALL, "cluster": {"device_memory": text}}))
-    assert spec.cluster.device_memory_bytes == size_bytes
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("0.5s", 0.5), ("10m", 600.0), ("2h", 7200.0), ("1d", 86400.0)])
-def test_durations(tmp_path, text, seconds):
-    spec = load_sweep(write(tmp_path, {**SMALL, "budget": {"wall_time": text}}))
-    assert spec.budget.wall_time_s == seconds
-
-
 @pytest.mark.parametrize("content", [FULL, SMALL, RESNET, LINEAR, TOKENS], ids=lambda content: content["name"])
 def test_json_round_trip(tmp_path, content):
     spec = load_sweep(write(tmp_path, content))

@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from orchestrator.frameworks.arguments import Argument, either_dash, expanded, is_option, read, read_text, remove, write
+from orchestrator.frameworks.launchers import imports
 
 KINDS = ("value", "flag", "switch", "list", "assignment")
 OTHERS = st.lists(
@@ -98,3 +99,20 @@ def test_lists_end_at_the_next_option_and_files_of_arguments_are_read_in_their_p
     assert write(("--split", "8", "1", "--x", "2"), sizes, ("9",)) == ("--split", "9", "--x", "2")
     words = expanded(("@a.txt", "@none", "--c"), {"a.txt": "--micro-batch-size\n2\n"}.get)
     assert (words, read_text(words, MICRO)) == (("--micro-batch-size", "2", "@none", "--c"), "2")
+
+
+def test_imports_of_a_text():
+    text = "import os, torch.nn as nn\n  from transformers import Trainer\n# import x\n"
+    assert imports(text) == {"os", "torch", "transformers"}
+
+
+@pytest.mark.exhaustive
+def test_options_without_a_value_are_those_of_the_real_launchers():
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
+
+    from orchestrator.frameworks.launchers import _FLAGS
+
+    for name, parser in (("torchrun", get_args_parser()), ("accelerate", launch_command_parser())):
+        flags = {word for action in parser._actions if action.nargs == 0 for word in action.option_strings}
+        assert {word.replace("_", "-") for word in flags} - {"-h", "--help"} == _FLAGS[name]

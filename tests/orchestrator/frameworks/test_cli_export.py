@@ -68,19 +68,3 @@ def test_an_export_that_cannot_be_written_leaves_nothing_behind(home, tmp_path):
     assert refused.exit_code == 2
     assert "model" in refused.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["ended:t000"], "--formats lists the formats"),
-        (["ended:t000", "--format", "keras"], "no format called 'keras'"),
-        (["ended:t099", "--format", "torchrun"], "no trial 't099'"),
-        (["absent:t000", "--format", "torchrun"], "no sweep 'absent'"),
-        (["absent@production", "--format", "torchrun"], "MLflow store"),
-    ],
-)
-def test_what_cannot_be_exported_ends_with_2_and_says_why(home, arguments, words):
-    shown = run(home, *arguments)
-    assert shown.exit_code == 2
-    assert words in shown.stderr

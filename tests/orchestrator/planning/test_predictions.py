@@ -119,20 +119,6 @@ def test_text_output_explains_too(tmp_path):
     assert "not legal, rule tp-num-heads" in plan(tmp_path, SWEEP, "--cluster", "h100-1000x8", "--why", "{tp: 3}")
 
 
-@pytest.mark.parametrize("why", ["{tp: many}", "{no_such_knob: 1}", "[1, 2]", "{", "99999"])
-def test_a_candidate_nobody_means_is_the_users_error(why, tmp_path):
-    done = CliRunner().invoke(main, ["plan", str(write(tmp_path, SMALL)), "--why", why])
-    assert done.exit_code == 2
-    assert "error: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_cluster_nobody_described_is_the_users_error(tmp_path):
-    done = CliRunner().invoke(main, ["plan", str(write(tmp_path, SMALL)), "--cluster", "moon"])
-    assert done.exit_code == 2
-    assert "dgx-h100" in done.stderr
-
-
 def test_what_cannot_be_predicted_is_said(tmp_path):
     found = plan(tmp_path, {**SMALL, "cluster": {"kind": "ray", "address": "127.0.0.1:1"}}, "--json")
     assert found["forecast"] is None

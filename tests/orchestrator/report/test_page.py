@@ -22,18 +22,14 @@ from orchestrator.report.curves import History, ParallelCoordinates, SpeedPoint
 from orchestrator.report.page.page import environment, page_html
 from orchestrator.report.plots import charts, style
 from orchestrator.report.plots import charts as plots_proof
-from orchestrator.report.plots.charts import gallery
 from orchestrator.report.report import Report, make_report
 from orchestrator.report.sources import PlanFacts, Sources, rejected_csv
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
-from orchestrator.terminal import result_screen
-from orchestrator.terminal.sweep_screen import render_live
-from tests.orchestrator.terminal.test_report import text
-from tests.support.long_story import START_S, events, fill, speeds
-from tests.support.proof_story import NUM_ROUNDS, proof_events
+from tests.support.long_story import fill, speeds
+from tests.support.proof_story import proof_events
 from tests.support.story import failures
 
 QUICKSTART = CONFIGS / "sweeps" / "quickstart.yaml"
@@ -147,40 +143,12 @@ def test_the_same_plot_is_the_same_file():
     assert once == again
 
 
-def test_titles_say_what_was_found():
-    state = fold(proof_events())
-    shown = gallery(made(state))
-    assert list(shown) == ["history", "pareto", "parallel", "breakdown", "confirmation", "gate-t001"]
-    assert "t001 is the fastest of 9 trials, 1.25x the baseline" in shown["history"].svg()
-    assert "t001 1.25x, the winner; t002 1.01x, not shown faster" in shown["confirmation"].svg()
-    assert "t001 trains the same: loss: median 0.04 % off, all 20 steps within their limits" in shown["gate-t001"].svg()
-
-
 def test_the_front_holds_what_nothing_beats_in_both():
     points = [
         SpeedPoint(trial=i, speed=speed, low=speed, high=speed, peak_bytes=peak)
         for i, (speed, peak) in enumerate([(10, 5), (20, 5), (15, 7), (30, 9), (30, 12), (5, 1)])
     ]
     assert [point.trial for point in curves.front(points)] == [5, 1, 3]
-
-
-@pytest.mark.parametrize("conclusion", ["confirmed", "keep", "unconfirmed"])
-def test_the_page_tells_the_verdict_first_and_holds_everything(conclusion):
-    state = fold(proof_events(conclusion, is_promoted=True))
-    page = page_html(made(state))
-    assert checked(page).scripts == 1
-    verdict = re.search(r'<div class="verdict (\w+)"><b>(.*?)</b>', page)
-    assert verdict is not None
-    assert verdict[1] == conclusion
-    first = {"confirmed": "Confirmed: 1.25x", "keep": "Keep what you have: t001 does not", "unconfirmed": "Unconfirmed"}
-    assert verdict[2].startswith(first[conclusion])
-    headings = re.findall(r"<h2>(.*?)</h2>", page)
-    assert headings[1:3] == ["Confirmation", "Loss gate"]
-    assert {"Trials", "Not measured", "Workload and environment", "What next"} <= set(headings)
-    assert page.count(">round ") == NUM_ROUNDS
-    assert page.count('class="bar conf') == 9
-    assert "perplexity 12" in page
-    assert "became `llama` version 1" in page
 
 
 def test_nothing_written_by_others_gets_through_as_markup():
@@ -223,29 +191,9 @@ def test_a_misspelt_name_in_a_template_is_an_error():
         environment().from_string("{{ report.headlin }}").render(report=made(fold(proof_events())))
 
 
-def test_a_sweep_without_anything_measured_has_a_page_too():
-    for outcomes in ([], [failures()["oom"]]):
-        state = fold(events(outcomes, finished=False))
-        page = page_html(made(state))
-        checked(page)
-        assert "Nothing was measured." in page
-
-
 def test_every_outcome_and_every_purpose_has_words():
     assert set(words.FINALIST_WORDS) == set(get_args(words.FinalistOutcome))
     assert set(words.PURPOSE_WORDS) == set(get_args(words.CommandPurpose))
-
-
-def test_while_it_is_being_confirmed_the_table_says_so():
-    story = proof_events()
-    begun = next(i for i, event in enumerate(story) if event.kind == "finalists_chosen")
-    state = fold(story[: begun + 1 + 3 * 3 + 2])  # all of one round, then the baseline runs again
-    assert state.trials[len(state.trials) - 1].is_running
-    shown = text(render_live(state, {}, START_S), 120)
-    assert "confirmation" in shown
-    assert "the baseline again, round 2  started" in shown
-    assert "8 of 9 trials" in shown
-    assert "Being confirmed." in text(result_screen.render_report(made(state)), 200)
 
 
 def test_the_kept_plan_bounds_what_it_lists(monkeypatch):

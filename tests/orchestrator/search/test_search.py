@@ -73,11 +73,9 @@ def candidates_of(state):
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
 def test_every_legal_candidate_is_proposed_exactly_once_then_nothing(sampler):
-    search = Search(CANDIDATES, features=features, sampler=sampler, seed=3)
-    state, _ = run(search, len(CANDIDATES) + 5)
-    proposed_candidates = candidates_of(state)
-    assert len(proposed_candidates) == len(CANDIDATES)
-    assert set(proposed_candidates) == set(CANDIDATES)
+    some = CANDIDATES[::3]
+    state, _ = run(Search(some, features=features, sampler=sampler, seed=3), len(some) + 5)
+    assert sorted(map(repr, candidates_of(state))) == sorted(map(repr, some))
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
@@ -97,9 +95,9 @@ def test_tpe_learns_from_constraints_and_finds_better_than_random_in_the_median(
         late = [trial.status for trial in state.trials[10:]]
         return state.best.measurement.tokens_per_s_per_device, late.count("infeasible")
 
-    tpe = sorted(best_and_late_refusals("tpe", seed) for seed in range(9))
-    chance = sorted(best_and_late_refusals("random", seed) for seed in range(9))
-    assert tpe[4][0] >= chance[4][0]
+    tpe = sorted(best_and_late_refusals("tpe", seed) for seed in range(5))
+    chance = sorted(best_and_late_refusals("random", seed) for seed in range(5))
+    assert tpe[2][0] >= chance[2][0]
     assert sum(refusals for _, refusals in tpe) < 0.7 * sum(refusals for _, refusals in chance)
 
 

@@ -63,6 +63,7 @@ def test_every_table_is_searched_to_its_best(name, tmp_path, capsys):
         assert all("16 of 16 configurations are not modelled" in note for note in problem["notes"][:1])
 
 
+@pytest.mark.exhaustive
 def test_samplers_are_compared_with_and_without_earlier_sweeps(tmp_path, capsys):
     (problem,) = search(ROWS, tmp_path, capsys, "--samplers", "guided", "tpe")["problems"]
     assert problem["samplers"].keys() == {"guided", "tpe", "guided_without_transfer", "tpe_without_transfer"}
@@ -70,6 +71,7 @@ def test_samplers_are_compared_with_and_without_earlier_sweeps(tmp_path, capsys)
         assert 1 <= figures["trials_to_2pct"] <= problem["size"]
 
 
+@pytest.mark.exhaustive
 def test_every_sampler_is_reported_and_a_table_without_problems_is_refused(tmp_path, capsys):
     found = search(ROWS, tmp_path, capsys, "--no-transfer")
     (entry,) = found["sources"]

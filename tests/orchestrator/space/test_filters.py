@@ -8,7 +8,6 @@ from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, StageSpli
 from orchestrator.space.rules import Case, Filters, matches
 from tests.orchestrator.space.candidate_strategies import CANDIDATES
 from tests.orchestrator.space.test_rules import WORKLOAD, broken
-from trials import legality
 from trials.spec import Candidate, Layout, Recompute
 
 PATTERNS = st.fixed_dictionaries(
@@ -74,37 +73,3 @@ def test_patterns_are_resolved_against_the_candidate(pattern, accepted, expected
     layout = Layout(pp=2, schedule="gpipe", stage_layers=((1, 3),))
     case = Case(candidate=Candidate(layout=layout, recompute=Recompute(full=((1, 3),))), workload=WORKLOAD)
     assert matches({pattern: ("zbv", accepted) if pattern == "schedule" else (accepted,)}, case) == expected
-
-
-@pytest.mark.parametrize(
-    ("pattern", "words"),
-    [
-        (r"(\w*\w*)*!", "repeats a part that repeats"),
-        (r"(?:(?:a+)b?)+", "repeats a part that repeats"),
-        (r"(ab|a)*!", "repeats a part that repeats or branches"),
-        (r"(?:a{1,20}){1,20}b", "repeats a part that repeats"),
-        (r"(?=(a*)*)b", "repeats a part that repeats"),
-        (r"\w*\w*\w*\w*\w*!", "too many repeats in a row"),
-        ("a?" * 40, "too many repeats in a row"),
-        ("(", "no regular expression"),
-        ("", "1 to 200 characters"),
-    ],
-)
-def test_patterns_that_are_refused(pattern, words):
-    assert words in legality.pattern_problem(pattern)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"feed_forward\.mul",
-        ".*norm.*",
-        r"(attention|feed_forward)\.(.*_norm|mul)",
-        "(a*)?b",
-        "(ab){3}",
-        "[ab]+x*",
-        "(?>a*)b",
-    ],
-)
-def test_patterns_that_are_fine(pattern):
-    assert legality.pattern_problem(pattern) is None

@@ -8,7 +8,7 @@ from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.notation import NOTATION, legend, names_apart, short_name, spelled, words_of
 from tests.orchestrator.space.candidate_strategies import random_candidate
 from tests.support import ROOT
-from trials.spec import Candidate, Kernels, Layout, OwnChoice, Precision, Recompute, SelectiveRecompute
+from trials.spec import Candidate, OwnChoice
 
 
 def test_every_knob_has_a_sign():
@@ -39,24 +39,6 @@ def test_every_word_of_any_name_is_explained():
     assert unseen <= {
         sign for sign in NOTATION if sign.general == "…-NAME"
     }  # a backend of torch.compile other than its own
-
-
-def test_a_name_is_spelled_out():
-    recompute = Recompute(full=((7, 2),), selective=(SelectiveRecompute(pattern=r"a{N}\.b", num_layers=((1, 0),)),))
-    candidate = Candidate(
-        layout=Layout(pp=2, tp=2, sequence_parallel=True, stage_layers=((19, 21),)),
-        recompute=recompute,
-        precision=Precision(level="O2", dtype="bfloat16"),
-        kernels=Kernels(compile="block", backend="eager"),
-    )
-    assert short_name(candidate) == r"pp2 1f1b L19,21 tp2sp mbs1 full7,2+~a{N}\.b:1,0 O2-bf16 compile-eager"
-    told = dict(spelled(candidate))
-    assert told["full7,2"] == "layers recomputed in full: 7,2"
-    assert told[r"~a{N}\.b:1,0"] == r"layers that recompute a{N}\.b: 1,0"
-    assert told["O2-bf16"] == "parameters in bf16, fp32 masters"
-    assert told["-eager"] == "backend of torch.compile: eager"
-    assert ("fullN", "layers recomputed in full") in legend([candidate])
-    assert ("…-NAME", "backend of torch.compile") in legend([candidate])
 
 
 def test_what_names_share_is_said_once():

@@ -20,10 +20,8 @@ from tests.support.sweep_files import topology
 from trials import legality
 from trials.spec import (
     Candidate,
-    Kernels,
     Layout,
     LlamaModel,
-    LossScale,
     Precision,
     Recompute,
     ResNetModel,
@@ -200,7 +198,7 @@ def test_every_rule_fires_exactly_when_its_arithmetic_says_so(candidate, workloa
 
 
 OF_OTHER_MODELS = {"own-pipeline", "own-tensor-parallel", "fp8-model"}
-"""Rules that Llamas cannot break; see tests/trials/models/test_own_modules.py, and below."""
+"""Rules that Llamas cannot break; see tests/trials/test_own_modules.py, and below."""
 
 
 def test_every_rule_is_put_to_the_test():
@@ -328,42 +326,3 @@ def test_one_device_runs_every_plain_candidate(candidate, workload):
     assume(plain.kernels.compile == "off" or not plain.offload.activations)
     assume(plain.kernels.compile_mode != "reduce-overhead" or plain.micro_batch_size == workload.global_batch_size)
     assert broken(plain, workload, topology(1)) == set()
-
-
-def test_far_more_stages_than_layers_are_refused_without_laying_them_out():
-    layout = Layout(pp=2, schedule="gpipe", num_virtual_stages=10**6, stage_layers=())
-    reasons = {violation.rule_id: violation.reason for violation in check(Candidate(layout=layout), WORKLOAD)}
-    assert reasons["virtual-stages"] == "4 layers on pp 2 take num_virtual_stages up to 4, not 1000000"
-    most = Layout(pp=2, schedule="gpipe", num_virtual_stages=4, stage_layers=((1, 1), (1, 1), (0, 0), (0, 0)))
-    assert broken(Candidate(layout=dataclasses.replace(most, dp_shard=2, zero_stage=3))) == set()
-
-
-@pytest.mark.parametrize(
-    ("scale", "words"),
-    [
-        (LossScale(initial=1e60), "initial 1e+60"),
-        (LossScale(initial=1e-60), "initial 1e-60"),
-        (LossScale(growth_factor=1.0), "growth_factor 1"),
-        (LossScale(backoff_factor=1.0), "backoff_factor 1"),
-        (LossScale(backoff_interval=0), "start at 1"),
-        (LossScale(initial=legality.FP32_MAX), None),
-    ],
-)
-def test_loss_scales_are_fp32_numbers(scale, words):
-    candidate = Candidate(precision=Precision(level="O1", dtype="float16", loss_scale=scale))
-    reasons = [violation.reason for violation in check(candidate, WORKLOAD)]
-    assert reasons == [] if words is None else words in reasons[0]
-
-
-def test_cuda_graphs_go_with_one_micro_batch_and_parameters_that_stay():
-    kernels = Kernels(compile="block", compile_mode="reduce-overhead")
-    layout = Layout(dp_replicate=2)
-    whole = Candidate(layout=layout, micro_batch_size=8, kernels=kernels)
-    assert broken(whole) == set()
-    assert broken(dataclasses.replace(whole, micro_batch_size=4)) == {"cuda-graphs"}
-    sharded = dataclasses.replace(whole, layout=Layout(dp_shard=2, zero_stage=2))
-    assert broken(sharded) == {"cuda-graphs"}
-    assert broken(dataclasses.replace(whole, layout=Layout(dp_shard=2, zero_stage=1))) == set()
-    tuned = dataclasses.replace(kernels, compile_mode="max-autotune")
-    assert broken(dataclasses.replace(sharded, kernels=tuned)) == set()
-    assert broken(dataclasses.replace(sharded, kernels=dataclasses.replace(kernels, compile="off"))) == set()

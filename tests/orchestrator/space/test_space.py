@@ -5,7 +5,6 @@ from dataclasses import fields as fields_of
 from dataclasses import replace
 from itertools import product
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -18,20 +17,11 @@ from tests.support.sweep_files import FULL, SMALL, write
 from trials.files import from_json, to_json
 from trials.spec import (
     Candidate,
-    Kernels,
-    Layout,
-    LinearModel,
-    Loader,
-    LoaderTuning,
-    LossScale,
     Precision,
-    Recompute,
-    ResNetModel,
     SelectiveRecompute,
 )
 
 LLAMA = SweepSpec.model_validate(SMALL).to_workload().model
-PIPELINE = Layout(pp=2, stage_layers=((3, 1),))
 
 
 def select(*counts, pattern="a"):
@@ -40,84 +30,6 @@ def select(*counts, pattern="a"):
 
 def canonical(**parts):
     return canonicalize(Candidate(**parts), LLAMA)
-
-
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ({"layout": Layout(zero_stage=3)}, {"layout": Layout()}),
-        ({"layout": Layout(sequence_parallel=True)}, {"layout": Layout()}),
-        ({"layout": Layout(replicate_with="fsdp2")}, {"layout": Layout()}),
-        (
-            {"layout": Layout(dp_replicate=2, dp_shard=2, zero_stage=3, replicate_with="fsdp2")},
-            {"layout": Layout(dp_replicate=2, dp_shard=2, zero_stage=3)},
-        ),
-        (
-            {"layout": Layout(dp_replicate=2, dp_shard=2, zero_stage=1, replicate_with="fsdp2")},
-            {"layout": Layout(dp_replicate=2, dp_shard=2, zero_stage=1)},
-        ),
-        ({"layout": Layout(schedule="zbv", num_virtual_stages=2, stage_layers=((1, 2),))}, {"layout": Layout()}),
-        ({"layout": Layout(tp_engine="local", num_copies=2, cp_method="ulysses")}, {"layout": Layout()}),
-        ({"layout": Layout(shard_embedding=True)}, {"layout": Layout()}),
-        ({"recompute": Recompute(full=((9,),))}, {"recompute": Recompute(full=((4,),))}),
-        ({"recompute": Recompute(full=((0,),), communication=((0,),))}, {"recompute": Recompute()}),
-        (
-            {"layout": PIPELINE, "recompute": Recompute(full=((2, 2),), selective=(select((2, 0)), select((9, 1))))},
-            {"layout": PIPELINE, "recompute": Recompute(full=((2, 1),), selective=(select((3, 0)),))},
-        ),
-        (
-            {"recompute": Recompute(selective=(select((1,), pattern="b"), select((1,))))},
-            {"recompute": Recompute(selective=(select((1,)), select((1,), pattern="b")))},
-        ),
-        ({"precision": Precision(level="O0", dtype="float16", loss_scale=LossScale())}, {"precision": Precision()}),
-        (
-            {"precision": Precision(level="O1", dtype="bfloat16", loss_scale=LossScale())},
-            {"precision": Precision(level="O1", dtype="bfloat16")},
-        ),
-        (
-            {"precision": Precision(level="O2", dtype="float16")},
-            {"precision": Precision(level="O2", dtype="float16", loss_scale=LossScale())},
-        ),
-        (
-            {"precision": Precision(level="O1", dtype="bfloat16", white=("b", "a", "b"))},
-            {"precision": Precision(level="O1", dtype="bfloat16", white=("a", "b"))},
-        ),
-        ({"precision": Precision(level="O0", black=("a",))}, {"precision": Precision()}),
-        ({"loader": Loader(prefetch_factor=4, persistent_workers=True)}, {"loader": Loader()}),
-        (
-            {"loader": Loader(num_workers=2, persistent_workers=True, tuning=LoaderTuning())},
-            {"loader": Loader(persistent_workers=True, tuning=LoaderTuning())},
-        ),
-        ({"loader": Loader(num_workers=2)}, {"loader": Loader(num_workers=2, prefetch_factor=2)}),
-        ({"kernels": Kernels(backend="eager", compile_mode="max-autotune")}, {"kernels": Kernels()}),
-        ({"kernels": Kernels(memory_format="nhwc", cudnn_tuning_range=(1, 10))}, {"kernels": Kernels()}),
-    ],
-)
-def test_knobs_without_effect_get_their_neutral_value(written, meant):
-    assert canonical(**written) == Candidate(**meant)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(dp_replicate=2, replicate_with="fsdp2"),
-        Layout(tp=2, sequence_parallel=True),
-        Layout(dp_shard=2, zero_stage=2),
-        Layout(dp_replicate=2, tp=2, replicate_with="ddp"),
-        Layout(cp=2, replicate_with="fsdp2", cp_method="ulysses", shard_embedding=True),
-        Layout(tp=2, tp_engine="local", num_copies=2),
-        Layout(pp=2, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 1), (0, 2))),
-    ],
-)
-def test_knobs_with_effect_are_kept(layout):
-    assert canonical(layout=layout).layout == layout
-
-
-def test_kernels_are_kept_where_the_model_has_their_operators():
-    kernels = Kernels(attention="math", memory_format="nhwc", cudnn_tuning_range=(1, 4))
-    assert canonicalize(Candidate(kernels=kernels), ResNetModel()).kernels == replace(kernels, attention="auto")
-    assert canonicalize(Candidate(kernels=kernels), LLAMA).kernels == Kernels(attention="math")
-    assert canonicalize(Candidate(kernels=kernels), LinearModel()).kernels == Kernels()
 
 
 @given(CANDIDATES, MODELS)
@@ -171,77 +83,6 @@ def test_parameters_are_scalars(candidate):
     params = flat_params(canonicalize(candidate, LLAMA))
     assert list(params) == ["world_size", *KNOB_NAMES]
     assert all(isinstance(value, bool | int | float | str) for value in params.values())
-
-
-@pytest.mark.parametrize(
-    ("candidate", "name"),
-    [
-        (Candidate(), "dp1 mbs1 O0"),
-        (
-            Candidate(
-                layout=Layout(dp_replicate=2, dp_shard=2, zero_stage=3, tp=2, sequence_parallel=True),
-                micro_batch_size=4,
-                recompute=Recompute(full=((4,),)),
-                precision=Precision(level="O1", dtype="bfloat16"),
-                loader=Loader(num_workers=2, prefetch_factor=2),
-            ),
-            "dp2 z3x2 tp2sp mbs4 full4 O1-bf16 w2",
-        ),
-        (
-            Candidate(
-                layout=Layout(dp_replicate=2, tp=2, replicate_with="fsdp2"),
-                precision=Precision(level="O2", dtype="float16", loss_scale=LossScale()),
-                loader=Loader(num_workers=1, prefetch_factor=4),
-                kernels=Kernels(compile="block"),
-            ),
-            "dp2f tp2 mbs1 O2-fp16 w1p4 compile",
-        ),
-        (
-            Candidate(
-                layout=Layout(
-                    pp=2,
-                    dp_replicate=2,
-                    cp=2,
-                    tp=2,
-                    schedule="interleaved",
-                    num_virtual_stages=2,
-                    stage_layers=((5, 4), (4, 3)),
-                    replicate_with="fsdp2",
-                    shard_embedding=True,
-                    cp_method="ulysses",
-                    sequence_parallel=True,
-                    tp_engine="local",
-                    num_copies=2,
-                ),
-                recompute=Recompute(
-                    full=((5, 4), (4, 3)),
-                    selective=(select((1, 0), (0, 0), pattern=r"feed_forward\.mul"),),
-                    communication=((2, 2), (2, 2)),
-                ),
-                precision=Precision(level="O1", dtype="bfloat16", white=("softmax",), black=("linear",)),
-                loader=Loader(persistent_workers=True, tuning=LoaderTuning(), pin_memory=True),
-                kernels=Kernels(attention="flash", matmul_precision="high"),
-            ),
-            r"pp2 interleavedv2 L5,4/4,3 dp2f emb cp2u tp2splc2 mbs1 "
-            r"full16+~feed_forward\.mul:1,0/0,0+comm:2,2/2,2 O1-bf16+softmax-linear w-auto pin keep "
-            r"attn-flash matmul-high",
-        ),
-        (
-            Candidate(
-                layout=Layout(pp=4, schedule="zbv", num_virtual_stages=2, stage_layers=((2, 2, 2, 2), (2, 2, 2, 2))),
-                recompute=Recompute(full=((2, 2, 2, 2), (2, 0, 0, 0))),
-                kernels=Kernels(compile="model", compile_mode="max-autotune"),
-            ),
-            "pp4 zbv mbs1 full2x4/2,0x3 O0 compile-model-max-autotune",
-        ),
-        (
-            Candidate(kernels=Kernels(cudnn_tuning_range=(1, 10), memory_format="auto")),
-            "dp1 mbs1 O0 cudnn1-10 format-auto",
-        ),
-    ],
-)
-def test_short_names(candidate, name):
-    assert short_name(candidate) == name
 
 
 def test_diff_tells_baseline_and_candidate():

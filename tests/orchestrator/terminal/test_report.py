@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from cluster.base import GangProgress
 from orchestrator.process_support import Invocation
 from orchestrator.report.page.page import page_html
-from orchestrator.report.report import Report, make_report, report_markdown
+from orchestrator.report.report import Report, make_report
 from orchestrator.report.sources import Sources
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.events import Budget
@@ -17,11 +17,9 @@ from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Recorded
 from orchestrator.sweep.state import SweepState
 from orchestrator.terminal import result_screen
-from orchestrator.terminal.sweep_screen import LiveView, eta_s, render_live, trial_line
-from tests.support.long_story import START_S, all_kinds, events, speeds, state
-from tests.support.story import FOUND, created, failures, launched, measured, proposed
-from trials.outcome import StepBreakdown
-from trials.spec import LinearModel, RandomData, Workload
+from orchestrator.terminal.sweep_screen import LiveView, eta_s, render_live
+from tests.support.long_story import START_S, events, speeds, state
+from tests.support.story import created, failures
 
 
 def text(renderable: RenderableType, width: int = 100) -> str:
@@ -57,26 +55,6 @@ def test_shown_commands_can_be_typed_as_they_stand(monkeypatch):
     assert Invocation.current(Path("tune-cluster-runs")).command("status") == "tune-cluster status"
 
 
-def test_a_tie_says_keep_what_you_have():
-    shown = full_report(state(speeds(0.1, 0.0999)))
-    assert "Keep what you have: t001" in shown
-    assert "≈1.00x" in shown
-    assert "refused unless forced" in shown
-
-
-def test_a_baseline_nothing_beats_says_keep_what_you_have():
-    assert "Keep what you have: nothing measured is faster" in full_report(state(speeds(0.1, 0.2)))
-
-
-@pytest.mark.parametrize("width", [80, 100, 140])
-def test_rows_stay_on_one_line(width: int):
-    sweep = state(all_kinds())
-    shown = full_report(sweep, width)
-    table = re.split(r"  not shown|  notation:", shown[shown.index("trial ") :])[0].splitlines()
-    assert len([line for line in table if line.strip()]) == 2 + len(sweep.trials)
-    assert max(map(len, shown.splitlines())) <= width
-
-
 def test_long_sweeps_are_cut_but_keep_the_baseline():
     shown = full_report(state(speeds(0.2, *(0.1 + 0.002 * i for i in range(30)))))
     assert re.search(r"t000 .* baseline", shown)
@@ -89,16 +67,6 @@ def test_a_server_gets_a_deep_link():
     shown = text(result_screen.render_report(sweep)).replace("\n  ", "")
     assert "http://host:5000/#/experiments/3/runs/abc/artifacts/report.html?workflowType=machine_learning" in shown
     assert "secret" not in shown
-
-
-def test_live_shows_phase_budget_and_what_is_left():
-    sweep = fold(events([*speeds(0.1, 0.08, 0.09), *[measured()] * 3])[:13])
-    assert sweep.trials[3].is_running
-    shown = text(render_live(sweep, {3: progress("measuring", 5)}, sweep.now_s + 2.0))
-    assert re.search(r"t003 .*measuring 5", shown)
-    assert "best t001  step 80 ms, 6,400 tokens/s, 3,200 tokens/s/p, 2 of 2 devices" in shown
-    assert "3 of 6 trials" in shown
-    assert re.search(r"about \d+ s left", shown)
 
 
 def test_live_before_the_first_event():
@@ -153,15 +121,6 @@ def test_going_on_repeats_no_line():
     assert out.getvalue() == "continuing after 2 trials\n"
 
 
-def test_on_a_terminal_the_table_is_drawn_in_place():
-    out = io.StringIO()
-    with LiveView(Console(file=out, width=100, force_terminal=True)) as view:
-        view.on_state(fold([created(), proposed(0), launched(0)]))
-        view.on_progress(0, progress("warmup", 2))
-    assert "t000" in out.getvalue()
-    assert "\x1b[" in out.getvalue()
-
-
 def test_drawing_never_stops_a_sweep():
     class Broken(io.StringIO):
         def write(self, _text: str) -> int:
@@ -169,54 +128,3 @@ def test_drawing_never_stops_a_sweep():
 
     with LiveView(Console(file=Broken())) as view:
         view.on_state(state(speeds(0.1), finished=False))
-
-
-FOUND_WORDS = (
-    "recompute of nothing matches nothing",
-    "recompute of view saves nothing (4 operator calls per step)",
-    r"recompute of feed_forward\.mul saves 1 MiB for 2 ms per step",
-    "white list: softmax ran in 16 bits, 4 calls per step",
-    "black list: conv2d was never met",
-    "loss scale 4096 at the end, 2 steps skipped",
-    "compiled 4 graphs in 12.5 s, 1 recompilation",
-    "data loading: 2 workers with 2 batches ahead",
-    "Waiting for data is 52 % of the step.",
-    "kernel cache: 75% of 40 lookups hit",
-    "memory format nhwc (nchw 40 ms, nhwc 30 ms per micro-batch; the rule: 16-bit: nhwc)",
-)
-
-
-def test_findings_are_told_of_the_fastest_and_baseline_everywhere():
-    sweep = state([measured(0.1), measured(0.05, findings=FOUND)])
-    shown = " ".join(full_report(sweep, 200).split())
-    page, markdown = html(sweep), report_markdown(made(sweep))
-    for words in FOUND_WORDS:
-        assert words in shown
-        assert words in page
-        assert f"- fastest: {words}" in markdown
-    assert "shape &lt;changed&gt;" in page
-    assert "Found out" not in full_report(state(speeds(0.1, 0.05)))
-
-
-def test_a_bubble_shows_in_a_pipeline_only():
-    pipeline = StepBreakdown(forward_s=0.02, backward_s=0.05, bubble_s=0.03)
-    sweep = state([measured(0.1), measured(0.05, breakdown=pipeline)])
-    assert re.search(r"step .*bubble.*\n.*\n +fastest +50 ms .* 30%", full_report(sweep))
-    assert ">bubble<" in html(sweep)
-    assert "bubble" not in full_report(state(speeds(0.1, 0.05)))
-
-
-def test_samples_are_counted_where_they_are_no_sequences():
-    workload = Workload(model=LinearModel(), data=RandomData(), seq_length=1, global_batch_size=512)
-    story = events(speeds(0.1, 0.05))
-    story[0] = replace(story[0], workload=workload)
-    sweep = fold(story)
-    shown = (
-        full_report(sweep),
-        html(sweep),
-        report_markdown(made(sweep)),
-        text(render_live(sweep, {}, START_S)),
-        trial_line(sweep, sweep.trials[1]),
-    )
-    assert summarize(sweep, "").to_json()["unit"] == "samples/s/p"
-    assert all("samples/s/p" in one and "tokens/s/p" not in one for one in shown)

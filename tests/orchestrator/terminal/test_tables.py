@@ -15,7 +15,7 @@ from orchestrator.terminal.fitted import ALWAYS, Column, FittedTable
 from orchestrator.terminal.plan_screen import render_dry_runs
 from orchestrator.terminal.result_screen import render_difference, render_history, render_profile
 from orchestrator.terminal.sweep_screen import render_live
-from tests.orchestrator.report.test_profile_review import FIRST, SECOND, trial
+from tests.goldens.variants import PROFILED, PROFILES, profiled
 from tests.support import virtual_sweeps
 from tests.support.cli_homes import keep_running, run, running
 from tests.support.sweep_files import changed, write
@@ -23,7 +23,7 @@ from trials.dryrun.estimate import DryRunEstimate, RunFailure, StageEstimate, Tr
 from trials.spec import Candidate, Layout, RandomData, Workload
 from trials.spec import LinearModel as Model
 
-WIDTHS = (60, 80, 100, 200)
+WIDTHS = (60, 80, 200)
 LONG = "a-sweep-with-a-name-of-some-length"
 SWEEP = changed(virtual_sweeps.SWEEP, ("space", "pp"), [2, 4])
 
@@ -101,10 +101,10 @@ def test_a_plan_ranks_first_and_fits(folder, seen, monkeypatch, width):
     assert places == sorted(places)
     ranking = seen[0][0]
     assert {"#", "configuration", "tokens/s/p"} <= {ranking.columns[i].title for i in ranking.fit(width)}
-    if width < 100:
+    if width < 200:
         assert re.search(rf"not shown at {width} columns\s\(--json or COLUMNS=\d+\):(.|\n)*memory\sterms", output)
     else:
-        assert r"…" not in output[: output.index("legal candidates of")] or width == 100
+        assert r"…" not in output[: output.index("legal candidates of")]
     number = re.search(r"^ +(\d+)  ", output[output.index("configuration") :], re.M)[1]
     del seen[:]
     check(seen, invoke(monkeypatch, width, "plan", file, "--why", number, "--home", folder / "other"), width)
@@ -166,7 +166,7 @@ def test_what_no_sweep_shows_fits_too(seen, width):
         render_dry_runs([verdict(estimate), verdict(failed)], as_table=True),
         render_history({"name": "llama", "production": 2, "is_settled": True, "records": [RECORD], "gaps": [2]}),
         render_difference(difference),
-        render_profile(profile_tables(trial(FIRST, SECOND))),
+        render_profile(profile_tables(fold(profiled(PROFILED, *PROFILES)).trials[PROFILED])),
         render_live(fold(running("busy")), {}, 1.7e9),
     ):
         del seen[:]

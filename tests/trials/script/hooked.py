@@ -16,6 +16,8 @@ from trials.script.command import with_hook
 
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 380
+SEEN = ("facts", "options")
+"""Events of what is seen in the program, beside its steps."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.trials.script.hooked import launch
+from tests.trials.script.hooked import SEEN, launch
 
 PARAMETERS = 29216
 """Parameters of the model in ``plain_loop.py``, in four bytes each."""
@@ -128,7 +128,7 @@ def test_a_disk_that_is_full_costs_the_report_only(tmp_path):
 def test_the_error_of_a_step_comes_after_the_steps_before_it(tmp_path):
     (told,) = launch(["plain_loop.py", "--fail-at", "2"], tmp_path)
     assert told.code == 1
-    assert [line.get("step", line.get("event")) for line in told.lines if line.get("event") != "facts"] == [
+    assert [line.get("step", line.get("event")) for line in told.lines if line.get("event") not in SEEN] == [
         "loaded",
         1,
         2,

@@ -127,10 +127,7 @@ def test_devices_are_named_in_the_line_that_people_see():
 
 @pytest.mark.parametrize(
     ("category", "message"),
-    [
-        how_it_ended(-signal.SIGBUS, OomKills()),
-        ("error", "the command was killed by signal 7 after 3 of 10 steps"),
-    ],
+    [how_it_ended(-signal.SIGBUS, OomKills()), ("error", "the command was killed by signal 7 after 3 of 10 steps")],
 )
 def test_a_bus_error_is_for_want_of_shared_memory_where_there_is_little(tmp_path, monkeypatch, category, message):
     monkeypatch.setattr(load_watch, "SHARED_MEMORY", tmp_path / "none")

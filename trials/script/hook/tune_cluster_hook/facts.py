@@ -13,7 +13,9 @@ import sys
 from collections import Counter
 from typing import Any, Mapping
 
+from .roots import compiled_call, in_backward
 from .steps import STEPS, emit, guarded
+from .watched_options import OPTIONS
 
 # ---- How many bytes of parameters this process holds, and how many the whole model has where that can be seen
 
@@ -130,7 +132,7 @@ def spine(root: Any) -> list[Any]:
     """
     found: list[Any] = []
     module = root
-    while module is not None and getattr(module, "_compiled_call_impl", None) is None:
+    while module is not None and compiled_call(module) is None:
         found.append(module)
         if is_compiled(module):
             break
@@ -145,7 +147,7 @@ def _weight(module: Any) -> int:
 
 def is_compiled(module: Any) -> bool:
     """Whether ``torch.compile`` made this module, or is what calls it."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    return type(module).__name__ == "OptimizedModule" or compiled_call(module) is not None
 
 
 def any_compiled(root: Any) -> bool:
@@ -263,6 +265,7 @@ class FlopsOfStep:
 STEPS_SEEN = 1
 PATIENCE = 4
 """Steps after which the hooks go, even if nothing was seen."""
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel")
 PACKAGES = (
     "torch torch_npu transformers accelerate deepspeed pytorch_lightning lightning megatron.core torchtitan peft trl "
     "llamafactory swift transformer_engine flash_attn"
@@ -326,14 +329,16 @@ class Facts:
 
     def step_ended(self, source: str) -> None:
         """An optimiser step is over: says what is new. The next step's clock starts after that."""
-        if self._ends <= PATIENCE:
+        is_told, is_early = OPTIONS.tell(source), self._ends <= PATIENCE
+        if is_early:
             self._step_ended(source)
+        if is_early or is_told:
             STEPS.restart_clock(is_watched=bool(self._handles) or self._flops.is_counting)
 
     @guarded("facts")
     def _step_ended(self, source: str) -> None:
         self._ends += 1
-        found: dict[str, Any] = {"world_size": world_size()}
+        found: dict[str, Any] = {"world_size": world_size(), **STEPS.surroundings()}
         if self._ends == 1:
             found["versions"] = _versions()
             found.update(self._of_model() or {})
@@ -350,9 +355,14 @@ class Facts:
             self._ends = PATIENCE + (0 if self._flops.is_counting else 1)
 
     @guarded("parameters")
-    def _of_model(self) -> dict[str, int]:
-        """Sizes of the model, if it is known."""
-        return {} if self._root is None else facts(self._root)
+    def _of_model(self) -> dict[str, Any]:
+        """Sizes of the model, what wraps it and whether any of it is compiled, if it is known."""
+        if self._root is None:
+            return {}
+        wrappers = [type(module).__name__ for module in spine(self._root)]
+        wrapper = next((name for name in wrappers if name in WRAPPERS), None)
+        shown = {} if wrapper is None else {"wrapper": wrapper}
+        return {**facts(self._root), **shown, "is_compiled": int(self._compiled)}
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -366,8 +376,10 @@ class Facts:
         def before(_: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> None:
             if not self._handles or not module.training:
                 return
-            if _in_backward():
+            if in_backward():
                 calls.backward += 1
+                return
+            if with_input and not sys.modules["torch"].is_grad_enabled():  # nothing is trained: an agent acts
                 return
             calls.forward += 1
             if with_input:
@@ -416,12 +428,6 @@ class Facts:
             return {}
         again = sum(ratio > 1 for ratio in ran)
         return {"layer_calls_per_forward": round(max(ran), 3), "layers": len(ran), "layers_recomputed": again}
-
-
-def _in_backward() -> bool:
-    """Whether this call is part of a backward pass: something is recomputed."""
-    task = getattr(sys.modules["torch"]._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
 
 
 def _first_tensor(value: Any, depth: int = 3) -> Any:

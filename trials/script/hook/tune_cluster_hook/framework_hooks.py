@@ -60,6 +60,7 @@ _stepped = 0
 def _after_step(optimizer: Any) -> None:
     global _stepped
     _stepped += 1
+    STEPS.saw(optimizer)
     if STEPS.level == GENERIC and _primary.is_(optimizer):
         _boundary(optimizer)
 
@@ -215,8 +216,16 @@ def data_loader(module: Any) -> None:
         finally:
             if threading.current_thread() is threading.main_thread():
                 STEPS.waited(time.perf_counter() - began)
+                _loaded(self)
 
     iterator.__next__ = timed
+
+
+@guarded("loader")
+def _loaded(iterator: Any) -> None:
+    """Which loader gives batches while gradients are wanted."""
+    if sys.modules["torch"].is_grad_enabled():
+        STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
 
 
 # ---- DeepSpeed: a step is what its engine does at the boundary of gradient accumulation, in pipelines as well

@@ -10,18 +10,24 @@ import sys
 import threading
 from typing import Any, Callable, Sequence
 
-from . import framework_hooks, steps
+from . import framework_hooks, steps, watched_options
+from .roots import ROOTS
 from .steps import STEPS
+from .watched_options import OPTIONS
 
-HOOKS: dict[str, Callable[[Any], None]] = {
-    "torch": steps.limit_memory,
-    "torch.optim.optimizer": framework_hooks.optimizers,
-    "torch.autograd": framework_hooks.backward,
-    "torch.amp.grad_scaler": framework_hooks.grad_scaler,
-    "torch.cuda.amp.grad_scaler": framework_hooks.grad_scaler,
-    "torch.utils.data.dataloader": framework_hooks.data_loader,
-    "transformers.trainer": framework_hooks.trainer,
-    "deepspeed.runtime.engine": framework_hooks.engine,
+Hook = Callable[[Any], None]
+HOOKS: dict[str, tuple[Hook, ...]] = {
+    "argparse": (watched_options.argparse,),
+    "omegaconf.dictconfig": (watched_options.omegaconf,),
+    "torch": (steps.limit_memory,),
+    "torch.nn.modules.module": (ROOTS.arm,),
+    "torch.optim.optimizer": (framework_hooks.optimizers, ROOTS.count_steps),
+    "torch.autograd": (framework_hooks.backward,),
+    "torch.amp.grad_scaler": (framework_hooks.grad_scaler,),
+    "torch.cuda.amp.grad_scaler": (framework_hooks.grad_scaler,),
+    "torch.utils.data.dataloader": (framework_hooks.data_loader,),
+    "transformers.trainer": (framework_hooks.trainer,),
+    "deepspeed.runtime.engine": (framework_hooks.engine,),
 }
 """What happens when the program has imported a module. Lightning needs none, see :mod:`.framework_hooks`."""
 
@@ -35,8 +41,8 @@ class AfterImport:
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         """The usual spec, with a loader that runs the hook as well; None for all other modules."""
-        hook = HOOKS.get(name)
-        if hook is None:
+        hooks = HOOKS.get(name)
+        if hooks is None:
             return None
         spec = self._usual(name, path, target)
         loader = getattr(spec, "loader", None)
@@ -46,7 +52,8 @@ class AfterImport:
 
         def exec_module(module: Any) -> None:
             execute(module)
-            steps.guarded(name)(hook)(module)
+            for hook in hooks:
+                steps.guarded(name)(hook)(module)
 
         try:
             loader.exec_module = exec_module
@@ -67,6 +74,9 @@ class AfterImport:
 def install() -> None:
     """Called by ``sitecustomize`` in every Python that the trial starts, launchers and helpers among them."""
     sys.meta_path.insert(0, AfterImport())
+    if "argparse" in sys.modules:  # other start-up files of Python may have imported it
+        steps.guarded("argparse")(watched_options.argparse)(sys.modules["argparse"])
+    steps.guarded("environment")(watched_options.environment)()
     STEPS.stack_signal = _register_stacks()
     _watch_errors()
     atexit.register(_at_exit)
@@ -120,5 +130,6 @@ def _watch_errors() -> None:
 def _at_exit() -> None:
     """An error that somebody else's excepthook has shown, and the last line."""
     _tell(getattr(sys, "last_value", None))
+    OPTIONS.tell("hook:torch")
     if not _told:
         STEPS.end("hook:torch")

@@ -182,6 +182,7 @@ GENERIC, ENGINE, TRAINER = 0, 1, 2
 """How much a source knows: one that knows more silences the others."""
 
 MAX_LOSSES = 4096
+MAX_OPTIMIZERS = 64
 
 
 class Steps:
@@ -200,6 +201,9 @@ class Steps:
         self._pending: dict[str, Any] | None = None
         self._said_by = 0
         self._is_watched = False
+        self._backwards = 0
+        self._optimizers: set[int] = set()
+        self._loader: dict[str, int] = {}
 
     def claim(self, level: int) -> bool:
         """Silences sources that know less. Whether this one may speak."""
@@ -250,6 +254,7 @@ class Steps:
             line["step_time_s"] = now - self._last
             if self._has_loader:
                 line["data_s"] = min(self._data_s, now - self._last)
+        self._backwards = len(self._losses)
         if "loss" not in values:
             line.update(self.backward_losses())
         line.update(memory())
@@ -291,6 +296,22 @@ class Steps:
         """Time spent waiting for data, by a program that has a loader we see."""
         self._has_loader = True
         self._data_s += seconds
+
+    def loads(self, num_workers: int, batch_size: Any) -> None:
+        """A loader gives a batch."""
+        self._loader = {"num_workers": num_workers}
+        if isinstance(batch_size, int):
+            self._loader["loader_batch_size"] = batch_size
+
+    def saw(self, optimizer: Any) -> None:
+        """An optimiser steps; wrappers of one share its parameters."""
+        group = optimizer.param_groups[0]["params"]
+        if group and len(self._optimizers) < MAX_OPTIMIZERS:
+            self._optimizers.add(id(group[0]))
+
+    def surroundings(self) -> dict[str, int]:
+        """Facts of the last step that the model does not show: its backward passes, loader, optimisers so far."""
+        return {**self._loader, "backwards_per_step": self._backwards, "num_optimizers": len(self._optimizers)}
 
     def add_loss(self, loss: Any, divided_by: float | None = None) -> None:
         """The loss of a backward pass, still on its device.

@@ -1,0 +1,374 @@
+"""Recompute, full and selective: exact, frees what it says, keeps nothing afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.trials.gang import run_gang
+from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
+from trials.models import build_model
+from trials.models.built_in import ResNet
+from trials.outcome import RankReport
+from trials.parallel.mesh import ShardMap, init_parameters
+from trials.recompute import Handle, PatternTally, Rebuild, apply_recompute, recompute_selected, storage_of
+from trials.reports import PatternEffect
+from trials.sizes import chunks_of_stage
+from trials.spec import Counts, Layout, Precision, Recompute, ResNetModel, SelectiveRecompute
+
+TOKENS = torch.randint(0, 256, (4, WORKLOAD.seq_length), generator=torch.Generator().manual_seed(0))
+
+
+def select(*patterns: str, num_layers: int = 2) -> Recompute:
+    return Recompute(
+        selective=tuple(SelectiveRecompute(pattern=pattern, num_layers=((num_layers,),)) for pattern in patterns)
+    )
+
+
+class Alive(TorchDispatchMode):
+    """Finds what is still alive of all memory allocated inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in known:
+                self._storages[id(leaf.untyped_storage())] = weakref.ref(leaf.untyped_storage())
+        return result
+
+    @property
+    def num_bytes(self) -> int:
+        alive = (reference() for reference in self._storages.values())
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+@dataclasses.dataclass
+class Run:
+    values: list[Tensor]
+    """Loss and gradients."""
+    kept_bytes: int
+    """Bytes allocated in the forward pass and alive after it."""
+    left_bytes: int
+    """Bytes of those that are alive after the backward pass; gradients are no part."""
+    effects: tuple[PatternEffect, ...]
+
+
+def train(recompute: Recompute, *, autocast: bool = False) -> Run:
+    """One forward and backward pass of the tiny model, without help from the garbage collector."""
+    (chunk,) = chunks_of_stage(Layout(), 0, WORKLOAD.num_layers)
+    with torch.device("meta"):
+        model = build_model(WORKLOAD, chunk)
+    meter = apply_recompute(model, recompute, chunk)
+    model.to_empty(device="cpu")
+    model.materialize(torch.device("cpu"))
+    init_parameters(model, 3, ShardMap())
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked through
+    gc.disable()
+    try:
+        with Alive() as alive, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(TOKENS, TOKENS)
+        kept_bytes = alive.num_bytes
+        value = loss.detach().clone()
+        loss.backward()
+        del loss
+        left_bytes = alive.num_bytes
+        assert not [thing for thing in gc.get_objects() if type(thing) in (Handle, Rebuild)]
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return Run([value, *(parameter.grad for parameter in model.parameters())], kept_bytes, left_bytes, meter.effects(1))
+
+
+@functools.cache
+def plain(*, autocast: bool = False) -> Run:
+    """The pass without recompute."""
+    return train(Recompute(), autocast=autocast)
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+PATTERNS = [
+    (r"feed_forward\.mul",),
+    (r"feed_forward\.silu", r"feed_forward\.mul"),
+    (r"attention_norm|feed_forward_norm",),
+    (r".*\.scaled_dot_product_attention",),
+    ("attention",),
+    ("feed_forward",),
+    (".*",),
+]
+
+
+@pytest.mark.representative("attention", "feed_forward")
+@pytest.mark.parametrize("patterns", PATTERNS, ids="+".join)
+def test_equal_to_the_bit_and_saves_what_it_says(patterns: tuple[str, ...]) -> None:
+    selective = train(select(*patterns))
+    assert equal(selective.values, plain().values)
+    saved_bytes = sum(effect.saved_bytes for effect in selective.effects)
+    assert saved_bytes == plain().kept_bytes - selective.kept_bytes > 0
+    assert plain().left_bytes == selective.left_bytes == 0
+    for effect in selective.effects:
+        assert effect.num_matches > 0 and effect.recompute_s > 0.0
+
+
+@pytest.mark.representative("attention", "feed_forward")
+@pytest.mark.parametrize("patterns", PATTERNS, ids="+".join)
+def test_equal_to_the_bit_under_autocast(patterns: tuple[str, ...]) -> None:
+    selective = train(select(*patterns), autocast=True)
+    assert equal(selective.values, plain(autocast=True).values)
+    assert selective.kept_bytes < plain(autocast=True).kept_bytes
+    assert selective.left_bytes == 0
+
+
+@pytest.mark.exhaustive
+def test_only_the_first_layers_and_none_recomputed_in_full() -> None:
+    one, two = train(select("feed_forward", num_layers=1)), train(select("feed_forward"))
+    assert 2 * one.effects[0].saved_bytes == two.effects[0].saved_bytes
+    both = train(dataclasses.replace(select("feed_forward"), full=((1,),)))
+    assert both.effects[0].saved_bytes == one.effects[0].saved_bytes
+    assert equal(both.values, one.values)
+
+
+@pytest.mark.representative("add-saves nothing")
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("nothing_of_that_name", "matches nothing"),
+        # Residual sums: keeping one's two operands instead is no gain.
+        ("add", "saves nothing"),
+        # A view: its storage is the projection's output, which rotation does not keep anyway.
+        (r"attention\..*view|attention\.unflatten", "saves nothing"),
+    ],
+)
+def test_patterns_without_effect_are_told(pattern: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    run = train(select(pattern))
+    (effect,) = run.effects
+    assert effect.saved_bytes == 0
+    assert (effect.num_matches == 0) == ("matches nothing" in words)
+    assert train(select(pattern, num_layers=0)).effects[0].num_matches == 0
+    told = [record.message for record in caplog.records if repr(pattern) in record.message]
+    assert len(told) == 1 and words in told[0]  # nothing of where it applies to no layer
+
+
+class Layer(nn.Module):
+    """Runs a function of its input and one weight."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(1)))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+def outcome(function: Callable[[Tensor, Tensor], Tensor], pattern: str | None) -> tuple[list[Tensor], PatternTally]:
+    """Output and gradients of a single layer."""
+    layer, tally = Layer(function), PatternTally(label="", expression=re.compile(pattern or ""))
+    if pattern is not None:
+        recompute_selected(layer, [tally])
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    out = layer(x)
+    out.square().sum().backward()
+    assert x.grad is not None and layer.weight.grad is not None
+    return [out.detach(), x.grad, layer.weight.grad], tally
+
+
+def _writes_over_it(x: Tensor, weight: Tensor) -> Tensor:
+    y = F.silu(x @ weight)
+    y.mul_(2.0)
+    return y * torch.tanh(x)
+
+
+def _keeps_it_elsewhere(x: Tensor, weight: Tensor) -> Tensor:
+    y = F.silu(x @ weight)
+    kept.append(y.detach())
+    return y * torch.tanh(x)
+
+
+def _several_outputs(x: Tensor, weight: Tensor) -> Tensor:
+    values, order = torch.sort(x @ weight, dim=-1)
+    first, second = (2.0 * values).chunk(2, dim=-1)
+    return torch.gather(x, 1, order) * torch.cat([second * first, first.exp()], dim=-1)
+
+
+kept: list[Tensor] = []
+
+
+@pytest.mark.parametrize("function", [_writes_over_it, _keeps_it_elsewhere, _several_outputs])
+@pytest.mark.parametrize("pattern", [".*", "silu|sort", "sort|mul|chunk", "exp|tanh|cat"])
+def test_awkward_functions_stay_exact(function: Callable[[Tensor, Tensor], Tensor], pattern: str) -> None:
+    kept.clear()
+    assert equal(outcome(function, pattern)[0], outcome(function, None)[0])
+
+
+def test_bytes_that_something_else_keeps_do_not_count() -> None:
+    kept.clear()
+    assert outcome(_keeps_it_elsewhere, "silu")[1].saved_bytes == 0
+    kept.clear()
+    assert outcome(lambda x, weight: F.silu(x @ weight) * torch.tanh(x), "silu")[1].saved_bytes == 5 * 6 * 4
+
+
+def test_an_input_written_over_after_the_call_is_an_error() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        inner = x + 0.0 * weight[:5]
+        y = torch.ones(5, 6) * inner.detach()
+        out = F.silu(y) * x
+        y.zero_()
+        return out
+
+    with pytest.raises(RuntimeError, match="silu was changed in place"):
+        outcome(function, "silu")
+
+
+@pytest.mark.parametrize("pattern", ["silu", "silu|mul", ".*"])
+def test_graphs_that_run_twice_are_computed_again(pattern: str) -> None:
+    """Retained graphs, and input gradients before weight gradients as zero-bubble schedules do."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return (F.silu(x @ weight) * torch.tanh(x @ weight)) @ weight
+
+    def gradients(pattern: str | None) -> list[Tensor]:
+        layer = Layer(function)
+        if pattern is not None:
+            recompute_selected(layer, [PatternTally(label="", expression=re.compile(pattern))])
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        out = layer(x).sum()
+        twice = [torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2)]
+        return [*twice, *torch.autograd.grad(out, layer.weight)]
+
+    assert equal(gradients(pattern), gradients(None))
+
+
+def test_batch_norm_counts_a_batch_once() -> None:
+    def norms(recompute: Recompute) -> list[Tensor]:
+        shape = ResNetModel(depth=18, num_classes=4, image_size=32, width=8)
+        workload = dataclasses.replace(WORKLOAD, model=shape, seq_length=1)
+        (chunk,) = chunks_of_stage(Layout(), 0, workload.num_layers)
+        with torch.device("meta"):
+            model = build_model(workload, chunk)
+        assert isinstance(model, ResNet)
+        apply_recompute(model, recompute, chunk)
+        model.to_empty(device="cpu")
+        model.materialize(torch.device("cpu"))
+        init_parameters(model, 0, ShardMap())
+        images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        model(images).square().mean().backward()
+        return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+    counts = ((8,),)
+    selective = SelectiveRecompute(pattern=r".*(batch_norm|relu|conv2d)", num_layers=counts)
+    assert equal(norms(Recompute(selective=(selective,))), norms(Recompute()))
+
+
+def test_views_share_one_storage_object() -> None:
+    """What finding dropped tensors by their storage rests on."""
+    x = torch.randn(4, 6)
+    storage = weakref.ref(storage_of(x))
+    view = x.detach().view(-1)[3:]
+    assert storage() is not None and storage_of(view) is storage()
+    del x
+    assert storage() is storage_of(view)
+    del view
+    assert storage() is None
+
+
+ALL = ((2,),)
+MUL = SelectiveRecompute(pattern=r"feed_forward\..*(silu|mul)", num_layers=ALL)
+ATTENTION = SelectiveRecompute(pattern="attention|.*norm", num_layers=((1,),))
+SELECTIVE = Recompute(selective=(MUL, ATTENTION))
+BF16 = Precision(level="O1", dtype="bfloat16")
+O2 = Precision(level="O2", dtype="bfloat16")
+FOUR_LAYERS = dataclasses.replace(WORKLOAD, model=dataclasses.replace(SHAPE, num_layers=4))
+ZERO3 = Layout(dp_shard=2, zero_stage=3)
+TP2_SP = Layout(tp=2, sequence_parallel=True)
+LOCAL = dataclasses.replace(TP2_SP, tp_engine="local")
+
+
+def trained(result: object) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    assert isinstance(result, RankReport), result
+    return result.losses, result.grad_norms
+
+
+def effects(result: object) -> dict[str, PatternEffect]:
+    assert isinstance(result, RankReport), result
+    return {effect.pattern: effect for effect in result.findings.recompute}
+
+
+@pytest.mark.slow
+@pytest.mark.representative("zero3", "local")
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2), ZERO3, TP2_SP, LOCAL], ids=["ddp", "zero3", "tp", "local"])
+def test_every_way_gives_the_same_bits(layout: Layout, tmp_path: Path) -> None:
+    ways = [Recompute(), Recompute(full=ALL), SELECTIVE, dataclasses.replace(SELECTIVE, full=((1,),))]
+    specs = [tiny_spec(layout, recompute=way, num_microbatches=2) for way in ways]
+    specs += [tiny_spec(layout, recompute=way, precision=BF16) for way in (Recompute(), SELECTIVE)]
+    plain, *others, plain_bf16, bf16 = run_gang(specs, tmp_path)
+    for other in others:
+        assert trained(other) == trained(plain)
+    assert trained(bf16) == trained(plain_bf16)
+    selective = effects(others[1])
+    assert all(effect.saved_bytes > 0 and effect.num_matches > 0 for effect in selective.values())
+    assert selective[MUL.pattern].num_matches == 2 * 2 * 2  # operators, layers, micro-batches
+
+
+@pytest.mark.slow
+def test_16_bit_shards(tmp_path: Path) -> None:
+    specs = [tiny_spec(ZERO3, recompute=way, precision=O2) for way in (Recompute(), SELECTIVE)]
+    plain, selective = run_gang(specs, tmp_path)
+    assert trained(selective) == trained(plain)
+
+
+@pytest.mark.slow
+def test_gathered_sequences_are_gathered_again(tmp_path: Path) -> None:
+    ways = [Recompute(), Recompute(communication=ALL), Recompute(communication=ALL, selective=(MUL, ATTENTION))]
+    plain, communication, both = run_gang([tiny_spec(LOCAL, recompute=way) for way in ways], tmp_path)
+    assert trained(communication) == trained(both) == trained(plain)
+    effect = effects(communication)["communication"]
+    assert effect.num_matches == 2 * 2  # before attention and feed-forward, layers
+    # Kept instead of the gathered sequence: this rank's half of it.
+    whole_bytes = WORKLOAD.global_batch_size * WORKLOAD.seq_length * WORKLOAD.model.hidden_size * 4
+    assert effect.saved_bytes == 2 * 2 * whole_bytes // 2
+    assert effect.recompute_s > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.representative("interleaved")
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [
+        (Layout(pp=2, stage_layers=((2, 2),)), ((2, 1),)),
+        (Layout(pp=2, stage_layers=((1, 1), (1, 1)), num_virtual_stages=2, schedule="interleaved"), ((1, 0), (1, 1))),
+        (Layout(pp=2, stage_layers=((1, 1), (1, 1)), num_virtual_stages=2, schedule="zbv"), ((1, 1), (0, 1))),
+        (dataclasses.replace(LOCAL, num_copies=2), ((4,),)),
+    ],
+    ids=["1f1b", "interleaved", "zbv", "copies"],
+)
+def test_by_stage_and_chunk(layout: Layout, counts: Counts, tmp_path: Path) -> None:
+    patterns = tuple(SelectiveRecompute(pattern=text, num_layers=counts) for text in (MUL.pattern, ".*"))
+    ways = [Recompute(), Recompute(selective=patterns), Recompute(full=counts)]
+    specs = [tiny_spec(layout, workload=FOUR_LAYERS, recompute=way, num_microbatches=4) for way in ways]
+    plain, selective, full = run_gang(specs, tmp_path)
+    assert trained(selective) == trained(full) == trained(plain)
+    num_layers = sum(row[0] for row in counts)  # of rank 0
+    num_calls = 2 * num_layers * 4 * layout.num_copies
+    assert effects(selective)[MUL.pattern].num_matches == num_calls
+    assert effects(selective)[".*"].saved_bytes > 0
