@@ -485,6 +485,12 @@ def _cudnn_range(_workload: Workload, candidate: Candidate) -> str | None:
     return f"cudnn_benchmark: {steps} is not a first and a last step, from 1 on"
 
 
+def _memory_format(_workload: Workload, candidate: Candidate) -> str | None:
+    if candidate.kernels.memory_format != "auto" or candidate.layout.pp == 1:
+        return None
+    return "memory_format auto times the whole model, which a pipeline splits: choose nchw or nhwc"
+
+
 def _amp_level(_workload: Workload, candidate: Candidate) -> str | None:
     precision = candidate.precision
     if (precision.level == "O0") == (precision.dtype == "float32"):
@@ -562,6 +568,7 @@ CANDIDATE_RULES = make_rules(
     ("loss-chunks", "layout.cp micro_batch_size kernels.loss_chunks", _loss_chunks),
     ("loss-chunks-with-lists", "precision kernels.loss_chunks", _loss_chunks_with_lists),
     ("cudnn-range", "kernels.cudnn_tuning_range", _cudnn_range),
+    ("memory-format", "layout.pp kernels.memory_format", _memory_format),
     ("amp-level", "precision", _amp_level),
     ("loss-scale", "precision", _loss_scale),
     ("amp-lists", "precision", _amp_lists),

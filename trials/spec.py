@@ -96,6 +96,8 @@ class ModuleFacts:
     """Operators that a forward pass calls."""
     has_batch_norm: bool = False
     """Whether what it learns depends on the size of micro-batches."""
+    has_convolutions: bool = False
+    """Whether it convolves images, so that their memory format matters."""
     no_pipeline: str | None = None
     """Why pipeline stages cannot split it; None: they can."""
     no_tensor_parallel: str | None = None

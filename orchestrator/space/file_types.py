@@ -100,11 +100,11 @@ class ShortForms:
 class Word:
     """Annotation: also take one word, which means ``value`` whatever the rest of the type makes of mappings.
 
-    YAML 1.1 reads a bare ``off`` as false; where the word is ``off`` it can only mean that.
+    YAML 1.1 reads a bare ``off`` as false and ``on`` as true; where the word is one of these they can only mean that.
     """
 
     def __init__(self, word: str, value: Any) -> None:
-        self.spellings = (word, False) if word == "off" else (word,)
+        self.spellings = (word, word == "on") if word in ("off", "on") else (word,)
         self.value = value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
@@ -565,6 +565,8 @@ def off_is_false(value: Any) -> Any:
 
 
 LEVELS = ("O0", "O1", "O1-fp8", "O2")
+CUDNN_ON = (1, 10)
+"""Steps in which cuDNN measures where a file says no more than ``on``."""
 PrecisionValue = Annotated[
     PrecisionSection,
     ShortForms({level: {"level": level} for level in LEVELS}, remedy=f"Write one of {', '.join(LEVELS)}."),
@@ -580,8 +582,9 @@ DataloaderValue = Annotated[
 ]
 CudnnValue = Annotated[
     CudnnSection,
-    ShortForms({}, others=("off",)),
+    ShortForms({}, others=("off", "on")),
     AfterValidator(CudnnSection.to_range),
+    Word("on", CUDNN_ON),
     Word("off", ()),
     PlainSerializer(_write_range),
 ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,6 +82,7 @@ def count(request: CountRequest) -> CountReply:
         num_parameters=sum(parameter.numel() for parameter in built.module.parameters()),
         **work,
         has_batch_norm=any(isinstance(one, _BatchNorm) for one in built.module.modules()),
+        has_convolutions=any(isinstance(one, nn.Conv2d) for one in built.module.modules()),
         no_pipeline=pipeline_problem(built.module, built.layers, built.before, built.after)
         or _stages_problem(built, num_layers, sample[0]),
         no_tensor_parallel=plan_problem(built.module, built.tensor_parallel),

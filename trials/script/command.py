@@ -67,6 +67,8 @@ class Expected:
     """Whether layers run again in the backward pass."""
     parameter_shards: int | None = None
     """Over how many ranks every parameter is spread: ZeRO-3, tensor and pipeline parallelism."""
+    num_workers: int | None = None
+    """Processes of the loader that feeds the training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,11 @@ class ScriptCommand:
     """Folder for compilers' caches, shared by the trials of a sweep on a node; None: the node's temporary folder."""
 
     @property
+    def is_look(self) -> bool:
+        """Whether the program is only looked at: its times are nobody's measurement."""
+        return ALL_OPTIONS in self.options
+
+    @property
     def num_warmup_steps(self) -> int:
         """Steps before measuring, a fixed number: ranks of a foreign program cannot agree on one."""
         return self.protocol.min_warmup_steps
@@ -126,8 +133,6 @@ HOOK_FOLDER = Path(__file__).parent / "hook"
 
 REPORT_VARIABLE = "TUNE_CLUSTER_REPORT"
 """Folder of the lines and of ``stop``."""
-COUNT_FLOPS_VARIABLE = "TUNE_CLUSTER_COUNT_FLOPS"
-"""``1``: the hook counts the floating-point operations of one step."""
 VARIABLES_VARIABLE = "TUNE_CLUSTER_VARIABLES"
 """Names of the environment variables of the candidate's, which the hook watches."""
 MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"

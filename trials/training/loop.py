@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trials.accelerator.device import mark, synchronize, widest_float
+from trials.accelerator.device import is_host, mark, synchronize, widest_float
 from trials.attention import causal_attention
 from trials.datasets import Batch, StepBatches
 from trials.failure import InfeasibleSpec, NonFiniteLoss
@@ -350,6 +350,11 @@ def convert_weights(models: Iterable[nn.Module], format_: Format) -> None:
                 parameter.data = parameter.data.contiguous(memory_format=TORCH_FORMATS[format_])
 
 
+def in_format(images: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """Inputs in this format where they are images; only tensors of four dimensions have formats."""
+    return images.to(memory_format=memory_format) if images.dim() == 4 else images
+
+
 def format_by_rule(precision: Precision) -> Format:
     """The format of the usual rule: tensor cores take 16-bit convolutions in NHWC; fp32 kernels are best in NCHW."""
     return "nchw" if precision.dtype == "float32" else "nhwc"
@@ -360,17 +365,18 @@ def settle_memory_format(
 ) -> tuple[torch.memory_format, MemoryFormatReport | None]:
     """Convert the trainer's models; gives the format its inputs need, and what ``auto`` found out.
 
-    Models without convolutions are left alone, and those of the user's, who has chosen.
+    Models without convolutions are left alone.
     """
     models = [part.model for part in trainer.parts]
     wanted = spec.candidate.kernels.memory_format
-    if not any(has_convolutions(model) and not model.is_own for model in models):
+    if not any(map(has_convolutions, models)):
         return torch.preserve_format, None
     if wanted != "auto":
         convert_weights(models, wanted)
         return TORCH_FORMATS[wanted], None
-    assert dataset is not None, "no pipeline splits a model with convolutions"
-    report = _compare(trainer, spec, dataset[0])
+    assert dataset is not None, "legality refuses auto in a pipeline"
+    with _same_draws(trainer.device):
+        report = _compare(trainer, spec, dataset[0])
     chosen: Format = "nhwc" if report.chosen == "nhwc" else "nchw"
     convert_weights(models, chosen)
     return TORCH_FORMATS[chosen], report
@@ -380,6 +386,11 @@ def choose_format(rule: Format, times_s: dict[Format, float]) -> Format:
     """The rule's format, unless the other one is clearly faster."""
     other: Format = "nchw" if rule == "nhwc" else "nhwc"
     return other if times_s[other] < times_s[rule] * (1.0 - _MIN_GAIN) else rule
+
+
+def _same_draws(device: torch.device) -> AbstractContextManager[Any]:
+    """Leave random generators as they were: dropout in passes before training would change the training."""
+    return torch.random.fork_rng(devices=() if is_host(device) else (device,), device_type=device.type)
 
 
 def _compare(trainer: Trainer, spec: TrialSpec, sample: Batch) -> MemoryFormatReport:
@@ -409,7 +420,7 @@ def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: 
     """
     (model,) = (part.model for part in trainer.parts)
     rows = slice(0, spec.candidate.micro_batch_size)
-    inputs = sample[0][rows].to(trainer.device, memory_format=memory_format)
+    inputs = in_format(sample[0][rows].to(trainer.device), memory_format)
     targets = sample[1][rows].to(trainer.device)
     synchronize(trainer.device)
     start_s = time.perf_counter()

@@ -40,7 +40,7 @@ from trials.datasets import Batch
 from trials.outcome import Phase, ProgressSink, StepBreakdown
 from trials.reports import DeviceHealth, DeviceMemory, device_health
 from trials.spec import Protocol, TrialSpec
-from trials.training.loop import GangMaximum, StepResult, Trainer
+from trials.training.loop import GangMaximum, StepResult, Trainer, in_format
 
 # ---- Measures a rank's peak memory, and limits what it can allocate
 
@@ -383,7 +383,7 @@ class BatchFeed:
         device = self._device
         with on_stream(self._stream):
             held = (
-                inputs.to(device, non_blocking=True, memory_format=self._memory_format) if self._reads_inputs else None,
+                in_format(inputs.to(device, non_blocking=True), self._memory_format) if self._reads_inputs else None,
                 targets.to(device, non_blocking=True) if self._reads_targets else None,
             )
         self._hand_over(held)

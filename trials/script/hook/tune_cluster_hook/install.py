@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any, Callable, Sequence
 
-from . import framework_hooks, steps, watched_options
+from . import collective_calls, framework_hooks, step_parts, steps, watched_options
 from .roots import ROOTS
 from .steps import STEPS
 from .watched_options import OPTIONS
@@ -26,6 +26,8 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
     "torch.amp.grad_scaler": (framework_hooks.grad_scaler,),
     "torch.cuda.amp.grad_scaler": (framework_hooks.grad_scaler,),
     "torch.utils.data.dataloader": (framework_hooks.data_loader,),
+    "torch.utils.checkpoint": (step_parts.checkpoints,),
+    "torch.distributed.distributed_c10d": (collective_calls.functions,),
     "transformers.trainer": (framework_hooks.trainer,),
     "deepspeed.runtime.engine": (framework_hooks.engine,),
 }
