@@ -30,6 +30,7 @@ from cluster.gang.environment import owner_of
 from cluster.hardware.topology import DeviceChoice, catalogue
 from orchestrator.mlflow_urls import URI_PATTERN
 from orchestrator.space.file_types import OneOrMany, Section, ShortForms, Word, fault, off_is_false, show
+from orchestrator.space.inside import InsideSection
 from orchestrator.space.knobs import (
     KNOB_NAMES,
     KNOBS,
@@ -245,6 +246,10 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
         description="Knobs of your own training program: `--flag`, `file:dotted.key`, `$NAME`, or a placeholder of its "
         "command, each with a value, a list, or a mapping of values, flag, memory and when.",
     )
+    inside: InsideSection | None = Field(
+        default=None,
+        description="Knobs that your own training program has no option for, set within it by our hook.",
+    )
     forbid: Patterns = Field(default=(), description="Candidates matching any of these patterns are left out.")
     require: Patterns = Field(default=(), description="Candidates must match all of these patterns.")
     balance: bool = Field(
@@ -255,7 +260,7 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
 
     def choices(self, baseline: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         """Values of every knob; those left out take the one of ``baseline``."""
-        given = {name: getattr(self, name) for name in KNOB_NAMES}
+        given = {name: getattr(self, name) for name in KNOB_NAMES} | self.set_inside.choices()
         return {name: (baseline[name],) if values is None else values for name, values in given.items()}
 
     @model_validator(mode="after")
@@ -266,6 +271,11 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
     def own_knobs(self) -> tuple[OwnKnob, ...]:
         """The user's own knobs, each after those that its conditions name."""
         return own_knobs(self.own or {})
+
+    @property
+    def set_inside(self) -> InsideSection:
+        """What is set within the program; nothing where the file has no such section."""
+        return self.inside or InsideSection()
 
 
 # Sections ``cluster``, ``search``, ``measure``, ``budget``, ``deadlines`` and ``tracking``

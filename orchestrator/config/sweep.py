@@ -146,6 +146,9 @@ class SweepSpec(Section):
         if not isinstance(self.workload, ScriptSection):
             if own := next((name for name in ("space", "baseline") if getattr(self, name).own), None):
                 raise fault(f"{own}.own", "is for a training program of your own", "Remove it.")
+            if self.space.inside is not None:
+                message = "is for a training program of your own; our runner has every knob itself"
+                raise fault("space.inside", message, "Write these knobs under space.")
             return self
         refuse_for_scripts(self)
         num_devices = self.cluster.devices_per_node

@@ -98,6 +98,11 @@ class SourceFile:
     line cannot change them."""
     has_batch_norm: bool = False
     """Whether the model normalises over the batch, so that another micro-batch changes the training."""
+    names: frozenset[str] = frozenset()
+    """Names and attributes that it uses."""
+    loader_arguments: Mapping[str, Any] | None = None
+    """Arguments of its DataLoaders, None where they are no literals; of several, what the first says. None: it makes
+    none."""
     problem: str = ""
     """Why it could not be read; empty where it was."""
 
@@ -132,7 +137,29 @@ def read_source(path: Path) -> SourceFile:
         divides_accumulation=any(map(_divides_accumulation, ast.walk(tree))),
         fixed=trainer_constants(tree, path.parent),
         has_batch_norm=_BATCH_NORM.search(text) is not None,
+        names=frozenset(_names(tree)),
+        loader_arguments=_loader_arguments(tree),
     )
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def _loader_arguments(tree: ast.AST) -> dict[str, Any] | None:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node)[1] == "DataLoader"]
+    if not calls:
+        return None
+    found: dict[str, Any] = {}
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        found = {**{word.arg or "**": _constant(word.value) for word in call.keywords}, **found}
+    return found
 
 
 def _modules(tree: ast.AST) -> Iterator[str]:
@@ -332,9 +359,9 @@ _FIXED = {
 }
 _TUNABLE = (
     *_FIXED.values(),
-    *("bf16", "fp16", "gradient_checkpointing", "dataloader_num_workers", "torch_compile"),
+    *("fp16", "torch_compile"),
 )
-"""Arguments of transformers' Trainer that would be worth tuning."""
+"""Arguments of transformers' Trainer that would be worth tuning, and that are not set within the program."""
 _TRAINER_SIZES = {"micro_batch_size": 8, "accumulation": 1}
 """Defaults of transformers' ``TrainingArguments``."""
 Knobs = Mapping[str, Any]
@@ -357,6 +384,8 @@ class ReadProgram:
     seq_length: int | None = None
     own: Knobs = field(default_factory=dict)
     """Section ``space.own``."""
+    roles: frozenset[str] = frozenset()
+    """Keys of :data:`ROLES` for which it has an option."""
     present: Knobs = field(default_factory=dict)
     """Values that these have today, by the command or by the program's defaults, as far as known: section
     ``baseline.own``, without which the baseline would be tried again as a candidate that spells out its defaults."""
@@ -401,6 +430,7 @@ def read_program(
         own={_own_name(name, by_role): value for name, value in own.items()}
         or ({} if is_something else _usual(is_gpu, cores)),
         present={_own_name(name, by_role): value for name, value in present.items()},
+        roles=frozenset(by_role),
         remarks=tuple(_remarks(source, by_role, micro, is_tuned=is_tuned, is_gpu=is_gpu)),
     )
 

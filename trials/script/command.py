@@ -126,6 +126,8 @@ HOOK_FOLDER = Path(__file__).parent / "hook"
 
 REPORT_VARIABLE = "TUNE_CLUSTER_REPORT"
 """Folder of the lines and of ``stop``."""
+KNOBS_VARIABLE = "TUNE_CLUSTER_KNOBS"
+"""File of the knobs that the hook sets within the program."""
 COUNT_FLOPS_VARIABLE = "TUNE_CLUSTER_COUNT_FLOPS"
 """``1``: the hook counts the floating-point operations of one step."""
 VARIABLES_VARIABLE = "TUNE_CLUSTER_VARIABLES"
@@ -141,6 +143,17 @@ def hook_path(*, hook: bool = True) -> tuple[str, ...]:
         hook: Whether programs report without being changed; otherwise only those do that import the report API.
     """
     return (str(HOOK_FOLDER), str(API_FOLDER)) if hook else (str(API_FOLDER),)
+
+
+def hook_files() -> dict[str, str]:
+    """Text of the files that the hook consists of, by path, to lie beside a promoted command; the folder ``hook`` goes
+    first on PYTHONPATH."""
+    paths = sorted(path for folder in (HOOK_FOLDER, API_FOLDER) for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(HOOK_FOLDER.parent)): path.read_text(encoding="utf-8")
+        for path in paths
+        if "__pycache__" not in path.parts
+    }
 
 
 def with_hook(python_path: str | None, *, hook: bool = True) -> str:
