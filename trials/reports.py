@@ -642,6 +642,10 @@ class ScriptReport:
     """How the command ended, negative for a signal; None where it was still running and was ended."""
     extras: tuple[tuple[str, ...], ...] = ()
     """Pairs of name and last value of what else it reported."""
+    knobs: tuple[tuple[str, ...], ...] = ()
+    """Pairs of each knob that the hook set within the program, and what was seen of it."""
+    fingerprint: str | None = None
+    """What identifies the program to which those knobs apply, as JSON."""
     notes: tuple[str, ...] = ()
     """What was left out, ignored or unusual, as sentences."""
 
@@ -673,6 +677,8 @@ def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
         num_steps_seen=max(rank.num_steps_seen for rank in ranks),
         exit_code=speaking.exit_code,
         extras=speaking.extras,
+        knobs=next((rank.knobs for rank in ranks if rank.knobs), ()),
+        fingerprint=next((rank.fingerprint for rank in ranks if rank.fingerprint), None),
         notes=tuple(notes)[:MAX_NOTES],
     )
 

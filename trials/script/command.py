@@ -166,6 +166,14 @@ def with_hook(python_path: str | None, *, hook: bool = True) -> str:
     return os.pathsep.join([*hook_path(hook=hook), *filter(None, [python_path])])
 
 
+def inside_knobs(command: ScriptCommand) -> tuple[str, ...]:
+    """Names of the knobs that the hook is to set within the program: those in the file that the command's environment
+    names."""
+    paths = [pair[1] for pair in command.env if len(pair) == 2 and pair[0] == KNOBS_VARIABLE]
+    texts = (file.text for file in command.files if f"{{{file.name}}}" in paths)
+    return tuple(name for text in texts for name in json.loads(text)["knobs"])
+
+
 # The environment of the user's program: what of the node's it may see, torchrun's variables, where compilers cache.
 #
 # Programs get an allow-list, not everything: keys, tokens and the addresses of our own services stay out unless the

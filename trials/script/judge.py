@@ -20,7 +20,7 @@ from typing import Any
 from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
 from trials.outcome import SLACK_S, TOLERANCE, Contradiction, contradicted
 from trials.reports import ScriptFacts, ScriptReport, ScriptSource, SeenOption
-from trials.script.command import ALL_OPTIONS, Expected, ScriptCommand
+from trials.script.command import ALL_OPTIONS, Expected, ScriptCommand, inside_knobs
 from trials.script.logs import LogValue
 from trials.script.report_lines import FILE, HOOK, LOG, PLAIN_HOOK, REPORT, StepBook, StepSeries, ToldError
 from trials.secrets import redactor
@@ -355,6 +355,26 @@ class Judge:
             if found and all(one.is_unread for one in found):
                 raise NotApplied(f"not applied: the program never reads {wanted}")
 
+    def check_knobs(self, *, is_last: bool = False) -> None:
+        """Compares what the hook was to set within the program with what it says of it.
+
+        Args:
+            is_last: whether a knob that nothing was heard of is an error.
+
+        Raises:
+            NotApplied: a knob is refused, or has no effect, on any rank.
+        """
+        for origin, knobs in self._book.knobs.items():
+            for name, (state, detail) in knobs.items():
+                if state != "applied":
+                    how = "is refused" if state == "refused" else "has no effect"
+                    raise NotApplied(f"not applied: {name} {how}: {detail} (seen by {origin})")
+        for name in inside_knobs(self._command) if is_last else ():
+            silent = [origin for origin, knobs in self._book.knobs.items() if name not in knobs]
+            if silent or not self._book.knobs:
+                who = silent[0] if silent else "the program"
+                raise NotApplied(f"not applied: {name}: {who} reports nothing of it")
+
     def _is_wanted(self, option: SeenOption) -> bool:
         wanted = self._command.options
         return ALL_OPTIONS in wanted or any(map(option.is_called, wanted))
@@ -442,6 +462,8 @@ class Judge:
             sources=tuple(self.sources(times)) if times is not None else (),
             facts=ScriptFacts(**merged),
             options=tuple(one for one in self._book.options.values() if self._is_wanted(one)),
+            knobs=tuple((name, detail) for name, (_, detail) in next(iter(self._book.knobs.values()), {}).items()),
+            fingerprint=self._book.fingerprint,
             versions=tuple(self._book.versions.items()),
             tokens_per_step=self.mean("tokens"),
             samples_per_step=self.mean("samples"),

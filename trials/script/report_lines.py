@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trials.files import canonical_json
 from trials.outcome import Elapsed
 from trials.reports import MAX_NOTES, MAX_OPTIONS, SeenOption, option_of
 from trials.script.command import ScriptCommand
@@ -513,6 +514,7 @@ MAX_REPORT_LINE = 8192
 MAX_SERIES = 1024
 MAX_EXTRAS = 32
 MAX_TEXT = 200
+MAX_DETAIL = 400
 
 VALUES = (
     *("loss", "grad_norm", "tokens", "samples", "step_time_s", "data_s"),
@@ -558,6 +560,10 @@ class StepBook:
         """By origin."""
         self.options: dict[tuple[str, str], SeenOption] = {}
         """By kind and name."""
+        self.knobs: dict[str, dict[str, tuple[str, str]]] = {}
+        """State of each knob that the hook was to set, and what was seen, by origin and name."""
+        self.fingerprint: str | None = None
+        """What identifies the program, as JSON, where the hook sets knobs."""
         self.errors: list[ToldError] = []
         self.versions: dict[str, str] = {}
         self.extras: dict[str, str] = {}
@@ -609,6 +615,9 @@ class StepBook:
         if event == "options":
             self._take_options(told)
             return
+        if event in ("knob", "fingerprint"):
+            self._take_knob(told, origin)
+            return
         if event == "note":
             self.note(f"{origin}: {str(told.get('text'))[:MAX_TEXT]}")
             return
@@ -631,6 +640,15 @@ class StepBook:
         if len(self.errors) < MAX_NOTES:
             type_name, message = told.get("type"), told.get("message")
             self.errors.append(ToldError(str(type_name or "Error")[:MAX_TEXT], str(message or "")[:MAX_REPORT_LINE]))
+
+    def _take_knob(self, told: dict[str, Any], origin: str) -> None:
+        if isinstance(fingerprint := told.get("fingerprint"), dict) and self.fingerprint is None:
+            self.fingerprint = canonical_json(fingerprint)
+        name, state = told.get("name"), told.get("state")
+        if isinstance(name, str) and isinstance(state, str) and len(self.knobs) < MAX_SERIES:
+            found = self.knobs.setdefault(origin, {})
+            if name in found or len(found) < MAX_EXTRAS:
+                found[name] = state, str(told.get("detail") or "")[:MAX_DETAIL]
 
     def _take_options(self, told: dict[str, Any]) -> None:
         options = told.get("options")

@@ -315,9 +315,11 @@ class ProgramWatch:
             return None
         self.judge.check_finite()
         self.judge.check_facts()
+        self.judge.check_knobs()
         if self.judge.num_steps < self._command.num_required_steps:
             return None
         self.judge.check_options()
+        self.judge.check_knobs(is_last=True)
         return self.judge.times()
 
     def _tell(self) -> None:
