@@ -134,7 +134,7 @@ class Cluster(Protocol):
     - ``death_leaves_nothing``: nor after the calling process died, however abruptly (``test_leftovers.py``).
 
     Obligations of backends whose nodes can be lost (ray, simulated), in ``ray/test_backend.py`` and
-    ``virtual/test_backends.py``:
+    ``tests/cluster/test_virtual.py``:
 
     - ``lost_nodes``: gangs on a lost node end as ``GangLost`` at once, those on other nodes go on.
     """

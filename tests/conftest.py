@@ -6,8 +6,6 @@ import signal
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,7 +35,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture(autouse=True)
-def _secrets_are_forgotten() -> Iterator[None]:
+def _secrets_are_forgotten():
     """Variables that a sweep file calls secret are so for the rest of its process: here, of its test."""
     before = os.environ.get(secrets.VARIABLES)
     yield
@@ -46,20 +44,20 @@ def _secrets_are_forgotten() -> Iterator[None]:
         os.environ[secrets.VARIABLES] = before
 
 
-WEIGHTS = {"slow": 5, "exhaustive": 1, "ray": 10, "fault": 5}
+WEIGHTS = {"slow": 5, "exhaustive": 1, "ray": 10, "fault": 5, "representative": 2}
 """About how long a test of a marker takes, relative to each other."""
 PATIENT_S = 500
 """From here on a time limit tells of a test that takes minutes."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Marks what only ``make test-exhaustive`` runs. With several workers, each takes whole files: those that take
     longest begin first."""
     _mark_exhaustive(items)
     if not hasattr(config, "workerinput"):
         return
-    weights: Counter[Path] = Counter()
+    weights = Counter()
     for item in items:
         weights[item.path] += sum(WEIGHTS.get(marker.name, 0) for marker in item.iter_markers())
         limit = item.get_closest_marker("timeout")
@@ -68,10 +66,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -weights[item.path])
 
 
-def _mark_exhaustive(items: list[pytest.Item]) -> None:
+def _mark_exhaustive(items):
     """All cases of a parametrised test but those that its marker ``representative`` names by id."""
-    ids: dict[str, set[str]] = defaultdict(set)
-    kept: dict[str, tuple[str, ...]] = {}
+    ids = defaultdict(set)
+    kept = {}
     for item in items:
         marker = item.get_closest_marker("representative")
         if marker is not None and isinstance(item, pytest.Function):
@@ -87,7 +85,7 @@ def _mark_exhaustive(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_process_group_stays() -> Iterator[None]:
+def no_process_group_stays():
     """The next test of this process, whichever it is, must be able to make its own."""
     yield
     dist = getattr(sys.modules.get("torch"), "distributed", None)

@@ -30,7 +30,7 @@ from orchestrator.mlflow_urls import check_tracking_uri
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.snapshot import Home, check_name
 from orchestrator.tracking import mlflow_server
-from tests.support import leaky_runner, sweeps
+from tests.support import sweeps, user_runners
 from tests.support.mlflow_store import new_store
 from trials.files import make_private_folder, to_json, write_atomically
 from trials.secrets import (
@@ -53,7 +53,7 @@ SECRETS = {
     "RAY_AUTH_TOKEN": f"{PLANTED}-ray-token",
     "TUNE_CLUSTER_WEBHOOK_URL": f"https://hooks.example.org/{PLANTED}-webhook",
     "TEAM_WEBHOOK": f"https://hooks.example.org/{PLANTED}-team",
-    leaky_runner.KEY: f'{PLANTED}/key+with "quotes"',
+    user_runners.KEY: f'{PLANTED}/key+with "quotes"',
 }
 
 
@@ -172,7 +172,7 @@ def test_a_log_file_is_redacted_in_place_and_links_are_left_alone(planted, tmp_p
 
 def test_ranks_get_neither_the_stores_nor_rays_credentials():
     kept = for_ranks({**SECRETS, "PATH": "/bin", "RAY_AUTH_MODE": "token", "AWS_SECRET_ACCESS_KEY": "x"})
-    assert sorted(kept) == ["AWS_SECRET_ACCESS_KEY", "PATH", leaky_runner.KEY]
+    assert sorted(kept) == ["AWS_SECRET_ACCESS_KEY", "PATH", user_runners.KEY]
 
 
 # ---- a sweep whose trials let secrets slip ----
@@ -196,7 +196,7 @@ def test_planted_secrets_are_nowhere(planted, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(temporary))
     file = sweeps.write(
         tmp_path,
-        runner="tests.support.leaky_runner:run_rank",
+        runner="tests.support.user_runners:leaky",
         space={"dp_replicate": [2]},
         budget={"max_trials": 3, "consecutive_failures": 6},
     )
@@ -219,22 +219,10 @@ def test_planted_secrets_are_nowhere(planted, tmp_path, monkeypatch):
     _check_what_ranks_saw(home)
 
 
-PASSED = (
-    *(
-        "DB_PASS",
-        "MYSQL_PWD",
-        "OPENAI_KEY",
-        "SSH_KEY",
-        "GH_PAT",
-        "COMET_KEY",
-        "AUTH",
-        "BASIC_AUTH",
-        "SENTRY_DSN",
-        "DSN",
-    ),
-    *("HF_TOKEN", "WANDB_API_KEY", "STORE_SECRET", "AWS_SECRET_ACCESS_KEY", "SIGNING_PASSPHRASE", "PGPASSWORD"),
-    *("AZURE_CREDENTIALS", "PLAIN_NAME", "LICENCE", "ACCOUNT"),
-)
+PASSED = """
+DB_PASS MYSQL_PWD OPENAI_KEY SSH_KEY GH_PAT COMET_KEY AUTH BASIC_AUTH SENTRY_DSN DSN HF_TOKEN WANDB_API_KEY STORE_SECRET
+AWS_SECRET_ACCESS_KEY SIGNING_PASSPHRASE PGPASSWORD AZURE_CREDENTIALS PLAIN_NAME LICENCE ACCOUNT
+""".split()  # noqa: SIM905
 """Twenty variables that a program needs; the last three are secret only because env_pass names them."""
 STEP_LINE = r"iter (?P<step>\d+): loss (?P<loss>\S+), time (?P<step_ms>[\d.]+)ms"
 TALKATIVE = """
@@ -393,7 +381,7 @@ def test_only_regular_files_are_read(make, tmp_path):
 def _check_what_ranks_saw(home):
     """The secrets did pass: without that, the absence above would mean nothing."""
     logs = "".join(path.read_text() for path in home.rglob("rank0.log"))
-    assert f"'{leaky_runner.KEY}': '***" in logs
+    assert f"'{user_runners.KEY}': '***" in logs
     assert f"sig={MASK}&n=1" in logs and "last words: '***'" in logs
     assert "MLFLOW_TRACKING_PASSWORD" not in logs and "RAY_AUTH_TOKEN" not in logs and "WEBHOOK" not in logs
     with Ledger.open_existing(home / "sweeps" / "tiny") as ledger:

@@ -1,6 +1,7 @@
 """What docs/security.md says that the code never does, checked in every source file."""
 
 import ast
+import functools
 import pickle
 from pathlib import Path
 
@@ -31,10 +32,15 @@ MAY_WRITE = {
 }
 
 
+@functools.cache
+def nodes(source):
+    return list(ast.walk(ast.parse(source)))
+
+
 def sins(source):
     """What ``source`` does that it must not, as ``line: what``."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             found += [f"{node.lineno}: imports {name}" for name in names if name.partition(".")[0] in NEVER_IMPORTED]
@@ -52,7 +58,7 @@ def sins(source):
 def plain_writes(source):
     """Lines that write a file in place, where a reader may see half of it."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
             modes = [a.value for a in [*node.args, *[w.value for w in node.keywords]] if isinstance(a, ast.Constant)]

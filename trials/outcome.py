@@ -263,6 +263,10 @@ class StepBreakdown:
     data_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
+    recompute_s: float = 0.0
+    """Whole layers computed again in the backward pass, where that was timed apart from it."""
+    communication_s: float = 0.0
+    """Waiting for collectives, where that was timed apart from the passes that call them."""
     bubble_s: float = 0.0
     """Time in a pipeline outside of forward and backward passes: waiting for peers and passing tensors on."""
     optimizer_s: float = 0.0
@@ -353,6 +357,8 @@ class Measurement:
     """What else its nodes did meanwhile, the most disturbed first; empty where nobody looked."""
     step_time_resolution_s: float = 0.0
     """Difference between step times that can be told apart; no spread below it means anything."""
+    rank_parts: tuple[StepBreakdown, ...] = ()
+    """The breakdown of every rank of a program, where each told its own; empty elsewhere."""
     device_memory: DeviceMemory | None = None
     """Memory of the ranks' devices beside the allocator's peaks, the worst of any rank."""
 

@@ -556,6 +556,65 @@ class ScriptFacts:
     """FLOPs of an optimiser step over all ranks, recomputation left out."""
     parameters: int | None = None
     """Number of the model's parameters."""
+    layers: int | None = None
+    """Repeated layers, as far as they ran."""
+    hidden_size: int | None = None
+    """Width of the token embedding."""
+    vocab_size: int | None = None
+    """Rows of the largest token embedding."""
+    heads: int | None = None
+    """Attention heads of a layer, by the module's own attribute."""
+    seq_length: int | None = None
+    """Tokens of a sample, where the input is token ids."""
+    device_name: str | None = None
+    """What the accelerator calls itself."""
+    image_size: int | None = None
+    """Height of an image, where the input is images."""
+    batch_norms: int | None = None
+    """Layers whose statistics depend on the samples of a micro-batch."""
+    operators: int | None = None
+    """Operators of a step that PyTorch dispatched."""
+    launch_s: float | None = None
+    """Seconds of the host's processor time for an operator on one element."""
+    cpu_s: float | None = None
+    """Seconds of a step in which the thread that trains had the processor."""
+    ahead_s: float | None = None
+    """Seconds by which the host was ahead of the device at a step's end; about 0: the device waits for the host."""
+    host_syncs: int | None = None
+    """Values of a step that the host read from a device's memory, or from a tensor on the CPU: ``.item()``."""
+    sync_site: str | None = None
+    """File and line of the program that read most of them."""
+    casts: int | None = None
+    """Copies of a step that change the number format only."""
+    cast_bytes: int | None = None
+    """Bytes that these wrote."""
+    pageable_copies: int | None = None
+    """Copies of a step from host memory that is not pinned to a device."""
+    pageable_bytes: int | None = None
+    mask_bytes: int | None = None
+    """Bytes of the largest attention mask of a step that grows with the square of the sequence."""
+    unaligned_products: int | None = None
+    """Matrix products of a step in 16 bits with a size that is no multiple of 8."""
+    nchw_convolutions: int | None = None
+    """Convolutions of a step in 16 bits whose input lies channels first."""
+    collectives: float | None = None
+    """Calls of collectives in a step, gradient buckets included."""
+    collective_bytes: float | None = None
+    """Bytes that this rank gave them."""
+    buckets: int | None = None
+    """Buckets in which DistributedDataParallel reduces gradients."""
+    bucket_bytes: int | None = None
+    """Bytes of all of them."""
+    bucket_exposed_s: float | None = None
+    """Seconds from the end of the backward pass's computation to the end of their reduction."""
+    graphs: int | None = None
+    """Graphs that torch.compile made."""
+    recompilations: int | None = None
+    recompile_reason: str | None = None
+    compiling_s: float | None = None
+    """Seconds of a measured step in which graphs were compiled."""
+    graph_breaks: int | None = None
+    break_reason: str | None = None
     backwards_per_step: int | None = None
     """Backward passes of an optimiser step on this rank."""
     num_optimizers: int | None = None
@@ -568,6 +627,25 @@ class ScriptFacts:
     """Whether any part of the model is compiled."""
     wrapper: str | None = None
     """Class that wraps the model, such as ``DistributedDataParallel``."""
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches of an optimiser step on this rank; None: unknown.
+
+        Several forward passes may belong to one backward pass, and the other way round. With several optimisers, one
+        micro-batch makes steps of all of them.
+        """
+        if self.num_optimizers is not None and self.num_optimizers > 1:
+            return 1
+        counts = [round(count) for count in (self.forwards_per_step, self.backwards_per_step) if count]
+        return min(counts, default=None)
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Samples of an optimiser step on this rank; None: unknown."""
+        if self.micro_batch_size is None or self.micro_batches is None:
+            return None
+        return self.micro_batch_size * self.micro_batches
 
 
 MAX_OPTIONS = 500
@@ -671,6 +749,7 @@ def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
     return ScriptReport(
         sources=tuple(sources[name] for name in sorted(sources)),
         facts=facts,
+        options=next((rank.options for rank in ranks if rank.options), ()),
         versions=next((rank.versions for rank in ranks if rank.versions), ()),
         tokens_per_step=next((r.tokens_per_step for r in ranks if r.tokens_per_step is not None), None),
         samples_per_step=next((r.samples_per_step for r in ranks if r.samples_per_step is not None), None),

@@ -50,6 +50,7 @@ from trials.outcome import (
     Outcome,
     OutOfMemory,
     RankReport,
+    StepBreakdown,
     TimedOut,
     contradicted,
 )
@@ -225,6 +226,12 @@ def _disagreement(reports: Sequence[RankReport]) -> str:
         if odd is not None:
             return f"the ranks disagree on {name}: rank 0 reported {values[0]}, rank {odd} {values[odd]}"
     return ""
+
+
+def _rank_parts(reports: Sequence[RankReport]) -> tuple[StepBreakdown, ...]:
+    """The parts of every rank, where each is one that told of its passes by itself."""
+    parts = tuple(report.breakdown for report in reports if is_script(report) and report.breakdown.forward_s > 0)
+    return parts if len(parts) == len(reports) > 1 else ()
 
 
 def _divergence(reports: Sequence[RankReport]) -> Diverged | None:
@@ -442,6 +449,7 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
             tokens_per_step=_counting(told, "tokens_per_step").tokens_per_step,
             step_times_s=step_times_s,
             breakdown=slowest.breakdown,
+            rank_parts=_rank_parts(reports),
             peak_allocated_bytes=_if_any(report.peak_allocated_bytes for report in reports),
             peak_reserved_bytes=_if_any(report.peak_reserved_bytes for report in reports),
             num_warmup_steps=first.num_warmup_steps,

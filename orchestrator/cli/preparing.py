@@ -44,6 +44,10 @@ _OUTPUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--max-trials", type=click.IntRange(1), help="Trials at most; default: 25, on CPUs 12.")
 @click.option("--name", help="Name of the sweep; default: the model's.")
 @click.option("--output", "-o", type=_OUTPUT, help="The file to write; default: sweep.yaml, or NAME.yaml.")
+@click.option("--run/--no-run", "runs", default=True, help="Run COMMAND for a few steps to see what it does (default).")
+@click.option(
+    "--run-time", type=click.FloatRange(1), default=180.0, show_default=True, help="Seconds for all of these runs."
+)
 @click.option("--example", metavar="NAME", help="Write a complete example instead.")
 @click.option("--list", "list_examples", is_flag=True, help="List the examples; write nothing.")
 @click.option("--force", is_flag=True, help="Overwrite files that are there.")
@@ -58,18 +62,22 @@ def init(
     force: bool,
     yes: bool,
     as_json: bool,
+    runs: bool,
+    run_time: float,
     **asked: Any,
 ) -> None:
     """Write a first sweep file, short and commented: for your own training command, or for a model and a cluster.
 
-    A training command is read, not run: its framework, its present configuration as the baseline, what may be tuned.
-    What could not be read is said. For a model, the cost model chooses a usual baseline that fits into the memory: put
-    what you run today in its place. A cluster that is only described is simulated.
+    A training command is read and run for three steps, then once per option that may be worth tuning: what it trains,
+    and which option does what, is seen. What could not be read or seen is named. --no-run only reads. For a model, the
+    cost model chooses a usual baseline that fits into the memory: put what you run today in its place. A cluster that
+    is only described is simulated.
 
     \b
     Examples:
       tune-cluster init -- torchrun --nproc-per-node 2 train.py --bs 4
       tune-cluster init train.py
+      tune-cluster init --no-run -- python train.py data.batch_size=16
       tune-cluster init --recipe deepspeed -- deepspeed --num_gpus 8 train.py --deepspeed_config ds.json
       tune-cluster init --model config.json --cluster dgx-h100 --nodes 8
       tune-cluster init --parameters 1B
@@ -88,7 +96,8 @@ def init(
     questions = init_command.Questions(**asked)
     file = output or Path("sweep.yaml")
     if command or recipe is not None:
-        _init_program(command, recipe, questions, file, force=force, as_json=as_json)
+        look_s = run_time if runs else None
+        _init_program(command, recipe, questions, file, force=force, as_json=as_json, look_s=look_s)
         return
     if sys.stdin.isatty() and not yes and not as_json:
         questions = _ask(questions)
@@ -97,18 +106,31 @@ def init(
 
 
 def _init_program(
-    command: tuple[str, ...], recipe: str | None, questions: Questions, file: Path, *, force: bool, as_json: bool
+    command: tuple[str, ...],
+    recipe: str | None,
+    questions: Questions,
+    file: Path,
+    *,
+    force: bool,
+    as_json: bool,
+    look_s: float | None,
 ) -> None:
     """A sweep file for a training program: drafted from its command, or one of its framework to be filled in."""
     from orchestrator.commands import init as init_command
 
     if command:
-        script = init_command.draft_command(command, questions, file, recipe=recipe, force=force)
+        script = init_command.draft_command(
+            command, questions, file, recipe=recipe, force=force, look_s=look_s, tell=_say
+        )
         print_result(as_json, init_command.init_json(script, file), lambda: _drafted_script(script, file))
     elif recipe is not None:
         init_command.write_skeleton(recipe, questions, file, force=force)
         body = {"file": str(file), "recipe": recipe}
         print_result(as_json, body, lambda: f"Written: {file}. Put your command in, then: tune-cluster check {file}")
+
+
+def _say(line: str) -> None:
+    echo(f"init: {line}", err=True)
 
 
 def _ask(questions: Questions) -> Questions:
@@ -163,6 +185,12 @@ def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
     grid.add_row("command", shlex.join(draft.run))
     grid.add_row("batch", f"{draft.global_batch_size} samples an optimiser step")
     grid.add_row("hardware", draft.hardware)
+    if draft.looked.is_seen:
+        grid.add_row("seen", draft.looked.words)
+    for proof in draft.looked.proofs.values():
+        grid.add_row("proven", f"{proof.option.names[0]}: {proof.before} became {proof.after} in a changed run")
+    if draft.looked.problem:
+        grid.add_row("not seen", draft.looked.problem)
     for remark in draft.remarks:
         grid.add_row("not read", remark)
     program = Invocation.current(DEFAULT_HOME)

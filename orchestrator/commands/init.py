@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from configs import CONFIGS
+from orchestrator.commands.looking import Tell, look_at
 from orchestrator.draft.command_draft import ScriptDraft, draft_script, ranks_in_files, read_command
 from orchestrator.draft.draft import SweepDraft, make_draft, require_room, skeleton, write_draft
 from orchestrator.draft.machine import DraftedMachine, described_machine, machine_at, machine_here
 from orchestrator.draft.model_config import DraftedModel, model_of_file, model_of_size
+from orchestrator.draft.observed import Looked
 from orchestrator.draft.static_reading import find_script, take_apart
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.snapshot import check_name
@@ -104,9 +106,20 @@ def draft_sweep(questions: Questions, output: Path, *, force: bool) -> SweepDraf
 
 
 def draft_command(
-    words: Sequence[str], questions: Questions, output: Path, *, recipe: str | None, force: bool
+    words: Sequence[str],
+    questions: Questions,
+    output: Path,
+    *,
+    recipe: str | None,
+    force: bool,
+    look_s: float | None = None,
+    tell: Tell = lambda _: None,
 ) -> ScriptDraft:
     """Draft a sweep of a custom training program, and write its file.
+
+    Args:
+        look_s: how long the program may be run, to see what it does; None: it is only read.
+        tell: gets what is seen meanwhile.
 
     Raises:
         ConfigError: the command or its batch cannot be read, see :class:`Questions` and :func:`write_draft`.
@@ -126,8 +139,18 @@ def draft_command(
     alone = command.launcher is None and len(words) > 1
     processes = command.num_processes or ranks_in_files(command, cwd, recipe=recipe)
     machine = questions.drafted_machine(processes or (1 if alone else None), command.num_nodes)
+    script = read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu, ranks=machine.topology.num_devices)
+    if look_s is not None:
+        if questions.address is not None or machine.num_nodes > 1:
+            looked = Looked(problem="it runs on other hosts")
+        else:
+            looked = look_at(script, machine, budget_s=look_s, tell=tell)
+        if looked.starts_ranks:
+            machine = questions.drafted_machine(looked.facts.world_size)
+        ranks = machine.topology.num_devices
+        script = read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu, ranks=ranks, looked=looked)
     draft = draft_script(
-        read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu, ranks=machine.topology.num_devices),
+        script,
         machine,
         name=questions.name,
         seq_length=questions.seq_length,
@@ -135,6 +158,11 @@ def draft_command(
         max_trials=questions.max_trials,
         folder=output.absolute().parent,
     )
+    copies = {output.parent / name: text for name, text in draft.files.items()}
+    for file in copies:
+        require_room(file, force=force)
+    for file, text in copies.items():
+        write_atomically(file, [text.encode()])
     write_draft(draft.text, output, force=force)
     return draft
 

@@ -34,6 +34,7 @@ from orchestrator.text import plain, tail
 from trials.files import to_json
 from trials.outcome import Evidence, GangLost, Infeasible, Measured, Measurement, Outcome
 from trials.reports import ScriptReport
+from trials.script.command import ALL_OPTIONS, Expected
 from trials.spec import Candidate, Protocol
 
 SHORT = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
@@ -134,23 +135,22 @@ class Checked:
     @property
     def seen_batch(self) -> int | None:
         """Samples of an optimiser step as seen inside the program; None if they were not seen."""
-        facts = self.seen.facts
-        if facts.micro_batch_size is None or not facts.forwards_per_step:
-            return None
-        return round(facts.micro_batch_size * facts.forwards_per_step * self.data_parallel)
+        samples = self.seen.facts.samples_per_step
+        return None if samples is None else samples * self.data_parallel
 
     @property
     def other_batch(self) -> str:
-        """That the program trains on another batch than ``workload.global_batch_size``; empty if it does not.
-
-        Models may run forward several times for one micro-batch, as those of a GAN do: that is no contradiction.
-        """
-        seen, micro = self.seen_batch, self.seen.facts.micro_batch_size
-        if seen is None or micro is None or self.global_batch_size in (seen, micro * self.data_parallel):
+        """That the program trains on another batch than ``workload.global_batch_size``; empty if it does not."""
+        seen, facts = self.seen_batch, self.seen.facts
+        if seen is None or self.global_batch_size == seen:
             return ""
+        if facts.backwards_per_step is None and self.global_batch_size == (facts.micro_batch_size or 0) * (
+            self.data_parallel
+        ):
+            return ""  # models may run forward several times for one micro-batch, as those of a GAN do
         return (
             f"global_batch_size is {self.global_batch_size}, but an optimiser step of the program trains {seen} "
-            f"samples ({micro} per forward pass, {self.seen.facts.forwards_per_step:g} forward passes, "
+            f"samples ({facts.micro_batch_size} per micro-batch, {facts.micro_batches} micro-batches, "
             f"{self.data_parallel} data-parallel ranks)"
         )
 
@@ -262,15 +262,9 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell
         raise spec.error(("cluster", "kind"), f"on a {spec.cluster.kind} cluster nothing is run", "Use ray or local.")
     say = _once(tell or (lambda _: None))
     candidate, num_legal = smallest(spec, known_topology(spec, home, address=address))
-    folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
     begun_s = time.monotonic()
     say(f"running {short_name(candidate)} for {SHORT.min_warmup_steps + SHORT.num_steps} steps")
-    try:
-        ran = _run(spec, candidate, _request(spec, home, address, candidate), folder, say)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another one may run beside
-            folder.parent.rmdir()
+    ran = run_once(spec, candidate, home, say, address=address)
     expected = None
     if isinstance(ran.outcome, Measured) and ran.starting_s is not None:
         step_s = ran.outcome.measurement.step_time_s
@@ -338,8 +332,8 @@ def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ran:
-    """What became of the launch."""
+class Ran:
+    """What became of a launch."""
 
     command: tuple[str, ...]
     outcome: Outcome
@@ -356,8 +350,38 @@ def _request(spec: SweepSpec, home: Home, address: str | None, candidate: Candid
     return replace(request, kind=kind, min_nodes=nodes, max_nodes=nodes, claim=claim)
 
 
-def _run(spec: SweepSpec, candidate: Candidate, request: ClusterRequest, folder: Path, say: Tell) -> _Ran:
-    """Run the candidate as the only trial of a sweep whose ledger is deleted afterwards."""
+def run_once(
+    spec: SweepSpec,
+    candidate: Candidate,
+    home: Home,
+    say: Tell,
+    *,
+    address: str | None = None,
+    looks_within_s: float | None = None,
+) -> Ran:
+    """Run the candidate for a few steps, as the only trial of a sweep whose ledger is deleted afterwards.
+
+    Args:
+        looks_within_s: what the program does is looked at and compared with nothing, and its first step has to come
+            within so many seconds; None: it is compared with the candidate, and has time to start.
+    """
+    folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
+    try:
+        return _run(spec, candidate, _request(spec, home, address, candidate), folder, say, looks_within_s)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another one may run beside
+            folder.parent.rmdir()
+
+
+def _run(
+    spec: SweepSpec,
+    candidate: Candidate,
+    request: ClusterRequest,
+    folder: Path,
+    say: Tell,
+    looks_within_s: float | None,
+) -> Ran:
     measure = spec.measure.model_copy(update={name: getattr(SHORT, name) for name in _COUNTS})
     short = spec.model_copy(update={"measure": measure})
     attempts = folder / "attempts"
@@ -383,7 +407,7 @@ def _run(spec: SweepSpec, candidate: Candidate, request: ClusterRequest, folder:
             )
         )
         launcher = make_launcher(short, topology, attempts)
-        watch = _Watch(launcher.build, attempts, say)
+        watch = _Watch(launcher.build, attempts, say, looks_within_s)
         state = Runtime(
             ledger=ledger,
             cluster=cluster,
@@ -396,14 +420,21 @@ def _run(spec: SweepSpec, candidate: Candidate, request: ClusterRequest, folder:
         ).run()
     outcome = state.trials[0].outcome
     assert outcome is not None, "the sweep is over"
-    return _Ran(command=watch.command, outcome=outcome, starting_s=watch.starting_s)
+    return Ran(command=watch.command, outcome=outcome, starting_s=watch.starting_s)
 
 
 class _Watch:
     """Gives launches time to start, and tells how far the trial is."""
 
-    def __init__(self, build: Callable[[Trial, str, str, Placement], GangLaunch], attempts: Path, say: Tell) -> None:
+    def __init__(
+        self,
+        build: Callable[[Trial, str, str, Placement], GangLaunch],
+        attempts: Path,
+        say: Tell,
+        looks_within_s: float | None,
+    ) -> None:
         self._build = build
+        self._looks_within_s = looks_within_s
         self._attempts = attempts
         self._say = say
         self._launched_at_s = self._told_at_s = math.inf
@@ -419,6 +450,10 @@ class _Watch:
         self.command = tuple(map(str, argv)) if isinstance(argv, list | tuple) else ()
         self._launched_at_s = self._told_at_s = time.monotonic()
         self.starting_s = None
+        if self._looks_within_s is not None:
+            unspoken = {"expected": to_json(Expected()), "options": [ALL_OPTIONS]}
+            deadlines = replace(built.deadlines, starting_s=self._looks_within_s, warmup_s=self._looks_within_s)
+            return replace(built, spec={**built.spec, **unspoken}, deadlines=deadlines)
         start_s = max(MIN_STARTING_S, built.deadlines.starting_s)
         return replace(built, deadlines=replace(built.deadlines, starting_s=start_s))
 

@@ -46,6 +46,7 @@ from orchestrator.program.user_program import (
     OUT,
     Script,
     canonical_reading,
+    knobs_told,
     names_in,
     paths_of,
     said_knobs,
@@ -413,7 +414,7 @@ def _own_value(knob: OwnKnob, baseline: BaselineSection, run: Run) -> OwnScalar 
 
 def _told(run: Run) -> frozenset[str]:
     """Knobs of ours that the command has placeholders for."""
-    return frozenset(names_in((*run.argv, *run.env.values(), *run.files.values()))) & frozenset(KNOB_NAMES)
+    return knobs_told(names_in((*run.argv, *run.env.values(), *run.files.values())))
 
 
 # ---- what may be wrong ----

@@ -18,10 +18,10 @@ from orchestrator.diagnosis.remedies import (
 from orchestrator.diagnosis.values import PART_NAMES, Bottleneck, Kind, KnobEffect, Part, PartName, Source, StepParts
 from orchestrator.sweep.events import ProfileRun
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.units import count, is_wide, num_bytes, status_words, trial_id
+from orchestrator.units import count, is_wide, milliseconds, num_bytes, status_words, trial_id
 from trials.outcome import Measurement
 from trials.reports import RankProfile
-from trials.spec import Workload
+from trials.spec import Candidate, Workload
 
 # Where the step time of a measured trial goes.
 #
@@ -57,6 +57,7 @@ IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "hos
 """Parts into which forward and backward are split."""
 
 _SCRIPT = "your program tells only how long a step takes"
+_UNTOLD = "forward and backward are your program's own clock's; `profile` would tell computation from waiting in them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,19 @@ class ProfileOf:
 class _Clock:
     """The breakdown in parts, scaled so that all sum to the median step time."""
 
-    passes_s: float
-    """Seconds of forward and backward."""
+    forward_s: float
+    backward_s: float
+    again_s: float
+    """Seconds of layers computed again, where they were timed."""
+    waiting_s: float
+    """Seconds of waiting for collectives in the passes, where they were timed."""
     others_s: Mapping[PartName, float]
     """Seconds of the other parts."""
+
+    @property
+    def passes_s(self) -> float:
+        """Seconds of forward and backward, with what was computed again and waited for in them."""
+        return self.forward_s + self.backward_s + self.again_s + self.waiting_s
 
     @classmethod
     def of(cls, measurement: Measurement) -> _Clock | None:
@@ -92,12 +102,20 @@ class _Clock:
             "other": found.other_s,
         }
         others = {name: max(0.0, seconds) for name, seconds in others.items()}
-        passes_s = max(0.0, found.forward_s + found.backward_s)
-        total_s = passes_s + sum(others.values())
+        told = (found.forward_s, found.backward_s, found.recompute_s, found.communication_s)
+        passes = [max(0.0, seconds) for seconds in told]
+        total_s = sum(passes) + sum(others.values())
         if total_s <= 0 or total_s == others["other"]:
             return None
         scale = measurement.step_time_s / total_s
-        return cls(passes_s=passes_s * scale, others_s={name: s * scale for name, s in others.items()})
+        forward_s, backward_s, again_s, waiting_s = (seconds * scale for seconds in passes)
+        return cls(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            again_s=again_s,
+            waiting_s=waiting_s,
+            others_s={name: s * scale for name, s in others.items()},
+        )
 
 
 def split(trial: Trial, terms_s: Mapping[str, float], unmodelled: str, profile: ProfileOf | None = None) -> StepParts:
@@ -112,8 +130,10 @@ def split(trial: Trial, terms_s: Mapping[str, float], unmodelled: str, profile: 
     clock, modelled = _Clock.of(found), _by_part(terms_s)
     if clock is None:
         parts, notes = _modelled_parts(found, modelled, unmodelled)
-    elif found.findings.script is not None and clock.passes_s <= 0:
+    elif found.findings.script is not None and clock.forward_s <= 0:
         parts, notes = _beside_data(clock, modelled, unmodelled)
+    elif found.findings.script is not None and profile is None:
+        parts, notes = _of_program(clock)
     else:
         passes, notes = _passes(trial, clock, modelled, unmodelled, profile)
         parts = [*passes, *(Part(name, seconds, "measured") for name, seconds in clock.others_s.items())]
@@ -143,7 +163,7 @@ def _modelled_parts(
 
 def _beside_data(clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str) -> tuple[list[Part], list[str]]:
     """The split of a step of which only the waiting for data is told."""
-    told = [Part(name, seconds, "measured") for name, seconds in clock.others_s.items() if name != "other" and seconds]
+    told = [part for part in _of_program(clock)[0] if part.name != "other" and part.seconds]
     rest_s, names = clock.others_s["other"], {part.name for part in told}
     shares = {name: seconds for name, seconds in modelled.items() if name not in names}
     who = f"{_SCRIPT} and waits for data"
@@ -154,12 +174,24 @@ def _beside_data(clock: _Clock, modelled: Mapping[PartName, float], unmodelled: 
     return [*told, *_shared_out(rest_s, shares, "modelled")], [f"{who}: the rest of the split is the cost model's"]
 
 
+def _of_program(clock: _Clock) -> tuple[list[Part], list[str]]:
+    """The split of a program's step as its own clock has it."""
+    passes: dict[PartName, float] = {
+        "forward": clock.forward_s,
+        "backward": clock.backward_s,
+        "recompute": clock.again_s,
+        "communication": clock.waiting_s,
+    }
+    told = {**passes, **clock.others_s}
+    return [Part(name, seconds, "measured") for name, seconds in told.items()], [_UNTOLD]
+
+
 def _passes(
     trial: Trial, clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str, profile: ProfileOf | None
 ) -> tuple[list[Part], list[str]]:
     """Parts of forward and backward, and notes on how they were split."""
     passes_s = clock.passes_s
-    again_s = min(passes_s, _measured_recompute_s(trial))
+    again_s = min(passes_s, clock.again_s + _measured_recompute_s(trial))
     again = [Part("recompute", again_s, "measured")] if again_s else []
     shares = {name: modelled.get(name, 0.0) for name in IN_PASSES if not (again and name == "recompute")}
     if profile is not None:
@@ -257,6 +289,14 @@ MUCH_LONGER = 1.5
 """How many times the bubble of balanced stages a bubble is, from which on that is said."""
 LITTLE_GAIN = 1.05
 """Speed-up by mixed precision below which it is said to have brought little."""
+MUCH_OPTIMIZER = 0.3
+"""Share of the step from which on a program's optimiser is a bottleneck of its own."""
+MAX_AHEAD = 0.05
+"""Share of the step by which the host may be ahead of the device where launching is what takes the time."""
+GIVES_UP = 7
+"""Recompilations after which PyTorch (``recompile_limit``) runs a function without its graphs."""
+PLAIN_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+"""Schedules that leave the whole bubble of their micro-batches and chunks."""
 PART_OF: Mapping[Kind, PartName] = {
     "communication": "communication",
     "io": "data",
@@ -284,6 +324,8 @@ class DiagnosedCase:
     limit_bytes: float | None
     """Device memory of a rank; None where it is not known."""
     effects: Sequence[KnobEffect]
+    roles: Mapping[str, str]
+    """Custom knob to the built-in one that the sweep file says it stands for."""
 
     @property
     def measurement(self) -> Measurement:
@@ -297,9 +339,13 @@ def diagnose(case: DiagnosedCase) -> tuple[Bottleneck, ...]:
     Empty where nothing tells where the time goes.
     """
     found = [one for kind in PART_OF if (one := _part_bottleneck(case, kind))]
-    found += [one for one in (_memory_bottleneck(case), _imbalance_bottleneck(case)) if one]
+    others = (_memory_bottleneck, _imbalance_bottleneck, _launch_bottleneck, _optimizer_bottleneck)
+    found += [one for look in others if (one := look(case))]
     found = sorted((one for one in found if one.share >= MIN_SHOWN), key=lambda one: -one.seconds)
-    compute = _compute_bottleneck(case)
+    again = _compilation_bottleneck(case)
+    compute = _compute_bottleneck(case) or _passes_bottleneck(case)
+    if again is not None:
+        return (again, *found, *compute)
     if found and found[0].share >= MIN_BOTTLENECK:
         return (*found, *compute)
     return (*compute, *found) if compute else ()
@@ -316,7 +362,27 @@ def _part_bottleneck(case: DiagnosedCase, kind: Kind) -> Bottleneck | None:
         "bubble": _bubble_evidence,
         "dispatch": _dispatch_evidence,
     }[kind]
-    return _bottleneck(case, kind, sum(part.seconds for part in found), found[0].source, evidence(case))
+    seconds = sum(part.seconds for part in found)
+    ranks = case.measurement.rank_parts
+    if kind == "communication" and found[0].source == "measured" and ranks:  # the slowest rank waits for none
+        seconds = min(seconds, *(parts.communication_s for parts in ranks))
+    remedies = find_remedies(kind, case.trial, _shorter_bubbles(case), case.view) if kind == "bubble" else None
+    return _bottleneck(case, kind, seconds, found[0].source, evidence(case), remedies)
+
+
+def _shorter_bubbles(case: DiagnosedCase) -> list[KnobChange]:
+    """Changes after which balanced stages would idle less."""
+    here = _ideal_bubble(case, case.trial.candidate)
+    return [change for change in case.changes if _ideal_bubble(case, change.candidate) < here]
+
+
+def _ideal_bubble(case: DiagnosedCase, candidate: Candidate) -> float:
+    """Share of the step that balanced stages idle; where the schedule fills bubbles, a lower bound of it."""
+    layout = candidate.layout
+    if layout.pp > 1 and layout.schedule not in PLAIN_SCHEDULES:
+        return 0.0
+    num = candidate.num_microbatches(case.workload.global_batch_size)
+    return (layout.pp - 1) / (layout.num_virtual_stages * num + layout.pp - 1)
 
 
 def _bottleneck(
@@ -344,7 +410,7 @@ def _bottleneck(
 
 
 def _communication_evidence(case: DiagnosedCase) -> list[str]:
-    lines = []
+    lines = _collectives(case)
     if case.profile is not None:
         times = case.profile.busiest.times
         lines.append(f"computation hides {times.overlap:.0%} of rank {case.profile.busiest.rank}'s communication")
@@ -355,6 +421,22 @@ def _communication_evidence(case: DiagnosedCase) -> list[str]:
     largest = sorted(terms.items(), key=lambda item: -item[1])[:2]
     if shown := [f"{n.replace('_', ' ')} {s / total:.0%}" for n, s in largest if s >= 0.1 * total]:
         lines.append(f"of it, by the cost model: {', '.join(shown)}")
+    return lines
+
+
+def _collectives(case: DiagnosedCase) -> list[str]:
+    """What a program was seen to send."""
+    script = case.measurement.findings.script
+    if script is None:
+        return []
+    facts, lines = script.facts, []
+    if facts.buckets and facts.bucket_bytes:
+        buckets = f"{num_bytes(facts.bucket_bytes)} of gradients in {count(facts.buckets, 'bucket')}"
+        wait = f", {milliseconds(facts.bucket_exposed_s)} beyond the backward pass" if facts.bucket_exposed_s else ""
+        lines.append(f"DistributedDataParallel reduces {buckets}{wait}")
+    if facts.collectives:
+        size = num_bytes(facts.collective_bytes or 0)
+        lines.append(f"{facts.collectives:.3g} collectives a step are called from Python, {size}")
     return lines
 
 
@@ -372,10 +454,12 @@ def _num_workers(case: DiagnosedCase) -> int | None:
     """Loading processes of a rank, by a built-in or a custom knob; None where a program decides it itself."""
     candidate = case.trial.candidate
     for choice in candidate.own:
-        if meaning(choice.name, choice.value) == "num_workers":
+        if meaning(choice.name, choice.value, roles=case.roles) == "num_workers":
             return int(float(str(choice.value)))
-    is_unknown = case.measurement.findings.script is not None and not candidate.loader.num_workers
-    return None if is_unknown else candidate.loader.num_workers
+    script = case.measurement.findings.script
+    if script is not None and not candidate.loader.num_workers:
+        return script.facts.num_workers
+    return candidate.loader.num_workers
 
 
 def _bubble_evidence(case: DiagnosedCase) -> list[str]:
@@ -407,12 +491,90 @@ def _dispatch_evidence(case: DiagnosedCase) -> list[str]:
     return lines + _recompilations(case)
 
 
+def _recompiled(case: DiagnosedCase) -> tuple[int, str]:
+    """How often graph mode compiled again, and why the last time."""
+    graph, script = case.measurement.findings.graph, case.measurement.findings.script
+    if graph is not None:
+        return graph.num_recompilations, graph.reasons[0] if graph.reasons else ""
+    if script is not None:
+        return script.facts.recompilations or 0, script.facts.recompile_reason or ""
+    return 0, ""
+
+
 def _recompilations(case: DiagnosedCase) -> list[str]:
-    graph = case.measurement.findings.graph
-    if graph is None or not graph.num_recompilations:
+    number, reason = _recompiled(case)
+    return [f"graph mode compiled again {count(number, 'time')}{f': {reason}' if reason else ''}"] if number else []
+
+
+def _compilation_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
+    """Graph mode that compiles again and again: what that takes in the measured steps, or that it has given up."""
+    number, _ = _recompiled(case)
+    script = case.measurement.findings.script
+    seconds = (script.facts.compiling_s or 0.0) if script is not None else 0.0
+    seconds = min(seconds, case.parts.step_time_s)
+    if not number or (number < GIVES_UP and seconds < MIN_BOTTLENECK * case.parts.step_time_s):
+        return None
+    lines = _recompilations(case)
+    if number >= GIVES_UP:
+        lines.append(f"after {GIVES_UP + 1} graphs of one function PyTorch gives up and runs it without")
+    lines.append("inputs of one shape, or `dynamic=True`, or values that change kept out of the compiled function")
+    return _bottleneck(case, "compilation", seconds, "measured", lines)
+
+
+def _launch_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
+    """Operators so small that launching them is what takes the time; a profile, where there is one, knows better."""
+    script, step_s = case.measurement.findings.script, case.parts.step_time_s
+    if script is None or case.profile is not None:
+        return None
+    facts, operators, launch_s = script.facts, script.facts.operators, script.facts.launch_s
+    if not operators or not launch_s:
+        return None
+    if facts.ahead_s is not None and facts.ahead_s > MAX_AHEAD * step_s:
+        return None  # the device has work left when the host has launched all
+    parts: tuple[PartName, ...] = ("forward", "backward", "recompute", "optimizer")
+    busy_s, cpu_s = sum(case.parts.seconds(name) for name in parts), facts.cpu_s or step_s
+    launching_s = busy_s * min(1.0, operators * launch_s / cpu_s)
+    lines = [
+        f"{operators:,} operators a step, {_micro(cpu_s / operators)} of the host's time each; "
+        f"one on a single element takes {_micro(launch_s)} here"
+    ]
+    if facts.ahead_s is not None:
+        lines.append("the device has nothing left to do when the host comes to the end of a step")
+        lines += [f"the host waits for a value of the device in {facts.sync_site}"] if facts.host_syncs else []
+        launching_s = max(launching_s, MIN_BOTTLENECK * step_s)
+    if launching_s < MIN_BOTTLENECK * step_s:
+        return None
+    graph = "on" if facts.graphs else case.trial.candidate.kernels.compile
+    return _bottleneck(case, "dispatch", launching_s, "measured", [*lines, f"graph mode is {graph}"])
+
+
+def _micro(seconds: float) -> str:
+    return f"{1e6 * seconds:.3g} us"
+
+
+def _optimizer_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
+    """The optimiser of a program, where it takes much of the step."""
+    share = case.parts.share("optimizer")
+    if case.measurement.findings.script is None or share < MUCH_OPTIMIZER:
+        return None
+    lines = ["it takes as long however many samples a step has: larger micro-batches or accumulation share it out"]
+    return _bottleneck(case, "optimizer", case.parts.seconds("optimizer"), "measured", lines)
+
+
+def _passes_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
+    """Forward and backward where nothing tells what they consist of."""
+    found = [part for part in case.parts.parts if part.name in ("forward", "backward", "forward_backward")]
+    if not found:
         return []
-    why = f": {graph.reasons[0]}" if graph.reasons else ""
-    return [f"graph mode compiled again {count(graph.num_recompilations, 'time')}{why}"]
+    lines = []
+    if len(found) > 1:
+        lines = [", ".join(f"{part.name} {part.seconds / case.parts.step_time_s:.0%}" for part in found)]
+    if (mfu := case.measurement.mfu) is not None:
+        lines.append(f"model FLOPs utilisation {mfu:.0%}")
+    if _is_fp32(case):
+        lines.append("all in fp32 (O0)")
+    lines += _recompilations(case)
+    return [_bottleneck(case, "passes", sum(part.seconds for part in found), "measured", lines)]
 
 
 def _memory_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
@@ -421,10 +583,22 @@ def _memory_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     again = [part for part in case.parts.parts if part.name == "recompute"]
     again_s = sum(part.seconds for part in again)
     blocked_s = case.parts.step_time_s * (1 - 1 / found.blocked.gain) if found.blocked else 0.0
+    saved_s = _saved_without_recompute_s(case, found)
     if max(again_s, blocked_s) <= 0:
         return None
     source: Source = again[0].source if again_s >= blocked_s else "modelled"
-    return _bottleneck(case, "memory", max(again_s, blocked_s), source, _memory_evidence(case, again_s, found), found)
+    if saved_s > max(again_s, blocked_s):
+        source = "measured"
+    seconds = max(again_s, blocked_s, saved_s)
+    return _bottleneck(case, "memory", seconds, source, _memory_evidence(case, again_s, found), found)
+
+
+def _saved_without_recompute_s(case: DiagnosedCase, found: Remedies) -> float:
+    """Seconds that a change of recompute was surely measured to save, in excess of what it is taken to cost."""
+    best = found.best
+    if best is None or best.source != "measured" or "recompute" not in best.changed or not _recomputes(case.trial):
+        return 0.0
+    return case.parts.step_time_s * (1 - 1 / max(1.0, best.sure_gain))
 
 
 def _memory_evidence(case: DiagnosedCase, again_s: float, found: Remedies) -> list[str]:
@@ -451,7 +625,11 @@ def _imbalance_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     """What the busiest rank computes beyond the mean of all ranks."""
     loads: list[float] = []
     source: Source = "modelled"
-    if case.profile is not None and len(case.profile.ranks) > 1:
+    ranks = case.measurement.rank_parts
+    if len(ranks) > 1 and case.profile is None:
+        loads = [parts.data_s + parts.forward_s + parts.backward_s + parts.recompute_s for parts in ranks]
+        source = "measured"
+    elif case.profile is not None and len(case.profile.ranks) > 1:
         loads, source = [rank.times.computation_s for rank in case.profile.ranks], "profiled"
     elif case.view is not None:
         loads = case.view.stage_loads_s(case.trial.candidate)
@@ -459,13 +637,29 @@ def _imbalance_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
         return None
     mean = sum(loads) / len(loads)
     busy_s = sum(case.parts.seconds(name) for name in ("compute", "recompute", "forward_backward"))
-    seconds = busy_s * (1 - mean / max(loads))
+    seconds = max(loads) - mean if source == "measured" else busy_s * (1 - mean / max(loads))
     if seconds / case.parts.step_time_s < MIN_SHOWN:
         return None
     what = "stage" if case.trial.candidate.layout.pp > 1 else "rank"
     shown = " ".join(f"{load / mean:.2f}" for load in loads[:8]) + (" ..." if len(loads) > 8 else "")
-    line = f"load of each {what} over the mean: {shown}; {what} {loads.index(max(loads))} is the slowest"
-    return _bottleneck(case, "imbalance", seconds, source, [line])
+    slowest = loads.index(max(loads))
+    lines = [f"load of each {what} over the mean: {shown}; {what} {slowest} is the slowest"]
+    if source == "measured":
+        places = case.measurement.places
+        where = f" on {places[slowest]}" if slowest < len(places) else ""
+        lines.append(f"the others wait for rank {slowest}{where}: its device, its host, or its share of the data")
+    elif (even := _even_layers(case)) is not None:
+        lines.append(f"even stages have {even} layers")
+    return _bottleneck(case, "imbalance", seconds, source, lines)
+
+
+def _even_layers(case: DiagnosedCase) -> str | None:
+    """The layers of even stages, where those of the trial are not."""
+    stages = case.trial.candidate.layout.stage_layers
+    if len(stages) != 1 or max(stages[0]) - min(stages[0]) <= 1:
+        return None
+    whole, more = divmod(sum(stages[0]), len(stages[0]))
+    return ",".join(str(whole + (i < more)) for i in range(len(stages[0])))
 
 
 def _compute_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from cluster.hardware.topology import Node, Topology
 from orchestrator.config.sweep import SweepSpec
+from orchestrator.diagnosis.advice import Observed, advise
 from orchestrator.diagnosis.bottlenecks import DiagnosedCase, ProfileOf, diagnose, profiles_of, split
 from orchestrator.diagnosis.effects import main_effects, tabulate
 from orchestrator.diagnosis.remedies import ConfirmedRatio, KnobChange, ModelView, changes, meaning, sample, spread
@@ -50,6 +51,8 @@ class Basis:
     """The space that these candidates are a part of, where it was too large to list; None elsewhere."""
     varied: frozenset[str] | None = None
     """Knobs with more than one value in the sweep's space; None stands for those in which the candidates differ."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Custom knob to the built-in one that the sweep file says it stands for."""
     topology: Topology | None = None
     """The hardware; None where it is not known, and the cost model then says nothing."""
     knowledge: PriorKnowledge = field(default_factory=PriorKnowledge)
@@ -139,7 +142,7 @@ def _changes(trial: Trial, legal: Sequence[Candidate], state: SweepState, basis:
     """Legal changes of a trial: among the plan's candidates, those tried, and its neighbours in a space too large."""
     near = neighbours(basis.beyond, trial.candidate) if basis.beyond is not None else []
     candidates = tuple(dict.fromkeys([*legal, *near])) if near else legal
-    return changes(trial, candidates, state.searched(), state.objective, _confirmed(state))
+    return changes(trial, candidates, state.searched(), state.objective, _confirmed(state), roles=basis.roles)
 
 
 def _confirmed(state: SweepState) -> dict[int, ConfirmedRatio]:
@@ -211,8 +214,22 @@ class _Diagnoser:
             varied=self._varied,
             limit_bytes=self.limit_bytes,
             effects=self._effects,
+            roles=self._basis.roles,
         )
-        return Diagnosis(trial=trial.number, role=role, parts=parts, bottlenecks=diagnose(case))
+        advice = advise(self._observed(trial))
+        return Diagnosis(trial=trial.number, role=role, parts=parts, bottlenecks=diagnose(case), advice=advice)
+
+    def _observed(self, trial: Trial) -> Observed:
+        assert trial.measurement is not None, "only measured trials are diagnosed"
+        baseline = self._state.baseline
+        return Observed(
+            workload=self._state.sweep.workload,
+            candidate=trial.candidate,
+            measurement=trial.measurement,
+            on_cpu=self._state.sweep.devices.device_kind == "cpu",
+            limit_bytes=self.limit_bytes,
+            baseline=baseline.candidate if baseline is not None and baseline is not trial else None,
+        )
 
     def _terms_s(self, trial: Trial) -> Mapping[str, float]:
         return self._view.step_terms_s(trial.candidate) if self._view is not None else {}
@@ -233,7 +250,7 @@ def _varied(basis: Basis, kept: Sequence[Trial]) -> frozenset[str]:
     seen: dict[str, set[str]] = {}
     for candidate in [*spread(basis.candidates, MAX_LISTED), *(trial.candidate for trial in kept)]:
         for name, value in flat_params(candidate).items():
-            seen.setdefault(meaning(name, value), set()).add(str(value))
+            seen.setdefault(meaning(name, value, roles=basis.roles), set()).add(str(value))
     return frozenset(name for name, values in seen.items() if len(values) > 1)
 
 
@@ -286,6 +303,7 @@ def load_basis(ledger: Ledger, state: SweepState) -> Basis:
         candidates=made.candidates,
         beyond=made.beyond,
         varied=_varied_knobs(spec),
+        roles=_roles(spec),
         topology=topology,
         knowledge=known,
         problem=unknown,
@@ -317,8 +335,12 @@ def _plan(spec: SweepSpec, topology: Topology | None, known: PriorKnowledge) -> 
         return None, f"its candidates cannot be listed again: {error}"
 
 
+def _roles(spec: SweepSpec) -> dict[str, str]:
+    return {knob.name: knob.role for knob in spec.own_knobs if knob.role is not None}
+
+
 def _varied_knobs(spec: SweepSpec) -> frozenset[str]:
-    own = {meaning(knob.name, *knob.values): knob.values for knob in spec.own_knobs}
+    own = {meaning(knob.name, *knob.values, roles=_roles(spec)): knob.values for knob in spec.own_knobs}
     return frozenset(name for name, values in {**spec.choices, **own}.items() if len(values) > 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -274,6 +274,12 @@ HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     "bubble": ("schedule", "num_virtual_stages", "micro_batch_size", "pp", "dp_replicate", "dp_shard"),
     "imbalance": ("stage_layers", "num_virtual_stages", "recompute", "schedule"),
     "dispatch": ("compile", "compile_mode", "micro_batch_size", "num_copies"),
+    "compilation": ("compile", "compile_mode"),
+    "optimizer": ("dp_shard", "zero_stage", "micro_batch_size", "compile", "offload_optimizer"),
+}
+HELPFUL_KNOBS = {
+    **HELPFUL_KNOBS,
+    "passes": tuple(dict.fromkeys(knob for kind in ("compute", "dispatch", "memory") for knob in HELPFUL_KNOBS[kind])),
 }
 """Kind of bottleneck to the knobs that help against it, the most direct ones first."""
 
@@ -306,15 +312,20 @@ class KnobChange:
     """Its measured score over the trial's; None where it was not measured."""
     num_rounds: int = 0
     """Rounds of confirmation that the ratio comes from; 0: from one run of each."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Custom knob to the built-in one that the sweep file says it stands for."""
 
     @property
     def meant(self) -> frozenset[str]:
-        """The changed knobs, custom ones by the built-in knob that their name stands for."""
-        return frozenset(meaning(name, *values) for name, values in self.changed.items())
+        """The changed knobs, custom ones by the built-in knob that they stand for."""
+        return frozenset(meaning(name, *values, roles=self.roles) for name, values in self.changed.items())
 
 
-def meaning(name: str, *values: Any) -> str:
-    """The built-in knob that a custom one stands for: ``num_workers`` for ``--num-workers``; else the name itself."""
+def meaning(name: str, *values: Any, roles: Mapping[str, str]) -> str:
+    """The built-in knob that a custom one stands for, by the sweep file or by its name: ``num_workers`` for
+    ``--num-workers``; else the name itself."""
+    if name in roles:
+        return roles[name]
     return next((knob for value in values if (knob := built_in_knob(name, value)) is not None), name)
 
 
@@ -364,6 +375,8 @@ def changes(
     tried: Sequence[Trial],
     objective: Objective,
     confirmed: Mapping[int, ConfirmedRatio] | None = None,
+    *,
+    roles: Mapping[str, str],
 ) -> list[KnobChange]:
     """Candidates that differ from the trial's only in knobs that help against one kind of bottleneck.
 
@@ -373,6 +386,7 @@ def changes(
         candidates: legal ones, those of ``tried`` among them.
         tried: trials of the sweep, whose measurements are better evidence than predictions.
         confirmed: by finalist, its ratio to the baseline in the rounds of confirmation, which outweighs the search.
+        roles: custom knob to the built-in one that the sweep file says it stands for.
     """
     by_candidate = {other.candidate: other for other in tried}
     forced = _forced(trial.candidate, candidates)
@@ -388,6 +402,7 @@ def changes(
             trial=other,
             ratio=again.ratio if again else _ratio(other, trial, objective),
             num_rounds=again.num_rounds if again else 0,
+            roles=roles,
         )
         if any(_is_within(change, knobs) for knobs in allowed):
             found.append(change)
@@ -396,7 +411,10 @@ def changes(
 
 def _is_within(change: KnobChange, allowed: frozenset[str]) -> bool:
     """Whether nothing but knobs of ``allowed`` changes, and what every candidate changes."""
-    return all(name in change.forced or meaning(name, *values) in allowed for name, values in change.changed.items())
+    return all(
+        name in change.forced or meaning(name, *values, roles=change.roles) in allowed
+        for name, values in change.changed.items()
+    )
 
 
 def _ratio(other: Trial | None, trial: Trial, objective: Objective) -> Estimate | None:

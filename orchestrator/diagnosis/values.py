@@ -34,7 +34,7 @@ PartName = Literal[
 ]
 """``communication`` and ``host_copies`` (of offloaded activations) are what computation does not hide; ``dispatch`` is
 the device waiting for the host to launch operators; ``forward_backward`` stands for the parts before it where nothing
-tells them apart, ``forward`` and ``backward`` where only the trial's own clock was read."""
+tells them apart, ``forward`` and ``backward`` where a program's own clock tells these apart and nothing else does."""
 PART_NAMES: tuple[PartName, ...] = PartName.__args__  # type: ignore[attr-defined]
 """All parts, in the order in which they are shown."""
 
@@ -42,8 +42,11 @@ Source = Literal["measured", "profiled", "modelled"]
 """Who says how long a part takes: the trial's own clock, a profile's share of what the clock measured, or the cost
 model's share of it."""
 
-Kind = Literal["memory", "compute", "communication", "io", "bubble", "imbalance", "dispatch"]
-"""Kinds of bottlenecks; ``imbalance`` is ranks waiting for the one that computes most."""
+Kind = Literal[
+    "memory", "compute", "communication", "io", "bubble", "imbalance", "dispatch", "compilation", "optimizer", "passes"
+]
+"""Kinds of bottlenecks; ``imbalance`` is ranks waiting for the one that computes most, ``compilation`` graph mode that
+compiles again while it trains, ``passes`` forward and backward where nothing tells computation from waiting."""
 
 
 class Part(NamedTuple):
@@ -148,12 +151,19 @@ class Bottleneck:
     """Why there is no remedy, or what is known of the changes that failed."""
 
     @property
+    def title(self) -> str:
+        """The kind for people."""
+        return {"io": "IO", "passes": "forward and backward"}.get(self.kind, self.kind)
+
+    @property
     def at_most(self) -> float | None:
         """Speed over today's if all of it went.
 
-        None for compute, which cannot go, and for memory, whose remedies may bring more than what recompute takes.
+        None for compute and passes, which cannot go, and for memory, whose remedies may bring more than what recompute
+        takes.
         """
-        return None if self.kind in ("compute", "memory") or self.share >= 1 else 1 / (1 - self.share)
+        is_needed = self.kind in ("compute", "memory", "passes")
+        return None if is_needed or self.share >= 1 else 1 / (1 - self.share)
 
     @property
     def gain(self) -> float | None:
@@ -193,6 +203,8 @@ class Diagnosis:
     parts: StepParts
     bottlenecks: tuple[Bottleneck, ...]
     """The one that matters most first; empty where nothing tells where the time goes."""
+    advice: tuple[str, ...] = ()
+    """What costs nothing to change, a sentence each, with the figure that shows it."""
 
     @property
     def bottleneck(self) -> Bottleneck | None:
@@ -204,6 +216,7 @@ class Diagnosis:
             **self.parts.to_json(),
             "bottleneck": self.bottleneck.kind if self.bottleneck else None,
             "losses": [one.to_json() for one in self.bottlenecks],
+            "advice": list(self.advice),
         }
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from orchestrator.draft.inside_draft import InsideDraft, draft_inside
 from orchestrator.draft.machine import DraftedMachine, comment, quoted, safe_name, sweep_text, value_text, words_text
+from orchestrator.draft.observed import Looked
+from orchestrator.draft.program_reading import ReadProgram, read_program
 from orchestrator.draft.static_reading import (
-    ReadProgram,
     SourceFile,
     TypedCommand,
     find_script,
-    read_program,
     read_source,
     with_settings,
 )
@@ -48,6 +48,7 @@ class DraftedScript:
     program: ReadProgram
     source: SourceFile | None
     run: Run
+    looked: Looked
 
     @property
     def is_custom(self) -> bool:
@@ -55,13 +56,15 @@ class DraftedScript:
 
     @property
     def micro_batch_size(self) -> int | None:
+        if self.looked.is_seen:
+            return self.looked.facts.micro_batch_size
         found = self.reading.values.get("micro_batch_size")
         return found if isinstance(found, int) else self.program.micro_batch_size
 
     @property
     def uses_placeholders(self) -> bool:
         """Whether the candidate reaches the program through placeholders, since its arguments are unknown."""
-        return "micro_batch_size" not in self.reading.values
+        return "micro_batch_size" not in self.reading.values or "micro_batch_size" in self.looked.proofs
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -91,15 +94,31 @@ class ScriptDraft:
     max_trials: int
     remarks: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    looked: Looked = field(default_factory=Looked)
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Configuration files with placeholders that belong beside the sweep file, by name."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``init --json -- COMMAND``, without the file."""
         names = ("name", "hardware", "recipe", "global_batch_size", "max_trials", "run", "env", "baseline", "space")
-        return {**fields_json(self, *names), "not_read": list(self.remarks)}
+        return {
+            **fields_json(self, *names),
+            "not_read": list(self.remarks),
+            "seen": self.looked.to_json() if self.looked.is_seen else None,
+            "not_seen": self.looked.problem or None,
+        }
 
 
-def read_command(command: TypedCommand, cwd: Path, *, recipe: str | None, is_gpu: bool, ranks: int) -> DraftedScript:
-    """What the command, its files and its script's source tell, for as many ranks.
+def read_command(
+    command: TypedCommand,
+    cwd: Path,
+    *,
+    recipe: str | None,
+    is_gpu: bool,
+    ranks: int,
+    looked: Looked | None = None,
+) -> DraftedScript:
+    """What the command, its files and its script's source tell, for as many ranks, and what it was seen to do.
 
     Raises:
         ConfigError: there is no such recipe.
@@ -107,13 +126,21 @@ def read_command(command: TypedCommand, cwd: Path, *, recipe: str | None, is_gpu
     known, run = _opened(command, cwd, recipe)
     path = find_script(command.argv, cwd)
     source = with_settings(read_source(path), command.argv, cwd) if path is not None else None
+    looked = looked or Looked()
+    reading = known.read(run)
+    if known.name == "lightning" and looked.is_seen and "micro_batch_size" not in reading.values:
+        known = training("custom")  # the settings are in code: there are no arguments that a recipe could change
+        reading = known.read(run)
     return DraftedScript(
         command=command,
         framework=known,
-        reading=known.read(run),
-        program=read_program(command.argv, source, is_gpu=is_gpu, cores=os.cpu_count() or 1, ranks=ranks),
+        reading=reading,
+        program=read_program(
+            command.argv, source, is_gpu=is_gpu, cores=os.cpu_count() or 1, ranks=ranks, looked=looked
+        ),
         source=source,
         run=run,
+        looked=looked,
     )
 
 
@@ -156,8 +183,8 @@ def draft_script(
     trials = max_trials or (25 if machine.is_gpu else 12)
     inside = InsideDraft()
     if script.is_custom:
-        cores = os.cpu_count() or 1
-        inside = draft_inside(script.source, script.program, is_gpu=machine.is_gpu, devices=devices, cores=cores)
+        is_gpu, cores = machine.is_gpu, os.cpu_count() or 1
+        inside = draft_inside(script.source, script.program, script.looked, is_gpu=is_gpu, devices=devices, cores=cores)
     baseline = _baseline(script, devices)
     if not isinstance(baseline, str):
         baseline = {**baseline, **inside.present}
@@ -167,8 +194,14 @@ def draft_script(
     argv = script.program.argv if script.uses_placeholders else script.run.argv
     tokens = seq_length or script.reading.seq_length or script.program.seq_length
     named = name or _name(script)
+    copies = _copies(script, named)
+    argv = tuple(next((f"{{{one.name}}}" for one in copies if one.word == word), word) for word in argv)
     workload = _workload(script, argv, batch, tokens, Path(script.run.cwd), folder)
-    if script.command.launcher is None and devices == 1 and script.framework.launcher == "env":
+    if copies:
+        where = Path(os.path.relpath(folder, script.run.cwd))
+        workload["files"] = {one.name: str(where / one.file) for one in copies}
+    starts_itself = script.looked.starts_ranks or (script.command.launcher is None and devices == 1)
+    if starts_itself and script.framework.launcher == "env":
         workload = {**workload, "launcher": "own"}  # torchrun's variables would make it a distributed one
     return ScriptDraft(
         name=named,
@@ -177,13 +210,36 @@ def draft_script(
         recipe=script.framework.name,
         title=script.framework.title,
         run=argv,
-        env=script.run.env,
+        env=workload.get("env", {}),
         global_batch_size=batch,
         baseline=baseline,
         space=space,
         max_trials=trials,
         remarks=script.remarks,
+        looked=script.looked,
+        files={one.file: one.text for one in copies},
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """A configuration file with placeholders."""
+
+    name: str
+    """Its own placeholder."""
+    word: str
+    """The word of the command that names the file it is made from."""
+    file: str
+    """What it is called, beside the sweep file."""
+    text: str
+
+
+def _copies(script: DraftedScript, named: str) -> list[_Copy]:
+    files = script.program.files if script.uses_placeholders else {}
+    return [
+        _Copy(name=f"config{place or ''}", word=word, file=f"{named}-{Path(word).name}", text=text)
+        for place, (word, text) in enumerate(files.items())
+    ]
 
 
 def _name(script: DraftedScript) -> str:
@@ -197,20 +253,25 @@ def _name(script: DraftedScript) -> str:
 def _batch(script: DraftedScript, devices: int) -> int:
     """Samples of an optimiser step in the command: micro-batch x accumulation x data-parallel ranks."""
     reading = script.reading
+    if (seen := script.looked.facts.samples_per_step) is not None:
+        return seen * max(1, devices // _model_parallel(reading))
     if reading.global_batch_size is not None:
         return reading.global_batch_size
     if (micro := script.micro_batch_size) is None:
+        unseen = f", and was not seen: {script.looked.problem}" if script.looked.problem else ""
         raise ConfigError(
-            "the batch size could not be read from the command",
+            f"the batch size could not be read from the command{unseen}",
             key="--global-batch-size",
             remedy="Add the samples of an optimiser step over all devices: --global-batch-size 64. If unsure, "
             "`tune-cluster check` compares the number with what the program trains on.",
         )
-    model_parallel = 1
-    for axis in ("layout.tp", "layout.pp", "layout.cp"):
-        model_parallel *= int(reading.values.get(axis, 1))
     count = reading.num_microbatches or script.program.accumulation or 1
-    return micro * count * max(1, devices // model_parallel)
+    return micro * count * max(1, devices // _model_parallel(reading))
+
+
+def _model_parallel(reading: Reading) -> int:
+    """Ranks that share a replica of the model."""
+    return math.prod(int(reading.values.get(axis, 1)) for axis in ("layout.tp", "layout.pp", "layout.cp"))
 
 
 def _baseline(script: DraftedScript, devices: int) -> Knobs | str:
@@ -266,9 +327,9 @@ def _precisions(reading: Reading, *, is_gpu: bool) -> list[Any]:
 
 
 def micro_batch_sizes(present: int, batch: int, devices: int) -> list[int]:
-    """The present size and the powers of two next to it that divide the batch of a device."""
+    """The present size and the divisors of a device's batch next to it."""
     most = max(1, batch // devices)
-    sizes = {size for size in (1 << n for n in range(most.bit_length())) if most % size == 0 and batch % devices == 0}
+    sizes = {size for size in range(1, most + 1) if most % size == 0 and batch % devices == 0}
     near = sorted(sizes - {present}, key=lambda size: (abs(math.log2(size / present)), -size))
     return sorted({present, *near[: MAX_SIZES - 1]})
 
@@ -281,8 +342,8 @@ def _workload(
     found: dict[str, Any] = {"recipe": script.framework.name, "run": list(argv)}
     if where != ".":
         found["cwd"] = where if len(where) < len(str(cwd)) else str(cwd)
-    if script.run.env:
-        found["env"] = dict(script.run.env)
+    if env := {**script.run.env, **(script.program.env if script.uses_placeholders else {})}:
+        found["env"] = env
     if script.command.starts_ranks and script.framework.launcher != "own":
         found["launcher"] = "own"
     if tokens is not None and script.reading.seq_length is None:
@@ -307,6 +368,8 @@ def _lines(
     typed = shlex.join(script.command.words)
     yield from comment(f"{name}: {script.framework.title}, on {machine.label}.")
     yield from comment(textwrap.shorten(f"Made from: {typed}", 230, placeholder=" ..."))
+    if script.looked.is_seen:
+        yield from comment(f"Seen in a run of it: {script.looked.words}.")
     for remark in (*script.remarks[:3], *machine.remarks):
         yield from comment(remark)
     yield from (f"name: {name}", "", "workload: # your own training; every key is in docs/your-own-training.md")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.arguments import Argument, either_dash, is_given, read, read_text, write
+from orchestrator.frameworks.arguments import Argument, either_dash, read, read_text
 from orchestrator.frameworks.launchers import Launched, program_of, without_launcher
 from trials.files import read_regular
 
@@ -65,6 +65,10 @@ class ScriptOption:
     """Whether it takes no value."""
     is_assignment: bool = False
     """Whether it is always written as one word: ``--name=value``, or ``name=value`` as in Hydra."""
+    is_variable: bool = False
+    """Whether it is an environment variable."""
+    file: str | None = None
+    """The word of the command that names the configuration file in which it is a dotted key; None: it is none."""
 
     @property
     def role(self) -> str | None:
@@ -210,7 +214,7 @@ def _keys(tree: ast.Module, modules: frozenset[str], folder: Path) -> Iterator[S
             content = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             continue
-        for name, value in _leaves(content):
+        for name, value in leaves(content):
             yield ScriptOption(names=(name,), default=value, is_assignment=True)
 
 
@@ -233,11 +237,11 @@ def _called(call: ast.Call) -> tuple[str, str]:
     return "", getattr(call.func, "id", "")
 
 
-def _leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Scalars of nested mappings by dotted name."""
     if isinstance(content, Mapping):
         for key, value in content.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
     elif prefix and not isinstance(content, list) and not prefix.startswith((f"{_HYDRA}.", "defaults")):
         yield prefix, content
 
@@ -266,7 +270,7 @@ def with_settings(source: SourceFile, argv: Sequence[str], cwd: Path) -> SourceF
     the keys that a Hydra or OmegaConf command assigns."""
     if source.modules & set(_ASSIGNED):
         known = {option.names[0] for option in source.options}
-        words = (word.partition("=")[0].lstrip("+") for word in argv if _is_assigned(word))
+        words = (word.partition("=")[0].lstrip("+") for word in argv if is_assignment(word))
         added = (ScriptOption(names=(name,), is_assignment=True) for name in words if name not in known)
         return replace(source, options=(*source.options, *added))
     if not any(option.is_assignment for option in source.options):
@@ -282,7 +286,7 @@ def with_settings(source: SourceFile, argv: Sequence[str], cwd: Path) -> SourceF
     return replace(source, options=options)
 
 
-def _is_assigned(word: str) -> bool:
+def is_assignment(word: str) -> bool:
     return re.fullmatch(r"\+{0,2}[A-Za-z_][\w./@-]*=.*", word, re.DOTALL) is not None
 
 
@@ -337,11 +341,9 @@ def _constant(node: ast.AST | None) -> Any:
         return None
 
 
-# A custom program: which words of its command trials fill in, and which of its options may be tuned.
+# Options as words of a command, and what they say there.
 
 
-FEW_STEPS = 200
-"""Programs that end after fewer steps get ``{steps}``, so that a trial has as many as it needs."""
 NUMBER_FORMATS = (
     ("float32", "bfloat16"),
     ("fp32", "bf16"),
@@ -353,230 +355,22 @@ NUMBER_FORMATS = (
     ("float16", "bfloat16"),
 )
 """Spellings of a number format, and of the 16-bit one to try as well."""
-_FIXED = {
-    "micro_batch_size": "per_device_train_batch_size",
-    "accumulation": "gradient_accumulation_steps",
-}
-_TUNABLE = (
-    *_FIXED.values(),
-    *("fp16", "torch_compile"),
-)
-"""Arguments of transformers' Trainer that would be worth tuning, and that are not set within the program."""
-_TRAINER_SIZES = {"micro_batch_size": 8, "accumulation": 1}
-"""Defaults of transformers' ``TrainingArguments``."""
-Knobs = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadProgram:
-    """What a command and its script's source show."""
-
-    argv: tuple[str, ...]
-    """The command, with placeholders for what trials fill in."""
-    micro_batch_size: int | None = None
-    """Samples of a rank's forward pass in the command; None: not found."""
-    accumulation: int | None = None
-    """Forward passes of an optimiser step and rank; None: the program has no option for them."""
-    num_workers: int | None = None
-    """Data-loading processes in the command, where a placeholder stands for them; None: it has no such option."""
-    is_tuned_by_batch: bool = False
-    """Whether the command has placeholders for the batch, so that other sizes can be tried."""
-    seq_length: int | None = None
-    own: Knobs = field(default_factory=dict)
-    """Section ``space.own``."""
-    roles: frozenset[str] = frozenset()
-    """Keys of :data:`ROLES` for which it has an option."""
-    present: Knobs = field(default_factory=dict)
-    """Values that these have today, by the command or by the program's defaults, as far as known: section
-    ``baseline.own``, without which the baseline would be tried again as a candidate that spells out its defaults."""
-    remarks: tuple[str, ...] = ()
-    """What could not be read, and the consequence."""
-
-
-def read_program(
-    argv: tuple[str, ...], source: SourceFile | None, *, is_gpu: bool, cores: int, ranks: int = 1
-) -> ReadProgram:
-    """What the options that a program's source declares show of a command on ``ranks`` ranks."""
-    if source is None or source.problem:
-        why = source.problem if source is not None else "no Python file was found in the command"
-        return ReadProgram(argv=argv, own=_usual(is_gpu, cores), remarks=(f"{why}: its options are unknown",))
-    by_role = _by_role(argv, source)
-    micro, accumulation = (_size(argv, by_role, role, source) for role in ("micro_batch_size", "accumulation"))
-    is_tuned = micro is not None and "micro_batch_size" in by_role and _is_count(argv, by_role.get("accumulation"))
-    words = argv
-    if is_tuned:
-        total = "{total_accumulation}" if source.divides_accumulation else "{accumulation}"
-        words = write(words, _argument(by_role["micro_batch_size"]), "{micro_batch_size}")
-        words = write(words, _argument(by_role["accumulation"]), total)
-        accumulation = accumulation or 1
-    if source.divides_accumulation and accumulation is not None:
-        accumulation = max(1, accumulation // ranks)
-    workers = by_role.get("workers")
-    num_workers = None if workers is None or workers.is_flag else _number(argv, workers)
-    if workers is not None and num_workers is not None:
-        words = write(words, _argument(workers), "{num_workers}")
-    words = _out_and_steps(words, by_role)
-    own = dict(_own(argv, by_role, is_gpu=is_gpu))
-    present = dict(_present(argv, by_role, own))
-    words = _with_own_placeholders(words, by_role, own)
-    is_something = own or is_tuned or num_workers is not None
-    return ReadProgram(
-        argv=words,
-        micro_batch_size=micro,
-        accumulation=accumulation,
-        num_workers=num_workers,
-        seq_length=_whole(argv, by_role.get("seq_length")),
-        is_tuned_by_batch=is_tuned,
-        own={_own_name(name, by_role): value for name, value in own.items()}
-        or ({} if is_something else _usual(is_gpu, cores)),
-        present={_own_name(name, by_role): value for name, value in present.items()},
-        roles=frozenset(by_role),
-        remarks=tuple(_remarks(source, by_role, micro, is_tuned=is_tuned, is_gpu=is_gpu)),
-    )
-
-
-def _by_role(argv: tuple[str, ...], source: SourceFile) -> dict[str, ScriptOption]:
-    """The option of each role: one that the command has, then one that is not for evaluation, then the first."""
-    found: dict[str, ScriptOption] = {}
-    for option in sorted(source.options, key=lambda one: (not is_given(argv, _argument(one)), not one.is_for_training)):
-        if option.role is not None:
-            found.setdefault(option.role, option)
-    return found
-
-
-def _size(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], role: str, source: SourceFile) -> int | None:
-    """The number of an option, or what the script sets in code."""
-    if role in by_role:
-        return _whole(argv, by_role[role])
-    if not source.fixed:
-        return None
-    value = source.fixed.get(_FIXED[role], _TRAINER_SIZES[role])
-    return value if isinstance(value, int) and value > 0 else None
-
-
-def _remarks(
-    source: SourceFile, by_role: Mapping[str, ScriptOption], micro: int | None, *, is_tuned: bool, is_gpu: bool
-) -> Iterator[str]:
-    name = source.path.name
-    if set(_TUNABLE) & source.fixed.keys() and not is_tuned:
-        names = ", ".join(one for one in _TUNABLE if one in source.fixed)
-        yield (
-            f"{name} sets {names} in code, so trials cannot change them: read them from "
-            "the command line, with HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()"
-        )
-    elif "micro_batch_size" not in by_role:
-        yield (
-            f"{name} has no option with a usual name for the batch size, which stays as it is: to tune it, add the "
-            "options --batch-size and --accumulation"
-        )
-    elif micro is not None and not is_tuned:
-        yield (
-            f"{name} has no option for gradient accumulation, so the batch size stays as it is: another size would "
-            "be another training"
-        )
-    amp = by_role.get("amp")
-    if amp is not None and amp.is_flag and not _is_amp_tried(amp, is_gpu):
-        yield f"{amp.names[0]}: not tried on CPUs, where automatic mixed precision is rarely faster"
-    if source.has_batch_norm and is_tuned:
-        yield (
-            "the model has batch normalisation: with another micro-batch its statistics differ, which the loss gate "
-            "judges"
-        )
-
-
-def _argument(option: ScriptOption) -> Argument:
+def argument_of(option: ScriptOption) -> Argument:
     takes: Literal["assignment", "flag", "value"]
     takes = "assignment" if option.is_assignment else "flag" if option.is_flag else "value"
     return Argument(name=option.names[0], aliases=option.names[1:], negative=option.negative, takes=takes)
 
 
-def _number(argv: tuple[str, ...], option: ScriptOption) -> int | None:
+def present_number(argv: tuple[str, ...], option: ScriptOption) -> int | None:
     """An option's number in the command, else its default; None if it is no whole number."""
-    text = read_text(argv, _argument(option))
+    text = read_text(argv, argument_of(option))
     value = option.default if text is None else text
     return int(value) if str(value).isdigit() else None
 
 
-def _is_count(argv: tuple[str, ...], option: ScriptOption | None) -> bool:
-    """Whether an option takes a number: it has one now, or neither a value nor a default."""
-    if option is None or option.is_flag:
-        return False
-    is_unset = option.default is None and not is_given(argv, _argument(option))
-    return is_unset or _number(argv, option) is not None
-
-
-def _whole(argv: tuple[str, ...], option: ScriptOption | None) -> int | None:
-    """As :func:`_number`, but None for 0 and for flags."""
-    return None if option is None or option.is_flag else _number(argv, option) or None
-
-
-def _out_and_steps(words: tuple[str, ...], by_role: Mapping[str, ScriptOption]) -> tuple[str, ...]:
-    """The command with a folder of the trial's own for what it writes, a line for every step, and steps enough."""
-    out = by_role.get("out")
-    if out is not None and not out.is_flag and (is_given(words, _argument(out)) or out.default is not None):
-        words = write(words, _argument(out), "{out}")
-    if (every := _whole(words, by_role.get("log_interval"))) is not None and every > 1:
-        words = write(words, _argument(by_role["log_interval"]), "1")
-    steps = _whole(words, by_role.get("steps"))
-    if steps is not None and steps < FEW_STEPS:
-        words = write(words, _argument(by_role["steps"]), "{steps}")
-    return words
-
-
-def _own(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], *, is_gpu: bool) -> Iterator[tuple[str, Any]]:
-    """Options whose usual names show that they change the speed and not the training."""
-    if (dtype := by_role.get("dtype")) is not None and not dtype.is_flag:
-        values = _number_formats(read_text(argv, _argument(dtype)) or dtype.default, dtype.choices)
-        if values:
-            yield dtype.names[0], {"values": values, "memory": "falls"}
-    flags = {"amp": "falls", "checkpointing": "falls", **({"compile": None} if is_gpu else {})}
-    for role, memory in flags.items():
-        option = by_role.get(role)
-        if option is None or not option.is_flag or (role == "amp" and not _is_amp_tried(option, is_gpu)):
-            continue
-        if option.default is True:  # on by default: only its negative spelling changes anything
-            if option.negative:
-                yield option.negative[0], [False, True]
-            continue
-        yield option.names[0], {"values": [False, True], "memory": memory} if memory else [False, True]
-
-
-def _is_amp_tried(option: ScriptOption, is_gpu: bool) -> bool:
-    """fp16 autocast needs a GPU; bfloat16 works on CPUs."""
-    return is_gpu or "bf16" in option.names[0]
-
-
-def _own_name(name: str, by_role: Mapping[str, ScriptOption]) -> str:
-    """What the sweep file calls an own knob: its option; an identifier where a placeholder stands for the value."""
-    is_assigned = any(one.is_assignment and one.names[0] == name for one in by_role.values())
-    return name.lstrip("-").replace("-", "_").replace(".", "_") if is_assigned else name
-
-
-def _with_own_placeholders(words: tuple[str, ...], by_role: Mapping[str, ScriptOption], own: Knobs) -> tuple[str, ...]:
-    """The command with placeholders for own knobs that are assignments, which have no other way in."""
-    for option in by_role.values():
-        if option.is_assignment and option.names[0] in own:
-            words = write(words, _argument(option), f"{{{_own_name(option.names[0], by_role)}}}")
-    return words
-
-
-def _present(
-    argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], own: Knobs
-) -> Iterator[tuple[str, str | int | bool]]:
-    """Today's values of own knobs, if they are among those to try."""
-    options = {name: option for option in by_role.values() for name in (option.names[0], *option.negative)}
-    for name, section in own.items():
-        option, values = options[name], section["values"] if isinstance(section, Mapping) else section
-        if option.is_flag:
-            is_on = read(argv, _argument(option)) if is_given(argv, _argument(option)) else option.default is True
-            yield name, (not is_on) if name in option.negative else bool(is_on)
-            continue
-        text = read_text(argv, _argument(option))
-        now = str(option.default if text is None else text)
-        yield from ((name, value) for value in values if str(value) == now)
-
-
-def _number_formats(present: Any, choices: tuple[Any, ...]) -> list[str]:
+def number_formats(present: Any, choices: tuple[Any, ...]) -> list[str]:
     """The present number format and the other one of its pair, as the program spells them."""
     for pair in NUMBER_FORMATS:
         if str(present) in pair and (not choices or set(pair) <= set(map(str, choices))):
@@ -584,19 +378,12 @@ def _number_formats(present: Any, choices: tuple[Any, ...]) -> list[str]:
     return []
 
 
-def _usual(is_gpu: bool, cores: int) -> Knobs:
-    """What can be tuned of any program: variables of its environment."""
-    if is_gpu:
-        return {"$PYTORCH_CUDA_ALLOC_CONF": ["backend:native", "expandable_segments:True"]}
-    return {"$OMP_NUM_THREADS": [1, max(2, cores)]}
-
-
 # A training command as people type it: variables in front, the launcher and its options, the program of one rank.
 
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SHELLS = {"sh", "bash", "zsh", "dash", "ksh"}
-_FOREIGN = {"srun", "mpirun", "mpiexec", "horovodrun", "jsrun"}
+_FOREIGN = {"mpirun", "mpiexec", "horovodrun", "jsrun"}
 _DROPPED = {"nohup", "time", "exec", "env"}
 _HARMLESS = {"set", "echo", "ulimit"}
 _SHELL_SIGNS = ("$", "`", "|", "&", ";", "<", ">")
@@ -657,6 +444,9 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
         argv.pop(0)
     if not argv:
         raise ConfigError("no command", remedy="Write it after --: tune-cluster init -- torchrun train.py --bs 4")
+    tasks = None
+    if Path(argv[0]).name == "srun":
+        argv, tasks = _without_srun(argv)
     _refuse(Path(argv[0]).name, argv)
     if (own := _self_starting(tuple(argv))) is not None:
         name, number = own
@@ -666,14 +456,14 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
     found = without_launcher(tuple(argv))
     if found.launcher is not None and not found.argv[1:]:
         raise ConfigError(f"{found.launcher} is given no script", remedy="Write the whole command as you type it.")
-    per_node = found.processes_per_node if found.launcher is not None else _own_count(tuple(argv))
+    per_node = found.processes_per_node if found.launcher is not None else tasks or _own_count(tuple(argv))
     if per_node is None and found.world_size and found.launcher == "accelerate":
         per_node = found.world_size // (found.num_nodes or 1)
     return TypedCommand(
         words=tuple(words),
         argv=_program(argv, found),
         env={**_variables(found), **env},
-        launcher=found.launcher,
+        launcher=found.launcher or ("srun" if tasks else None),
         num_processes=per_node,
         num_nodes=found.num_nodes or 1,
     )
@@ -729,6 +519,36 @@ def _expanded(word: str, variables: Mapping[str, str], arguments: Sequence[str])
     if word == "$@":
         return arguments
     return [re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda match: variables.get(match[1], match[0]), word)]
+
+
+_SRUN = {"-n": "--ntasks", "-N": "--nodes"}
+_SRUN_FLAGS = ("-l", "-u", "-K", "-E", "-O", "-s", "-v", "-Q", "-Z", "-X")
+"""Options of one letter that take no value."""
+
+
+def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
+    """The command that ``srun`` starts, and how many ranks a node has; None where that is not said.
+
+    Raises:
+        ConfigError: there is no command, or several nodes.
+    """
+    given: dict[str, str] = {}
+    words = list(argv[1:])
+    while words and words[0].startswith("-"):
+        name, equals, value = words.pop(0).partition("=")
+        if not name.startswith("--") and len(name) > 2:
+            name, value = name[:2], name[2:]
+        elif not equals and name not in _SRUN_FLAGS and len(name) == 2 and words:
+            value = words.pop(0)
+        given[_SRUN.get(name, name)] = value
+    if not words or given.get("--nodes", "1") != "1":
+        raise ConfigError(
+            "srun: no command on a single node",
+            remedy="Give what one rank runs, and how many a node has: tune-cluster init --devices-per-node 8 -- "
+            "python train.py ...",
+        )
+    tasks = given.get("--ntasks-per-node") or given.get("--ntasks") or ""
+    return words, int(tasks) if tasks.isdigit() else None
 
 
 def _refuse(program: str, argv: Sequence[str]) -> None:

@@ -81,7 +81,7 @@ class Script:
     @functools.cached_property
     def told(self) -> frozenset[str]:
         """Paths of the fields that the command has placeholders for."""
-        return frozenset(path for name in self.placeholders if name in KNOB_NAMES for path in paths_of(name))
+        return frozenset(path for name in knobs_told(self.placeholders) for path in paths_of(name))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -176,11 +176,18 @@ def canonical_reading(reading: Reading, baseline: Candidate) -> Reading:
     return dataclasses.replace(reading, values={path: said.get(path, value) for path, value in reading.values.items()})
 
 
-COUNTS = ("accumulation", "total_accumulation", "world_size", "steps", "seed")
-"""Placeholders besides knobs: micro-batches of a step on a rank and over all ranks, ranks, last step, seed."""
+COUNTS = ("accumulation", "total_accumulation", "total_micro_batch_size", "world_size", "steps", "seed")
+"""Placeholders besides knobs: micro-batches of a step on a rank and over all ranks, samples of a micro-batch over all
+ranks, ranks, last step, seed."""
 OUT = "out"
 """The attempt's own folder."""
 _BRACED = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
+
+
+def knobs_told(placeholders: Iterable[str]) -> frozenset[str]:
+    """Knobs of ours that a command with these placeholders is given."""
+    names = ("micro_batch_size" if name == "total_micro_batch_size" else name for name in placeholders)
+    return frozenset(names) & frozenset(KNOB_NAMES)
 
 
 def names_in(texts: Iterable[str]) -> list[str]:
@@ -225,6 +232,7 @@ def placeholder_values(candidate: Candidate, workload: Workload, *, last_step: i
     counts = {
         "accumulation": max(1, candidate.num_microbatches(workload.global_batch_size)),
         "total_accumulation": max(1, workload.global_batch_size // candidate.micro_batch_size),
+        "total_micro_batch_size": candidate.micro_batch_size * candidate.layout.dp,
         "world_size": candidate.layout.world_size,
         **({} if last_step is None else {"steps": last_step}),
         "seed": workload.seed,

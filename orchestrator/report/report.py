@@ -315,8 +315,8 @@ def clock_parts(number: int, measurement: Measurement) -> StepParts:
     step_time_s = measurement.step_time_s
     if not any(seconds for name, seconds in clock.items() if name != "other"):
         return StepParts(trial=number, step_time_s=step_time_s, parts=())  # nobody looked inside, as on simulated ones
-    if not clock["bubble"]:
-        del clock["bubble"]  # no pipeline
+    told_apart: tuple[PartName, ...] = ("bubble", "recompute", "communication")
+    clock = {name: seconds for name, seconds in clock.items() if seconds or name not in told_apart}
     if measurement.findings.script is not None:
         clock = {name: seconds for name, seconds in clock.items() if seconds}  # it tells of some phases only
     scale = step_time_s / sum(clock.values())

@@ -60,6 +60,25 @@ from trials.spec import (
 
 OwnScalar = str | int | float | bool
 Memory = Literal["rises", "falls", "none"]
+Role = Literal[
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "persistent_workers",
+    "compile",
+    "compile_mode",
+    "precision",
+    "matmul_precision",
+    "memory_format",
+    "cudnn_benchmark",
+    "attention",
+    "recompute",
+    "micro_batch_size",
+    "zero_stage",
+    "offload_optimizer",
+    "offload_activations",
+]
+"""Built-in knobs that an own one can stand for."""
 INHERITED = "inherited"
 """Shown value of an own knob that a candidate leaves as the command says."""
 INSIDE = "inside"
@@ -80,6 +99,8 @@ class OwnKnob:
     """The argument that a placeholder stands for, where the command does not have the placeholder."""
     memory: Memory | None = None
     """How the memory needed changes along ``values``; None: nobody knows."""
+    role: str | None = None
+    """The built-in knob that it stands for; None: its name says, or it stands for none."""
     when: tuple[tuple[str, tuple[OwnScalar, ...]], ...] = ()
     """Pairs of another own knob and its values with which this one applies; all have to hold."""
 
@@ -212,6 +233,11 @@ class OwnKnobSection(Section):
         description="Whether each next value needs more device memory (rises), less (falls) or as much (none), at "
         "most; then running out of memory with one rules out others. Null: nobody knows.",
     )
+    role: Role | None = Field(
+        default=None,
+        description="The built-in knob that this one stands for, where its name does not say: then it is the answer to "
+        "what that knob answers in `explain`.",
+    )
     when: OwnAccepted = Field(
         default={}, description="Other own knobs with the values that this one needs to have an effect."
     )
@@ -252,6 +278,7 @@ def own_knobs(space: Mapping[str, OwnKnobSection]) -> tuple[OwnKnob, ...]:
             values=section.values,
             flag=section.flag,
             memory=section.memory,
+            role=section.role,
             when=tuple(sorted(section.when.items())),
         )
         for name, section in space.items()

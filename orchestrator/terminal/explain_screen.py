@@ -52,7 +52,6 @@ PART_WORDS: Mapping[PartName, str] = {
     "forward_backward": "forward+backward",
     "data": "data wait",
 }
-KIND_WORDS = {"io": "IO", "imbalance": "imbalance"}
 SOURCE_MARKS = {"measured": "", "profiled": "p", "modelled": "~"}
 
 
@@ -165,11 +164,16 @@ def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableT
     if _is_guess(first, explained):
         words.append("not known without a profile", "bold yellow")
     else:
-        words.append(KIND_WORDS.get(first.kind, first.kind), "bold yellow").append(f", {_cost(first)}")
+        words.append(first.title, "bold yellow").append(f", {_cost(first)}")
     lines: list[RenderableType] = [words, _bottleneck_grid(first, explained, side)]
-    shown = [one for one in others if one.kind != "compute" or one.remedy is not None][:MAX_OTHERS]
+    shown = [one for one in others if one.kind not in ("compute", "passes") or one.remedy is not None][:MAX_OTHERS]
     if shown:
         lines += [Text("also:", style="dim"), _others(shown)]
+    if side.advice:
+        grid = label_grid("dim")
+        for i, line in enumerate(side.advice):
+            grid.add_row("" if i else "advice", Text(line))
+        lines.append(indented(grid))
     return lines
 
 
@@ -195,9 +199,14 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
             "compute",
             Text(f"{estimate}, which counts no waiting for the host or for other ranks that it does not know"),
         )
+    if one.kind == "passes":
+        grid.add_row(
+            "", Text("computation, or waiting for the host or for other ranks: only a profile tells them apart")
+        )
     for i, line in enumerate(one.evidence):
-        grid.add_row(("seen" if is_guess else "because") if i == 0 else "", Text(line))
-    if one.source == "modelled" and explained.virtual is None and not explained.is_script:
+        grid.add_row(("seen" if is_guess or one.kind == "passes" else "because") if i == 0 else "", Text(line))
+    is_open = one.source == "modelled" or one.kind == "passes"
+    if is_open and explained.virtual is None and not explained.is_script:
         grid.add_row("profile", Text(f"{_profile_command(explained, side)} measures it"))
     if one.remedy is not None:
         grid.add_row("change", Text(change_words(one.remedy), style="green"))
@@ -225,7 +234,7 @@ def _others(bottlenecks: Iterable[Bottleneck]) -> RenderableType:
     for one in bottlenecks:
         found = one.remedy
         words = f"{change_words(found)}: {_gain(one)}" if found else "no change is known to be faster"
-        grid.add_row(KIND_WORDS.get(one.kind, one.kind), Text(f"{one.share:.0%}  {words}"))
+        grid.add_row(one.title, Text(f"{one.share:.0%}  {words}"))
     return indented(grid)
 
 

@@ -7,8 +7,9 @@ from cluster.local import LocalCluster
 from tests.cluster.gangs import PRELOAD
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def local_cluster(tmp_path_factory):
+    """One for all tests of a worker process."""
     with LocalCluster(tmp_path_factory.mktemp("local"), discover_node(num_devices=4), preload=PRELOAD) as cluster:
         yield cluster
 

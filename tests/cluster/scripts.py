@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Any
 
 from cluster.node.agent import SCRIPT_PRELOAD
 from trials.files import to_json
@@ -64,7 +62,7 @@ dist.destroy_process_group()
 """What people write: no word of ours in it, and rank 0 alone prints."""
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     """The program as a file in a folder of its own."""
     folder.mkdir(exist_ok=True)
     path = folder / "train.py"
@@ -72,9 +70,9 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def spec(path: Path, *, argv: tuple[str, ...] = (), num_devices: int = 2, **changes: Any) -> dict[str, Any]:
+def spec(path, *, argv=(), num_devices=2, **changes):
     """What ranks are told of the program at ``path``."""
-    values: dict[str, Any] = {
+    values = {
         "argv": (sys.executable, *argv, str(path)),
         "cwd": str(path.parent),
         "log": LogFormat(name="pattern", pattern=LINE),
@@ -85,5 +83,4 @@ def spec(path: Path, *, argv: tuple[str, ...] = (), num_devices: int = 2, **chan
         "samples_per_step": 8,
         **changes,
     }
-    found: dict[str, Any] = to_json(ScriptCommand(**values))
-    return found
+    return to_json(ScriptCommand(**values))

@@ -14,10 +14,9 @@ import pytest
 from cluster.base import Cluster, Deadlines, GangEnded, GangProgress
 from cluster.gang.gang_outcome import recover
 from cluster.gang.messages import PHASES
-from tests.cluster import backends, test_leftovers
+from tests.cluster import backends, test_leftovers, test_virtual
 from tests.cluster.gangs import end_of, events_until_end, launch, living, run, wait_for_pids, wait_until
 from tests.cluster.ray import test_backend
-from tests.cluster.virtual import test_backends
 from tests.support import ROOT
 from trials.outcome import Crashed, GangLost, Measured, OutOfMemory, TimedOut
 
@@ -27,21 +26,25 @@ WITH_PROCESSES = [backend for backend in EVERY if backend.values[0] in MARKS]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(request, tmp_path_factory):
     """Backends that tests share, by name, each made when it is first asked for."""
-    found = Made(tmp_path_factory)
+    found = Made(request, tmp_path_factory)
     yield found
-    for backend in found.values():
-        backend.cluster.close()
+    for name in found.keys() - {"local"}:
+        found[name].cluster.close()
 
 
 class Made(dict):
-    def __init__(self, tmp_path_factory):
+    def __init__(self, request, tmp_path_factory):
         super().__init__()
-        self._folders = tmp_path_factory
+        self._request, self._folders = request, tmp_path_factory
 
     def __missing__(self, name):
-        self[name] = backends.MAKERS[name](self._folders.mktemp(name))
+        if name == "local":
+            shared = self._request.getfixturevalue("local_cluster")
+            self[name] = backends.Backend(cluster=shared, gang=backends.process_gang)
+        else:
+            self[name] = backends.MAKERS[name](self._folders.mktemp(name))
         return self[name]
 
 
@@ -53,7 +56,7 @@ def backend(request, made):
 @pytest.fixture(params=EVERY)
 def fresh(request, made, tmp_path):
     """A backend of the test's own, to be taken apart. A process has at most one Ray, so the shared one must go."""
-    if request.param in made:
+    if request.param == "ray" and request.param in made:
         made.pop(request.param).cluster.close()
     backend = backends.MAKERS[request.param](tmp_path)
     with backend.cluster:
@@ -93,7 +96,7 @@ def test_each_obligation_has_its_test_over_the_backends_it_holds_for():
     leftovers = {name for name in names_with({"controller"}, test_leftovers) if name.endswith("leaves_nothing")}
     assert names_with({"processes"}, here) | leftovers == set(with_processes)
     assert that_lose_nodes == ["lost_nodes"]
-    assert all(hasattr(module, "test_lost_nodes") for module in (test_backend, test_backends))
+    assert all(hasattr(module, "test_lost_nodes") for module in (test_backend, test_virtual))
 
 
 def test_the_handbook_names_the_obligations_of_virtual_clusters():

@@ -128,7 +128,7 @@ def test_small_gangs_run_side_by_side_on_disjoint_devices(tmp_path):
 def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
     file = sweeps.write(
         tmp_path,
-        runner="tests.support.faulty_runner:run_rank",
+        runner="tests.support.user_runners:faulty",
         space={"dp_replicate": [2], "micro_batch_size": [1, 2, 4], "recompute": ["none", "full"]},
         budget={"max_trials": 6, "consecutive_failures": 6},
         deadlines={"starting_s": 20, "stall_s": 3},
@@ -154,7 +154,7 @@ def test_impossible_figures_are_a_fault_that_nobody_can_promote(tmp_path):
     """Negative and zero step times: neither measured, nor explained into a traceback, nor promoted by force."""
     file = sweeps.write(
         tmp_path,
-        runner="tests.support.lying_runner:run_rank",
+        runner="tests.support.user_runners:lying",
         workload={"global_batch_size": 16},
         space={"dp_replicate": [2], "micro_batch_size": [1, 2, 4, 8]},
         budget={"max_trials": 4},
@@ -178,7 +178,7 @@ def test_impossible_figures_are_a_fault_that_nobody_can_promote(tmp_path):
 def test_a_hang_ends_at_its_deadline_and_too_little_memory_is_an_out_of_memory(tmp_path):
     file = sweeps.write(
         tmp_path,
-        runner="tests.support.faulty_runner:run_rank",
+        runner="tests.support.user_runners:faulty",
         workload={"seq_length": 1024, "global_batch_size": 64},
         space={"dp_replicate": [1], "micro_batch_size": [1, 8, 64]},
         baseline={"dp_replicate": 1, "micro_batch_size": 1},
@@ -193,7 +193,7 @@ def test_a_hang_ends_at_its_deadline_and_too_little_memory_is_an_out_of_memory(t
 
 @pytest.mark.exhaustive
 def test_the_same_error_on_the_first_three_attempts_stops_the_sweep_with_it(tmp_path):
-    file = sweeps.write(tmp_path, runner="tests.support.faulty_runner:always_raises")
+    file = sweeps.write(tmp_path, runner="tests.support.user_runners:always_raises")
     process = command("submit", file, "--json", home=fresh_home(tmp_path))
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 1, stderr

@@ -49,7 +49,7 @@ from tests.goldens import frameworks as programs_of
 from tests.goldens import outside
 from tests.orchestrator.frameworks import commands, programs
 from tests.orchestrator.frameworks.configurations import WORKLOAD
-from tests.orchestrator.proof import play
+from tests.orchestrator.proof import gates, play
 from tests.orchestrator.space.candidate_strategies import canonicalize
 from tests.support.story import created, ended, evidence, failures, launched, measured, not_believed, proposed
 from tests.support.sweep_files import FULL, LINEAR, RESNET, SIMULATED, SMALL, changed, topology, write
@@ -100,9 +100,13 @@ def sweep_files(question):
     with _folder() as folder:
         try:
             spec = load_sweep(write(folder, content_of(question)))
+            key = re.findall(r"[a-z_]+", question)[:2]
+            read = f"accepted: {_read(spec, key)}"
             if question.startswith("LOCAL"):
-                make_plan(spec, topology(2))
-            return f"accepted: {_read(spec, re.findall(r'[a-z_]+', question)[:2])}"
+                plan = make_plan(spec, topology(2))
+                names = " | ".join(map(short_name, plan.candidates))
+                read += f"\n{names}; {plan.num_duplicates} duplicates, rejected {dict(plan.num_rejected)}"
+            return read
         except ConfigError as error:
             return _without(folder, error)
 
@@ -120,7 +124,7 @@ def content_of(question):
 def _read(spec, path):
     found = spec.to_json()
     for part in path:
-        found = found[part]
+        found = found.get(part, found) if isinstance(found, dict) else found
     return json.dumps(found)
 
 
@@ -378,7 +382,7 @@ def _command(command):
     return f"{type(command).__name__}({', '.join(f'{n}={v}' for n, v in values.items() if v not in (None, ()))})"
 
 
-KINDS["plays"] = play.played
+KINDS |= {"plays": play.played, "gates": gates.gates, "script_gates": gates.script_gates}
 
 
 # ---- commands ----

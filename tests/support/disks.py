@@ -1,15 +1,13 @@
 """Disks of some MiB that tests can fill."""
 
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
 
 @contextmanager
-def small_disk(path: Path, mib: int = 4) -> Iterator[Path]:
+def small_disk(path, mib=4):
     """A file system of its own, mounted at ``path``; the test is skipped where that is not possible."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(path)]
@@ -25,7 +23,7 @@ def small_disk(path: Path, mib: int = 4) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
-def fill(disk: Path) -> Path:
+def fill(disk):
     """Leave no byte free; gives the file that takes the space."""
     path = disk / "fill"
     with suppress(OSError), path.open("wb", buffering=0) as file:

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from orchestrator.sweep.events import Budget, ControllerStarted, FinishCause, LedgerEvent, SweepFinished
+from orchestrator.sweep.events import Budget, ControllerStarted, FinishCause, SweepFinished
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.state import SweepState
 from tests.support.story import created, ended, failures, launched, measured, proposed
-from trials.outcome import Outcome
 from trials.spec import Candidate, Layout
 
 START_S = 1_700_000_000.0
 BASELINE = Candidate(layout=Layout(dp_replicate=2))
 
 
-def candidate(trial: int) -> Candidate:
+def candidate(trial):
     """Distinct for every trial; trial 0 has the baseline's."""
     return BASELINE if trial == 0 else Candidate(layout=Layout(dp_shard=2, zero_stage=2), micro_batch_size=trial)
 
 
-def speeds(*step_times_s: float) -> list[Outcome]:
+def speeds(*step_times_s):
     """One measured outcome per step time; the first is the baseline's."""
     return [measured(step_time_s, world_size=2) for step_time_s in step_times_s]
 
 
-def all_kinds() -> list[Outcome]:
+def all_kinds():
     """A baseline, a faster and a slower trial, then every kind of failure."""
     return [*speeds(0.1, 0.08, 0.125), *failures().values()]
 
 
-def events(outcomes: Iterable[Outcome], *, finished: bool = True, name: str = "story") -> list[LedgerEvent]:
+def events(outcomes, *, finished=True, name="story"):
     """A sweep in which trial i ends with ``outcomes[i]``, one after the other, ten seconds each."""
     outcomes = list(outcomes)
     at_s = START_S
-    story: list[LedgerEvent] = [
+    story = [
         created(at_s=at_s, sweep=name, budget=Budget(max_trials=len(outcomes), lost_attempts_per_trial=1)),
         ControllerStarted(at_s=at_s, epoch=1, pid=1, host="host"),
     ]
@@ -50,11 +45,11 @@ def events(outcomes: Iterable[Outcome], *, finished: bool = True, name: str = "s
     return story
 
 
-def state(outcomes: Iterable[Outcome], *, finished: bool = True) -> SweepState:
+def state(outcomes, *, finished=True):
     return fold(events(outcomes, finished=finished))
 
 
-def fill(ledger: Ledger, story: Iterable[LedgerEvent]) -> SweepState:
+def fill(ledger, story):
     """Append the events and return the state after them."""
     for event in story:
         ledger.append(event)

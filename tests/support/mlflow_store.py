@@ -14,7 +14,7 @@ from orchestrator.tracking.mlflow_tracker import Tracker
 
 
 @cache
-def _template() -> Path:
+def _template():
     folder = Path(tempfile.mkdtemp(prefix="mlflow-template-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "mlflow.db"
@@ -22,13 +22,13 @@ def _template() -> Path:
     return path
 
 
-def new_store(folder: Path) -> str:
+def new_store(folder):
     """The tracking URI of a fresh store in ``folder``."""
     path = folder / "mlflow.db"
     copy_store(_template(), path)
     return f"sqlite:///{path}"
 
 
-def copy_store(source: Path, target: Path) -> None:
+def copy_store(source, target):
     with closing(sqlite3.connect(source)) as template, closing(sqlite3.connect(target)) as copy:
         template.backup(copy)

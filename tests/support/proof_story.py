@@ -6,8 +6,6 @@ import math
 from dataclasses import replace
 
 from orchestrator.sweep.events import (
-    Check,
-    Conclusion,
     ConfirmationRun,
     ConfirmSettings,
     Evaluation,
@@ -17,7 +15,6 @@ from orchestrator.sweep.events import (
     GateReport,
     GateRun,
     GateSettings,
-    LedgerEvent,
     ProfileRun,
     Promoted,
     ProofSettings,
@@ -29,7 +26,6 @@ from orchestrator.sweep.events import (
 )
 from tests.support.long_story import START_S, all_kinds, candidate, events
 from tests.support.story import ended, launched, measured, proposed
-from trials.outcome import Measured, Outcome
 from trials.spec import ProfileSpec
 
 PROOF = ProofSettings(confirm=ConfirmSettings(), gate=GateSettings(num_steps=20))
@@ -37,13 +33,13 @@ NUM_ROUNDS = 4
 NUM_STEPS = 20
 
 
-def trained(step_time_s: float, shift: float = 0.0) -> Measured:
+def trained(step_time_s, shift=0.0):
     """A gate run: the loss falls, ``shift`` away from where it should be."""
     losses = tuple((5.5 * math.exp(-0.03 * step)) * (1 + shift * step / NUM_STEPS) for step in range(NUM_STEPS))
     return measured(step_time_s, world_size=2, losses=losses, grad_norms=tuple(1.0 + 0.01 * loss for loss in losses))
 
 
-def _verdict(conclusion: Conclusion) -> Verdict:
+def _verdict(conclusion):
     report = GateReport(
         trial=1,
         passed=conclusion == "confirmed",
@@ -74,13 +70,11 @@ def _verdict(conclusion: Conclusion) -> Verdict:
     )
 
 
-def proof_events(
-    conclusion: Conclusion = "confirmed", *, search: list[Outcome] | None = None, is_promoted: bool = False
-) -> list[LedgerEvent]:
+def proof_events(conclusion="confirmed", *, search=None, is_promoted=False):
     """A search of every kind of trial, then four rounds of t001 and t002 with the baseline, a gate run of baseline and
     t001, and a profile of t001."""
     story = events(search or all_kinds(), finished=False)
-    story[0] = replace(story[0], proof=PROOF)  # type: ignore[type-var]
+    story[0] = replace(story[0], proof=PROOF)
     first = sum(event.kind == "trial_proposed" for event in story)
     at_s = START_S + 10.0 * first + 20.0
     story.append(
@@ -89,7 +83,7 @@ def proof_events(
         )
     )
     shift = 0.0 if conclusion == "confirmed" else 0.04
-    runs: list[tuple[Check, Outcome]] = []
+    runs = []
     for number in range(NUM_ROUNDS):
         drift = 1 + 0.01 * (-1) ** number
         for of, step_time_s in ((0, 0.1), (1, 0.08), (2, 0.0995)):

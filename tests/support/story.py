@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from cluster.hardware.topology import Device
 from orchestrator.space.rules import Pruner
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, Budget, Hardware, SweepCreated, TrialProposed
-from orchestrator.sweep.state import SweepState
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -18,7 +14,6 @@ from trials.outcome import (
     Measured,
     Measurement,
     NotBelieved,
-    Outcome,
     OutOfMemory,
     StepBreakdown,
     TimedOut,
@@ -63,8 +58,8 @@ FOUND = Findings(
 """One finding of every kind."""
 
 
-def created(**changes: Any) -> SweepCreated:
-    fields: dict[str, Any] = {
+def created(**changes):
+    fields = {
         "at_s": 0.0,
         "sweep": "story",
         "spec_hash": "0" * 64,
@@ -80,7 +75,7 @@ def created(**changes: Any) -> SweepCreated:
     return SweepCreated(**(fields | changes))
 
 
-def proposed(trial: int, candidate: Candidate | None = None, at_s: float = 1.0) -> TrialProposed:
+def proposed(trial, candidate=None, at_s=1.0):
     return TrialProposed(
         at_s=at_s,
         trial=trial,
@@ -90,7 +85,7 @@ def proposed(trial: int, candidate: Candidate | None = None, at_s: float = 1.0) 
     )
 
 
-def launched(trial: int, attempt: int = 0, at_s: float = 2.0, token: str | None = None) -> AttemptLaunched:
+def launched(trial, attempt=0, at_s=2.0, token=None):
     return AttemptLaunched(
         at_s=at_s,
         trial=trial,
@@ -101,14 +96,14 @@ def launched(trial: int, attempt: int = 0, at_s: float = 2.0, token: str | None 
     )
 
 
-def ended(trial: int, outcome: Outcome, attempt: int = 0, at_s: float = 3.0, token: str | None = None) -> AttemptEnded:
+def ended(trial, outcome, attempt=0, at_s=3.0, token=None):
     return AttemptEnded(
         at_s=at_s, trial=trial, token=token or f"token-{trial}-{attempt}", outcome=outcome, device_seconds=1.0
     )
 
 
-def measured(step_time_s: float = 0.1, **changes: Any) -> Measured:
-    fields: dict[str, Any] = {
+def measured(step_time_s=0.1, **changes):
+    fields = {
         "world_size": 1,
         "tokens_per_step": 512,
         "step_times_s": tuple(step_time_s * factor for factor in (0.98, 0.99, 1.0, 1.0, 1.0, 1.01, 1.02, 1.0)),
@@ -123,13 +118,13 @@ def measured(step_time_s: float = 0.1, **changes: Any) -> Measured:
     return Measured(measurement=Measurement(**(fields | changes)))
 
 
-def evidence(message: str = "boom") -> Evidence:
+def evidence(message="boom"):
     return Evidence(
         message=message, rank=0, node="host", error_type="ValueError", exit_code=1, log_tail=("last words", message)
     )
 
 
-def failures(message: str = "boom") -> dict[str, Outcome]:
+def failures(message="boom"):
     """One outcome of most failing kinds."""
     return {
         "oom": OutOfMemory(evidence=evidence(message)),
@@ -141,11 +136,11 @@ def failures(message: str = "boom") -> dict[str, Outcome]:
     }
 
 
-def not_believed(message: str = "reported 16 ms, but 400 ms passed") -> NotBelieved:
+def not_believed(message="reported 16 ms, but 400 ms passed"):
     return NotBelieved(num_steps=8, reported_s=0.016, seen_s=0.4, compared="report", evidence=evidence(message))
 
 
-def ruled_out(candidates: Sequence[Candidate], state: SweepState) -> dict[Candidate, str]:
+def ruled_out(candidates, state):
     """Rule by candidate, of all that need at least the memory of a trial that ran out of it."""
     pruner = Pruner(candidates, global_batch_size=state.sweep.workload.global_batch_size)
     witnesses = [trial.candidate for trial in state.trials if isinstance(trial.outcome, OutOfMemory)]

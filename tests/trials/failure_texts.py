@@ -24,17 +24,16 @@ class FailureText:
     in_logs: bool = True
 
     @property
-    def kind_if_full(self) -> str:
+    def kind_if_full(self):
         return self.if_full or self.kind
 
-    def raised(self) -> Exception:
+    def raised(self):
         """An error of that type, as far as its name goes; a builtin one is itself."""
         base = {"ValueError": ValueError, "KeyError": KeyError, "TypeError": TypeError, "OSError": OSError}
         kind = base.get(self.type) or type(self.type, (RuntimeError,), {})
-        made: Exception = kind(self.words)
-        return made
+        return kind(self.words)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.kind}-{self.words.strip()[:40]}"
 
 
@@ -48,16 +47,16 @@ class LogText:
     says: str = ""
     aborted: bool = True
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.name
 
 
-def _texts(name: str, **defaults: str) -> tuple[FailureText, ...]:
+def _texts(name, **defaults):
     fields = ({**defaults, **{key: value for key, value in entry.items() if key != "from"}} for entry in _KNOWN[name])
     return tuple(FailureText(**values) for values in fields)
 
 
-def _logs(name: str) -> tuple[LogText, ...]:
+def _logs(name):
     return tuple(LogText(**{key: value for key, value in entry.items() if key != "from"}) for entry in _KNOWN[name])
 
 

@@ -7,15 +7,11 @@ import os
 import time
 import traceback
 import warnings
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 from benchmarks.runner.gang import RankError, gang, receive
 from trials.failure import classify
 from trials.files import from_json, to_json
 from trials.outcome import RankReport
-from trials.spec import TrialSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,19 +27,19 @@ class RankFailure:
 Result = RankReport | RankFailure
 
 
-def run_gang(specs: list[TrialSpec], tmp_path: Path, *, timeout_s: float = 120.0, **options: Any) -> list[Result]:
+def run_gang(specs, tmp_path, *, timeout_s=120.0, **options):
     """Run trials of one world size one after the other in one gang; per trial rank 0's report, or the root cause.
 
     A failed trial ends its gang, as in production; the next trial starts with a fresh one. Reports of all ranks must
     agree on losses and norms.
     """
-    results: list[Result] = []
+    results = []
     while len(results) < len(specs):
         results += _run_until_failure(specs[len(results) :], tmp_path / f"from-{len(results)}", timeout_s, options)
     return results
 
 
-def differences(result: Result, baseline: Result) -> tuple[float, float]:
+def differences(result, baseline):
     """Largest loss difference and largest relative gradient-norm difference over all steps."""
     assert isinstance(baseline, RankReport), baseline
     assert isinstance(result, RankReport), result
@@ -53,15 +49,15 @@ def differences(result: Result, baseline: Result) -> tuple[float, float]:
     return loss, norm
 
 
-def _run_until_failure(specs: list[TrialSpec], folder: Path, timeout_s: float, options: dict[str, Any]) -> list[Result]:
+def _run_until_failure(specs, folder, timeout_s, options):
     folder.mkdir(parents=True)
     world_size = specs[0].candidate.layout.world_size
     with gang(_rank_main, world_size, folder / "0", [to_json(spec) for spec in specs], folder, options) as pipes:
         return _collect(pipes, len(specs), timeout_s)
 
 
-def _collect(pipes: list[Connection], num_specs: int, timeout_s: float) -> list[Result]:
-    results: list[Result] = []
+def _collect(pipes, num_specs, timeout_s):
+    results = []
     for _ in range(num_specs):
         result = _fold([_receive(pipe, timeout_s, rank) for rank, pipe in enumerate(pipes)])
         results.append(result)
@@ -70,7 +66,7 @@ def _collect(pipes: list[Connection], num_specs: int, timeout_s: float) -> list[
     return results
 
 
-def _receive(pipe: Connection, timeout_s: float, rank: int) -> Result:
+def _receive(pipe, timeout_s, rank):
     try:
         outcome, value = receive(pipe, timeout_s)
     except RankError as error:
@@ -80,7 +76,7 @@ def _receive(pipe: Connection, timeout_s: float, rank: int) -> Result:
     return RankFailure(*value, rank)
 
 
-def _fold(results: list[Result]) -> Result:
+def _fold(results):
     failures = [result for result in results if isinstance(result, RankFailure)]
     if failures:
         root = min(failures, key=lambda failure: failure.kind == "connection")
@@ -92,7 +88,7 @@ def _fold(results: list[Result]) -> Result:
     return first
 
 
-def _rank_main(pipe: Connection, specs: list[Any], folder: Path, options: dict[str, Any]) -> None:
+def _rank_main(pipe, specs, folder, options):
     from trials import worker
 
     if "before" in options:

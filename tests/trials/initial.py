@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
 from tests.trials.tiny import tiny_spec
-from trials.parallel.mesh import Piece, piece_of, plain_name
-from trials.spec import TrialSpec, Workload
+from trials.parallel.mesh import piece_of, plain_name
 from trials.training import loop
-from trials.training.loop import ModelPart, parallelize
+from trials.training.loop import parallelize
 
 Cut = tuple[slice, ...]
 
 
-def pieces_of(parts: Iterable[ModelPart]) -> Iterator[Piece]:
+def pieces_of(parts):
     """The rank's piece of every parameter that it holds something of."""
     for part in parts:
         for wrapped_name, parameter in part.model.named_parameters():
@@ -27,14 +24,14 @@ def pieces_of(parts: Iterable[ModelPart]) -> Iterator[Piece]:
 
 
 @functools.cache
-def whole(workload: Workload, perturbation: float) -> dict[str, torch.Tensor]:
+def whole(workload, perturbation):
     """All initial weights in fp32, by name."""
     alone = dataclasses.replace(tiny_spec(workload=workload), perturbation=perturbation)
     parts = parallelize(alone, None, torch.device("cpu"), stage=0)
     return {piece.name: piece.part for piece in pieces_of(parts)}
 
 
-def checked(spec: TrialSpec, parts: Iterable[ModelPart]) -> list[tuple[str, Cut]]:
+def checked(spec, parts):
     """Which elements the rank holds, each bit for bit that of the whole, rounded to the type it is stored in."""
     wanted = whole(spec.workload, spec.perturbation)
     found = []
@@ -46,11 +43,11 @@ def checked(spec: TrialSpec, parts: Iterable[ModelPart]) -> list[tuple[str, Cut]
     return found
 
 
-def check_all() -> None:
+def check_all():
     """Have every trainer of this process check its initial weights as it builds them."""
     build = loop.parallelize
 
-    def parallelized(spec: TrialSpec, *args: Any, **options: Any) -> list[ModelPart]:
+    def parallelized(spec, *args, **options):
         parts = build(spec, *args, **options)
         has_layers = any(part.chunk.layer_ids for part in parts)
         assert checked(spec, parts) or not has_layers, "a rank with layers holds something"

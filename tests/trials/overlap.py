@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trials.split_models import SEQ_LENGTH, build
 from tests.trials.tiny import SHAPE
 from trials.sizes import Chunk
-from trials.spec import Layout
 
 LAYERS = Chunk(chunk=0, stage=1, virtual_stage=1, layer_ids=(0, 1, 2), is_first=False, is_last=False)
 """A pipeline stage without embedding and head, which have nothing to hide their collectives behind."""
@@ -21,13 +17,13 @@ class Order(TorchDispatchMode):
     """For every collective awaited, in order: whether matrices were multiplied since its start. For every sum of one
     size: whether it takes the place of what was sent."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.hidden: list[bool] = []
-        self.in_place: list[bool] = []
-        self._in_flight: dict[int, bool] = {}
+        self.hidden = []
+        self.in_place = []
+        self._in_flight = {}
 
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
         if func is torch.ops._c10d_functional.wait_tensor.default:
             storage = args[0].untyped_storage().data_ptr()
             if storage in self._in_flight:
@@ -42,13 +38,13 @@ class Order(TorchDispatchMode):
         return out
 
 
-def orders(layouts: list[Layout]) -> list[tuple[list[bool], list[bool], bool]]:
+def orders(layouts):
     """Which collectives :class:`Order` saw hidden in the forward and in the backward pass, for each layout, and whether
     all sums of the backward pass were in place."""
     return [_orders(layout) for layout in layouts]
 
 
-def _orders(layout: Layout) -> tuple[list[bool], list[bool], bool]:
+def _orders(layout):
     model, _ = build(layout, LAYERS)
     length = SEQ_LENGTH // layout.tp if layout.sequence_parallel else SEQ_LENGTH
     hidden = torch.ones(4, length, SHAPE.hidden_size, requires_grad=True)
@@ -57,7 +53,7 @@ def _orders(layout: Layout) -> tuple[list[bool], list[bool], bool]:
     return forward.hidden, backward.hidden, all(backward.in_place)
 
 
-def _watched(run: Callable[[], Any]) -> tuple[Any, Order]:
+def _watched(run):
     with Order() as order:
         result = run()
     assert not order._in_flight, "everything that was started is awaited"

@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 Row = Mapping[str, str]
 """One value, by name, of every family of knobs."""
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
-def pairs_of(row: Row) -> set[Pair]:
+def pairs_of(row):
     return set(itertools.combinations(row.items(), 2))
 
 
@@ -27,13 +26,7 @@ class Covering:
     it with neutral values for the rest.
     """
 
-    def __init__(
-        self,
-        cores: list[Row],
-        others: Mapping[str, Iterable[str]],
-        is_legal: Callable[[Row], bool],
-        cost: Callable[[Row], float],
-    ) -> None:
+    def __init__(self, cores, others, is_legal, cost):
         self.cores = cores
         self.others = {family: list(values) for family, values in others.items()}
         self.neutral = {family: values[0] for family, values in self.others.items()}
@@ -41,9 +34,9 @@ class Covering:
         self.cost = cost
 
     @functools.cached_property
-    def pairs(self) -> set[Pair]:
+    def pairs(self):
         """Every legal pair."""
-        found: set[Pair] = set()
+        found = set()
         single = [{family: value} for family, values in self.others.items() for value in values]
         double = [{**a, **b} for a, b in itertools.combinations(single, 2) if a.keys() != b.keys()]
         for choice in (*single, *double):
@@ -57,7 +50,7 @@ class Covering:
                     break
         return found
 
-    def search(self, *, seed: int, seconds: float) -> list[Row]:
+    def search(self, *, seed, seconds):
         """Rows that together hold every legal pair, at little cost: the longer the search, the less."""
         rows = self._legal_rows()
         numbers = {pair: i for i, pair in enumerate(sorted(self.pairs))}
@@ -65,7 +58,7 @@ class Covering:
         chosen = _Search(pairs, np.array([self.cost(row) for row in rows]), seed).run(seconds)
         return [rows[i] for i in chosen]
 
-    def _legal_rows(self) -> list[Row]:
+    def _legal_rows(self):
         choices = [dict(zip(self.others, values, strict=True)) for values in itertools.product(*self.others.values())]
         rows = ({**core, **choice} for core in self.cores for choice in choices)
         return [row for row in rows if self.is_legal(row)]
@@ -74,7 +67,7 @@ class Covering:
 class _Search:
     """Weighted set cover by ruin and recreate: some rows are taken out, and what is then missing is covered anew."""
 
-    def __init__(self, pairs: NDArray[np.int_], costs: NDArray[np.float64], seed: int) -> None:
+    def __init__(self, pairs, costs, seed):
         self._pairs = pairs
         """The pairs that each row holds."""
         self._costs = costs
@@ -83,7 +76,7 @@ class _Search:
         self._values = 1.0 / np.sqrt(np.bincount(pairs.ravel()))
         """Weight of a pair: what only few rows can cover counts more."""
 
-    def run(self, seconds: float) -> list[int]:
+    def run(self, seconds):
         end_s = time.monotonic() + seconds
         best = present = self._completed([])
         while time.monotonic() < end_s:
@@ -94,13 +87,13 @@ class _Search:
             best = min(best, present, key=self._total)
         return best
 
-    def _total(self, rows: list[int]) -> float:
+    def _total(self, rows):
         return float(self._costs[rows].sum())
 
-    def _times_covered(self, rows: list[int]) -> NDArray[np.int_]:
+    def _times_covered(self, rows):
         return np.bincount(self._pairs[rows].ravel(), minlength=self._num_pairs)
 
-    def _ruined(self, rows: list[int]) -> list[int]:
+    def _ruined(self, rows):
         """The rows without some, rather those that cost much for the pairs which only they hold."""
         alone = (self._times_covered(rows)[self._pairs[rows]] == 1).sum(axis=1) / self._costs[rows]
         weights = 1.0 / (alone + 0.3)
@@ -108,7 +101,7 @@ class _Search:
         out = set(self._rng.choice(rows, min(number, len(rows)), replace=False, p=weights / weights.sum()))
         return [row for row in rows if row not in out]
 
-    def _completed(self, rows: list[int]) -> list[int]:
+    def _completed(self, rows):
         """The rows with others added until nothing is missing, and without those that are then superfluous."""
         rows = list(rows)
         missing = self._times_covered(rows) == 0 if rows else np.ones(self._num_pairs, dtype=bool)

@@ -10,27 +10,13 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from tests.trials.pairwise import Covering, Row
+from tests.trials.pairwise import Covering
 from tests.trials.tiny import SHAPE, tiny_spec
 from tests.trials.tiny import WORKLOAD as TWO_LAYERS
 from trials.legality import violations
-from trials.spec import (
-    Counts,
-    Kernels,
-    Layout,
-    LossScale,
-    Offload,
-    Precision,
-    Protocol,
-    Recompute,
-    SelectiveRecompute,
-    TrialSpec,
-    Workload,
-)
+from trials.spec import Kernels, Layout, LossScale, Offload, Precision, Protocol, Recompute, SelectiveRecompute
 
 ROWS_FILE = Path(__file__).with_name("parity_rows.txt")
 
@@ -42,7 +28,7 @@ WIDE = dataclasses.replace(WORKLOAD, model=dataclasses.replace(SHAPE, num_layers
 """What 8-bit floats train: all sizes divide by 16, also on each of two tensor-parallel ranks."""
 THREE_STEPS = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
 
-PIPELINES: dict[str, dict[str, Any]] = {
+PIPELINES = {
     "flat": {},
     "gpipe": {"schedule": "gpipe", "stage_layers": ((1, 2),)},
     "gpipe-looped": {"schedule": "gpipe", "stage_layers": ((1, 1), (1, 0))},
@@ -50,7 +36,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "interleaved": {"schedule": "interleaved", "stage_layers": ((1, 1), (0, 1))},
     "zbv": {"schedule": "zbv", "stage_layers": ((1, 0), (1, 1))},
 }
-DATA_PARALLEL: dict[str, dict[str, Any]] = {
+DATA_PARALLEL = {
     "one": {},
     "ddp": {"dp_replicate": 2},
     "replicate": {"dp_replicate": 2, "replicate_with": "fsdp2"},
@@ -61,7 +47,7 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "zero3-last": {"dp_shard": 2, "zero_stage": 3, "gradient_reduction": "last"},
     "hsdp": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3},
 }
-TENSOR_PARALLEL: dict[str, dict[str, Any]] = {
+TENSOR_PARALLEL = {
     "whole": {},
     "tp": {"tp": 2},
     "tp-sp": {"tp": 2, "sequence_parallel": True},
@@ -69,17 +55,15 @@ TENSOR_PARALLEL: dict[str, dict[str, Any]] = {
     "local-sp": {"tp": 2, "tp_engine": "local", "sequence_parallel": True},
     "local-sp-copies": {"tp": 2, "tp_engine": "local", "sequence_parallel": True, "num_copies": 2},
 }
-CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
+CONTEXT_PARALLEL = {
     "sequence": {},
     "all-gather": {"cp": 2, "cp_method": "all_gather"},
     "ulysses": {"cp": 2, "cp_method": "ulysses"},
     "ring": {"cp": 2, "cp_method": "ring"},
-    "all-gather4": {"cp": 4, "cp_method": "all_gather"},
-    "ring4": {"cp": 4, "cp_method": "ring"},
 }
-EMBEDDING: dict[str, dict[str, Any]] = {"embedding": {}, "sharded-embedding": {"shard_embedding": True}}
+EMBEDDING = {"embedding": {}, "sharded-embedding": {"shard_embedding": True}}
 NUM_MICROBATCHES = {"m1": 1, "m2": 2, "m4": 4}
-LAYOUT_FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
+LAYOUT_FAMILIES = {
     "pp": PIPELINES,
     "dp": DATA_PARALLEL,
     "tp": TENSOR_PARALLEL,
@@ -88,18 +72,18 @@ LAYOUT_FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def up_to(limit: int, layout: Layout) -> Counts:
+def up_to(limit, layout):
     """The first ``limit`` layers of every chunk and stage."""
     present = layout.stage_layers or ((WORKLOAD.num_layers,),)
     return tuple(tuple(min(limit, n) for n in row) for row in present)
 
 
-def selective(layout: Layout) -> tuple[SelectiveRecompute, ...]:
+def selective(layout):
     patterns = (r"feed_forward\.mul", r".*norm\..*")
     return tuple(SelectiveRecompute(pattern=pattern, num_layers=up_to(2, layout)) for pattern in patterns)
 
 
-RECOMPUTES: dict[str, Callable[[Layout], Recompute]] = {
+RECOMPUTES = {
     "keep": lambda _: Recompute(),
     "full": lambda layout: Recompute(full=up_to(1, layout)),
     "selective": lambda layout: Recompute(selective=selective(layout)),
@@ -129,28 +113,22 @@ OFFLOADS = {
     "host-optimizer": Offload(optimizer=True),
     "host-both": Offload(activations=True, optimizer=True),
 }
-OTHERS: dict[str, Mapping[str, Any]] = {
-    "recompute": RECOMPUTES,
-    "precision": PRECISIONS,
-    "graph": GRAPHS,
-    "loss": LOSSES,
-    "offload": OFFLOADS,
-}
+OTHERS = {"recompute": RECOMPUTES, "precision": PRECISIONS, "graph": GRAPHS, "loss": LOSSES, "offload": OFFLOADS}
 
 
-def layout_of(row: Row) -> Layout:
-    options: dict[str, Any] = {}
+def layout_of(row):
+    options = {}
     for family, values in LAYOUT_FAMILIES.items():
         options |= values[row[family]]
     counts = options.get("stage_layers", ((),))
     return Layout(pp=max(1, len(counts[0])), num_virtual_stages=len(counts), **options)
 
 
-def workload_of(precision: Precision) -> Workload:
+def workload_of(precision):
     return WIDE if precision.level == "O1-fp8" else WORKLOAD
 
 
-def spec_of(row: Row) -> TrialSpec:
+def spec_of(row):
     layout, precision = layout_of(row), PRECISIONS[row["precision"]]
     spec = tiny_spec(
         layout,
@@ -164,7 +142,7 @@ def spec_of(row: Row) -> TrialSpec:
     return dataclasses.replace(spec, protocol=THREE_STEPS)
 
 
-def is_legal(row: Row, max_ranks_compiled: int = MAX_RANKS_COMPILED) -> bool:
+def is_legal(row, max_ranks_compiled=MAX_RANKS_COMPILED):
     if row["graph"] != "eager" and layout_of(row).world_size > max_ranks_compiled:
         return False
     rows_per_rank = WORKLOAD.global_batch_size // layout_of(row).dp
@@ -174,7 +152,7 @@ def is_legal(row: Row, max_ranks_compiled: int = MAX_RANKS_COMPILED) -> bool:
     return next(violations(spec.workload, spec.candidate), None) is None
 
 
-def cost(row: Row) -> float:
+def cost(row):
     """Roughly the CPU seconds of a trial."""
     is_split = row["tp"] != "whole"
     compile_s = 0.0 if row["graph"] == "eager" else 2.5 if is_split else 1.0
@@ -185,7 +163,7 @@ def cost(row: Row) -> float:
 
 
 @functools.cache
-def covering(max_ranks_compiled: int = MAX_RANKS_COMPILED) -> Covering:
+def covering(max_ranks_compiled=MAX_RANKS_COMPILED):
     neutral = {family: next(iter(values)) for family, values in OTHERS.items()}
     cores = []
     for values in itertools.product(*LAYOUT_FAMILIES.values(), NUM_MICROBATCHES):
@@ -198,11 +176,11 @@ def covering(max_ranks_compiled: int = MAX_RANKS_COMPILED) -> Covering:
 FAMILIES = (*LAYOUT_FAMILIES, "batches", *OTHERS)
 
 
-def read_rows() -> list[Row]:
+def read_rows():
     return [dict(zip(FAMILIES, line.split(), strict=True)) for line in ROWS_FILE.read_text("utf-8").splitlines()]
 
 
-def main(seconds: float) -> None:
+def main(seconds):
     rows = covering().search(seed=0, seconds=seconds)
     # Trials that are compiled come together, and so in few gangs: what is compiled first in a process takes longer.
     rows.sort(key=lambda row: [row[family] for family in reversed(FAMILIES)])

@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import traceback
 import warnings
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 from benchmarks.runner.gang import gang, receive
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: Any, timeout_s: float = 120) -> list:
+def run_ranks(function, world_size, folder, *args, timeout_s=120):
     """What ``function(*args)`` gives on every rank; it must be importable and its results picklable.
 
     Raises:
@@ -28,7 +24,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args
     return results
 
 
-def _main(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(pipe, function, args):
     import torch.distributed as dist
 
     warnings.simplefilter("error")

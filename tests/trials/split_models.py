@@ -6,12 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -23,14 +21,14 @@ from trials.parallel.mesh import ShardMap, init_parameters, plain_name
 from trials.parallel.tensor import apply_copies, apply_tensor_parallel
 from trials.recompute import apply_recompute
 from trials.sizes import Chunk
-from trials.spec import Layout, LlamaModel, Recompute, SelectiveRecompute
+from trials.spec import Recompute, SelectiveRecompute
 
 WHOLE = Chunk(chunk=0, stage=0, virtual_stage=0, layer_ids=tuple(range(SHAPE.num_layers)), is_first=True, is_last=True)
 SEQ_LENGTH = 16
 CPU = torch.device("cpu")
 
 
-def build(layout: Layout, chunk: Chunk = WHOLE, shape: LlamaModel = SHAPE, **options: Any) -> tuple[Llama, ShardMap]:
+def build(layout, chunk=WHOLE, shape=SHAPE, **options):
     """The model split over tp and cp as :mod:`trials.training.loop` does it, with its start values."""
     with torch.device("meta"):
         model = Llama(shape, options.get("seq_length", SEQ_LENGTH), chunk)
@@ -63,13 +61,13 @@ def build(layout: Layout, chunk: Chunk = WHOLE, shape: LlamaModel = SHAPE, **opt
     return model, shard_map
 
 
-def tokens(num_sequences: int = 4) -> tuple[Tensor, Tensor]:
+def tokens(num_sequences=4):
     generator = torch.Generator().manual_seed(5)
     drawn = torch.randint(SHAPE.vocab_size, (num_sequences, SEQ_LENGTH + 1), generator=generator)
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def loss_and_gradients(layout: Layout, autocast: bool = False, **options: Any) -> tuple[float, dict[str, Tensor]]:
+def loss_and_gradients(layout, autocast=False, **options):
     """Gradients of the whole model, put together from what this rank and its peers hold."""
     rows = tokens(options.get("num_sequences", 4))
     model, shard_map = build(layout, autocast=autocast, **options)
@@ -88,7 +86,7 @@ def loss_and_gradients(layout: Layout, autocast: bool = False, **options: Any) -
     return total.item() / layout.tp, grads
 
 
-def _whole(name: str, grad: Tensor, layout: Layout, shard_map: ShardMap) -> Tensor:
+def _whole(name, grad, layout, shard_map):
     """Sum over context-parallel ranks and, where partial, over tensor-parallel ones; shards side by side."""
     if isinstance(grad, DTensor):
         grad = grad.full_tensor()
@@ -106,7 +104,7 @@ def _whole(name: str, grad: Tensor, layout: Layout, shard_map: ShardMap) -> Tens
 Result = tuple[float, dict[str, numpy.ndarray]]
 
 
-def many(cases: list[tuple[Layout, dict[str, Any]]]) -> list[Result]:
+def many(cases):
     """One case after the other in the same gang; results of rank 0, none from the others."""
     results = []
     for layout, options in cases:
@@ -115,7 +113,7 @@ def many(cases: list[tuple[Layout, dict[str, Any]]]) -> list[Result]:
     return results if dist.get_rank() == 0 else []
 
 
-def differences(result: Result, wanted: Result) -> tuple[float, float]:
+def differences(result, wanted):
     """Difference of the losses, and the largest of any gradient relative to the largest element of that gradient."""
     assert result[1].keys() == wanted[1].keys()
     grads = [abs(result[1][name] - grad).max() / abs(grad).max() for name, grad in wanted[1].items()]

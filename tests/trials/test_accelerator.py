@@ -1,31 +1,42 @@
-"""Devices: kinds, health on NVML's interface, memory outside the allocator, and what a rank does with its device."""
+"""Devices: kinds, health on NVML's interface, memory outside the allocator, what a rank does with its device; NPUs.
+
+NPUs are a stand-in of torch_npu (``tests/support/ascend``): torch's own kind of device for extensions, whose memory is
+the host's. What an Ascend does is not tested here; what trials ask of the package is."""
 
 # ruff: noqa: N802  # names are NVML's
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pynvml
 import pytest
 import torch
 
+from cluster.hardware.discovery import discover_node
+from cluster.local import LocalCluster
 from orchestrator.errors import ConfigError
 from orchestrator.planning import dry_runs
+from tests.cluster import vendors
+from tests.cluster.gangs import run as run_npu
+from tests.support import ROOT
 from tests.trials.tiny import tiny_spec
 from trials import kernels
 from trials.accelerator import device, kinds
 from trials.accelerator import device as accelerator
 from trials.accelerator.device import collectives_of, is_host, kind_of, mark, open_device, seconds_between
-from trials.accelerator.kinds import FAMILIES, HealthSample, HealthWatch, sample, without_devices
+from trials.accelerator.kinds import FAMILIES, HealthWatch, sample, without_devices
 from trials.dryrun.estimate import DryRunRequest
 from trials.failure import classify
 from trials.files import from_json, to_json
-from trials.outcome import Phase, RankReport
+from trials.outcome import GangLost, Measured, RankReport
 from trials.reports import (
     THROTTLED_BY,
     DeviceHealth,
@@ -37,11 +48,13 @@ from trials.reports import (
     with_throttling,
     worst_memory,
 )
-from trials.spec import Kernels, Layout, TrialSpec
+from trials.spec import Kernels, Layout
 from trials.training import measure
 from trials.training import measure as device_memory
 from trials.training.measure import DEFAULT_SETTINGS, MemoryLimit, RankDevice, set_up_allocator
 from trials.worker import run_rank
+
+# names are NVML's
 
 
 @pytest.mark.parametrize(
@@ -101,30 +114,30 @@ class Driver(ModuleType):
     NVML_MEMORY_ERROR_TYPE_CORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("pynvml")
         self.num_looks = 0
         self.is_open = False
         self.opened, self.asked = threading.Event(), threading.Event()
 
-    def nvmlInit(self) -> None:
+    def nvmlInit(self):
         self.is_open = True
         self.opened.set()
 
-    def nvmlShutdown(self) -> None:
+    def nvmlShutdown(self):
         self.is_open = False
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+    def nvmlDeviceGetHandleByUUID(self, uuid):
         if uuid not in (UUID, SLICE):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return "handle" if uuid == UUID else "slice"
 
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: str) -> str:
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle):
         if handle != "slice":
             raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return "handle"
 
-    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
+    def nvmlDeviceGetClockInfo(self, handle, kind):
         if handle != "handle":
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         assert self.is_open
@@ -132,33 +145,33 @@ class Driver(ModuleType):
         self.asked.set()
         return 2619 if kind == self.NVML_CLOCK_MEM else (1980 if self.num_looks == 1 else 1200)
 
-    def nvmlDeviceGetMaxClockInfo(self, _handle: str, _kind: int) -> int:
+    def nvmlDeviceGetMaxClockInfo(self, _handle, _kind):
         return 1980
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, _handle: str) -> int:
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, _handle):
         return POWER_CAP if self.num_looks == 1 else POWER_CAP | THERMAL
 
-    def nvmlDeviceGetTemperature(self, _handle: str, _kind: int) -> int:
+    def nvmlDeviceGetTemperature(self, _handle, _kind):
         return 60 if self.num_looks == 1 else 89
 
-    def nvmlDeviceGetPowerUsage(self, _handle: str) -> int:
+    def nvmlDeviceGetPowerUsage(self, _handle):
         return 700_000
 
-    def nvmlDeviceGetEnforcedPowerLimit(self, _handle: str) -> int:
+    def nvmlDeviceGetEnforcedPowerLimit(self, _handle):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    def nvmlDeviceGetTotalEccErrors(self, _handle: str, kind: int, _counter: int) -> int:
+    def nvmlDeviceGetTotalEccErrors(self, _handle, kind, _counter):
         return 7 if kind == self.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else 10 + self.num_looks
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch):
     found = Driver()
     monkeypatch.setitem(sys.modules, "pynvml", found)
     return found
 
 
-def watched(uuid: str | None, driver: Driver | None = None, **options: Any) -> tuple[HealthSample, ...]:
+def watched(uuid, driver=None, **options):
     watch = HealthWatch(uuid, **options)
     watch.begin()
     if driver is not None:
@@ -166,7 +179,7 @@ def watched(uuid: str | None, driver: Driver | None = None, **options: Any) -> t
     return watch.end()
 
 
-def test_a_device_that_got_hot_is_told_with_its_figures(driver: Driver) -> None:
+def test_a_device_that_got_hot_is_told_with_its_figures(driver):
     """Between beginning and end there are two samples at least; the thread sleeps in between."""
     samples = watched(UUID, driver, period_s=60.0)
     assert not driver.is_open
@@ -188,7 +201,7 @@ def test_a_device_that_got_hot_is_told_with_its_figures(driver: Driver) -> None:
     )
 
 
-def test_a_slice_has_the_clocks_of_its_gpu(driver: Driver) -> None:
+def test_a_slice_has_the_clocks_of_its_gpu(driver):
     (found,) = device_health(0, watched(SLICE, driver, period_s=60.0))
     assert (found.num_samples, found.lowest_sm_clock_mhz, found.throttled_by) == (2, 1200, ("sw_thermal",))
 
@@ -203,9 +216,7 @@ def test_a_slice_has_the_clocks_of_its_gpu(driver: Driver) -> None:
         (None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0, f"MIG-{UUID[4:]}"),
     ],
 )
-def test_a_slice_is_called_as_nvml_calls_it(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, name: str, index: int, expected: str
-) -> None:
+def test_a_slice_is_called_as_nvml_calls_it(monkeypatch, visible, name, index, expected):
     """torch gives the digits alone; with the prefix of whole GPUs NVML would know no such device, and tell nothing."""
     module = SimpleNamespace(
         get_device_properties=lambda _: SimpleNamespace(uuid=UUID[4:]), get_device_name=lambda _: name
@@ -217,7 +228,7 @@ def test_a_slice_is_called_as_nvml_calls_it(
     assert device.device_uuid(torch.device("cuda", index)) == expected
 
 
-def test_reasons_for_lowered_clocks_are_nvmls_bits() -> None:
+def test_reasons_for_lowered_clocks_are_nvmls_bits():
     bits = {
         "hw_slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
         "sw_thermal": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
@@ -230,7 +241,7 @@ def test_reasons_for_lowered_clocks_are_nvmls_bits() -> None:
     assert reasons_in(normal) == () and reasons_in(pynvml.nvmlClocksThrottleReasonAll) == tuple(THROTTLED_BY)
 
 
-def test_nobody_waits_for_a_driver_that_does_not_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_driver_that_does_not_answer(driver, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr("trials.accelerator.kinds._PATIENCE_S", 0.1)
     monkeypatch.setattr(driver, "nvmlDeviceGetTemperature", lambda *_: never.wait(60.0), raising=False)
@@ -241,12 +252,12 @@ def test_nobody_waits_for_a_driver_that_does_not_answer(driver: Driver, monkeypa
 
 
 @pytest.mark.parametrize("uuid", [None, "GPU-of-somebody-else"])
-def test_what_nvml_does_not_know_is_no_error(driver: Driver, uuid: str | None) -> None:
+def test_what_nvml_does_not_know_is_no_error(driver, uuid):
     del driver
     assert watched(uuid) == ()
 
 
-def test_the_package_without_a_driver_tells_nothing() -> None:
+def test_the_package_without_a_driver_tells_nothing():
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -258,7 +269,7 @@ def test_the_package_without_a_driver_tells_nothing() -> None:
     assert not missing, "the stand-in has what the package lacks"
 
 
-def test_a_throttled_device_disturbs_its_node() -> None:
+def test_a_throttled_device_disturbs_its_node():
     seen = Disturbance(node="a", seconds=9.0, foreign_cpu=0.01, lowest_clock=0.9)
     hot = DeviceHealth(
         rank=1, num_samples=2, throttled_by=("hw_thermal",), lowest_sm_clock_mhz=600, max_sm_clock_mhz=1200
@@ -281,31 +292,31 @@ class Memory(SimpleNamespace):
     free, reserved, total = 49 * GIB, 30 * GIB, 80 * GIB
     allowed: float = 0.0
 
-    def mem_get_info(self, _device: torch.device) -> tuple[int, int]:
+    def mem_get_info(self, _device):
         return self.free, self.total
 
-    def memory_reserved(self, _device: torch.device) -> int:
+    def memory_reserved(self, _device):
         return self.reserved
 
-    def memory_stats(self, _device: torch.device) -> dict[str, int]:
+    def memory_stats(self, _device):
         return {"num_alloc_retries": 3, "num_ooms": 1}
 
-    def get_device_properties(self, _device: torch.device) -> SimpleNamespace:
+    def get_device_properties(self, _device):
         return SimpleNamespace(total_memory=self.total)
 
-    def set_per_process_memory_fraction(self, fraction: float, _device: torch.device) -> None:
+    def set_per_process_memory_fraction(self, fraction, _device):
         self.allowed = fraction * self.total
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+def memory(monkeypatch):
     found = Memory()
     for module in (accelerator, device_memory):
         monkeypatch.setattr(module, "module_of", lambda _: found)
     return found
 
 
-def test_what_lies_outside_the_allocator_is_told(memory: Memory) -> None:
+def test_what_lies_outside_the_allocator_is_told(memory):
     del memory
     assert device_memory.device_memory(DEVICE, "x:y") == DeviceMemory(
         total_bytes=80 * GIB, outside_bytes=GIB, num_retries=3, num_ooms=1, settings="x:y"
@@ -313,7 +324,7 @@ def test_what_lies_outside_the_allocator_is_told(memory: Memory) -> None:
     assert device_memory.device_memory(torch.device("cpu"), "") is None
 
 
-def test_a_limit_counts_what_lies_outside_the_allocator(memory: Memory) -> None:
+def test_a_limit_counts_what_lies_outside_the_allocator(memory):
     """Also what communicators took in the first step."""
     limit = MemoryLimit(DEVICE, 40 * GIB)
     assert memory.allowed == pytest.approx(39 * GIB)
@@ -323,8 +334,8 @@ def test_a_limit_counts_what_lies_outside_the_allocator(memory: Memory) -> None:
     assert memory.allowed == pytest.approx(37 * GIB)
 
 
-def test_segments_grow_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_segments_grow_unless_the_user_says_otherwise(monkeypatch):
+    told = []
     monkeypatch.setattr(device_memory, "_configure", told.append)
     assert set_up_allocator(torch.device("cpu"), {}) == "" and not told
     monkeypatch.setattr(device_memory, "kind_of", lambda _: "cuda")
@@ -335,7 +346,7 @@ def test_segments_grow_unless_the_user_says_otherwise(monkeypatch: pytest.Monkey
     assert set_up_allocator(DEVICE, {"PYTORCH_CUDA_ALLOC_CONF": other}) == other
     assert told == [DEFAULT_SETTINGS, own]  # the backend was chosen when torch was imported
 
-    def refuse(*_args: object, **_options: object) -> None:
+    def refuse(*_args, **_options):
         raise RuntimeError("operation not supported")
 
     monkeypatch.setattr(torch, "empty", refuse)
@@ -343,7 +354,7 @@ def test_segments_grow_unless_the_user_says_otherwise(monkeypatch: pytest.Monkey
     assert told[-1] == "expandable_segments:False"
 
 
-def test_a_gang_is_told_by_its_worst_rank() -> None:
+def test_a_gang_is_told_by_its_worst_rank():
     one = DeviceMemory(total_bytes=9, outside_bytes=2, num_retries=0, settings="s")
     other = DeviceMemory(total_bytes=8, outside_bytes=1, num_retries=4)
     assert worst_memory([None, one, other]) == DeviceMemory(total_bytes=8, outside_bytes=2, num_retries=4, settings="s")
@@ -351,24 +362,23 @@ def test_a_gang_is_told_by_its_worst_rank() -> None:
 
 
 @pytest.fixture
-def own_driver(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
+def own_driver(driver, monkeypatch):
     """NVML, to which this process's device is known."""
     monkeypatch.setattr(measure, "device_uuid", lambda _: UUID)
     return driver
 
 
-def ignore(phase: Phase, **_: Any) -> None:
+def ignore(phase, **_):
     del phase
 
 
-def run(spec: TrialSpec) -> RankReport:
-    report: RankReport = from_json(RankReport, run_rank(to_json(spec), ignore))
-    return report
+def run(spec):
+    return from_json(RankReport, run_rank(to_json(spec), ignore))
 
 
-def test_health_is_made_ready_in_the_warm_up_and_looked_at_while_measuring(own_driver: Driver) -> None:
+def test_health_is_made_ready_in_the_warm_up_and_looked_at_while_measuring(own_driver):
     """The package's import and NVML's start would lie in the first measured steps."""
-    told: list[str] = []
+    told = []
     own = RankDevice(tiny_spec(), torch.device("cpu"))
     tell = own.watched(lambda phase, **_: told.append(phase))
     tell("starting")
@@ -383,14 +393,14 @@ def test_health_is_made_ready_in_the_warm_up_and_looked_at_while_measuring(own_d
     assert own.memory() is None, "cores have no memory of their own"
 
 
-def test_a_rank_that_never_measured_has_nothing_to_tell_of_its_device(own_driver: Driver) -> None:
+def test_a_rank_that_never_measured_has_nothing_to_tell_of_its_device(own_driver):
     own = RankDevice(tiny_spec(), torch.device("cpu"))
     own.watched(ignore)("warmup")
     assert own_driver.opened.wait(30.0)
     assert own.health(0) == ()
 
 
-def test_what_was_seen_is_in_the_ranks_report(own_driver: Driver) -> None:
+def test_what_was_seen_is_in_the_ranks_report(own_driver):
     report = run(tiny_spec())
     (health,) = report.findings.devices
     assert health.rank == 0 and health.num_samples == own_driver.num_looks >= 1
@@ -398,14 +408,14 @@ def test_what_was_seen_is_in_the_ranks_report(own_driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "math"])
-def test_the_allocator_is_set_up_before_a_kernel_is_tried(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
+def test_the_allocator_is_set_up_before_a_kernel_is_tried(monkeypatch, kernel):
     """Both are what trials do, in the order of their calls."""
-    calls: list[str] = []
+    calls = []
 
-    def kept(module: Any, name: str) -> None:
+    def kept(module, name):
         function = getattr(module, name)
 
-        def keep(*args: Any) -> Any:
+        def keep(*args):
             calls.append(name)
             return function(*args)
 
@@ -417,3 +427,55 @@ def test_the_allocator_is_set_up_before_a_kernel_is_tried(monkeypatch: pytest.Mo
     assert len(run(tiny_spec(kernels=Kernels(attention=kernel))).losses) == 5
     assert calls[0] == "set_up_allocator" and calls[-1] == "MemoryLimit"
     assert ("_runs_attention" in calls) == (kernel == "math")
+
+
+STAND_IN = ROOT / "tests/support/ascend"
+
+
+def train(tmp_path, spec):
+    """Report of the only rank, and what it asked of the device."""
+    (tmp_path / "spec.json").write_text(json.dumps(to_json(spec)))
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{STAND_IN}"}
+    command = [sys.executable, STAND_IN / "train.py", tmp_path / "spec.json", tmp_path / "answer.json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    return from_json(RankReport, answer["report"]), answer["calls"]
+
+
+@pytest.mark.slow
+def test_a_trial_runs_on_the_device_as_on_cores(tmp_path):
+    spec = tiny_spec(num_microbatches=2)
+    report, calls = train(tmp_path, replace(spec, device="npu", memory_limit_bytes=32 << 30))
+    cores, none = train(tmp_path, spec)
+    assert none == []
+    assert report.losses == pytest.approx(cores.losses, abs=1e-6)
+    assert report.grad_norms == pytest.approx(cores.grad_norms, rel=1e-5)
+    names = [call[0] for call in calls]
+    assert calls[0] == ["set_device", "npu:0"], "before anything is allocated"
+    assert ["set_per_process_memory_fraction", (32 - 4) / 64, "npu:0"] in calls, "what others hold is not ours"
+    assert {"Event", "stream", "wait_stream", "record_stream", "reset_peak_memory_stats"} <= set(names)
+    assert report.peak_allocated_bytes > 0
+    assert report.device_memory is not None
+    assert (report.device_memory.total_bytes, report.device_memory.settings) == (64 << 30, "")
+    assert report.device_memory.outside_bytes <= 4 << 30
+    assert names.count("set_per_process_memory_fraction") == 2, "again when communicators have been made"
+    assert report.findings.devices == (), "NVML knows no NPU"
+    assert report.breakdown.backward_s > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_node_with_npus_runs_gangs_on_free_ones(tmp_path, monkeypatch):
+    vendors.install(tmp_path, monkeypatch, npu_smi=vendors.ASCEND)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{STAND_IN}")
+    node = discover_node(name="ascend", device="npu")
+    spec = to_json(replace(tiny_spec(num_microbatches=2), device="npu"))
+    with LocalCluster(tmp_path / "work", node) as cluster:
+        free, used = cluster.topology.devices
+        end = run_npu(cluster, "trials.worker:run_rank", spec=spec, on=(free,))
+        busy = run_npu(cluster, "trials.worker:run_rank", spec=spec, on=(used,))
+    assert isinstance(end.outcome, Measured), end.outcome
+    assert len(end.outcome.measurement.losses) == 5
+    assert isinstance(busy.outcome, GangLost)
+    assert "NPU 1 has 46455 MiB in use" in busy.outcome.evidence.message

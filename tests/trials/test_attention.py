@@ -1,26 +1,32 @@
-"""Which attention kernel is taken where, and attention put together from parts of the keys."""
+"""Which attention kernel is taken where, attention put together from parts of the keys, and context parallelism."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.trials.tiny import tiny_spec
+from tests.trials.ranks import run_ranks
+from tests.trials.split_models import differences, many
+from tests.trials.tiny import SHAPE, tiny_spec
 from trials.attention import Back, Merged, Parts, add_part, attend, attend_backward, packed, plan_attention, plus_packed
 from trials.dryrun.estimate import DryRunRequest
 from trials.dryrun.tracker import fake_process_group
 from trials.kernels import attention_plan
-from trials.parallel.context import GatheredAttention, RingAttention
+from trials.models.built_in import rotary_table
+from trials.parallel.context import GatheredAttention, RingAttention, by_holder, in_order, split_sequence
 from trials.parallel.mesh import Group
-from trials.spec import Kernels, LlamaModel, Precision
+from trials.spec import Kernels, Layout, LlamaModel, Precision
 
 GROUPED = LlamaModel(hidden_size=512, num_layers=1, num_heads=8, num_kv_heads=2, ffn_hidden_size=512)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -41,9 +47,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
         ("npu", BF16, "auto", "math", True),
     ],
 )
-def test_grouped_queries_take_no_kernel_that_holds_all_scores(
-    device: Any, dtype: torch.dtype, wanted: Any, kernel: str, expands: bool
-) -> None:
+def test_grouped_queries_take_no_kernel_that_holds_all_scores(device, dtype, wanted, kernel, expands):
     plan = plan_attention(GROUPED, wanted, dtype, device)
     assert (plan.kernel, plan.expands) == (kernel, expands)
 
@@ -58,15 +62,15 @@ def test_grouped_queries_take_no_kernel_that_holds_all_scores(
         (4, FP32, (9, 0), "efficient"),
     ],
 )
-def test_cuda_kernels_have_their_limits(head_size: int, dtype: torch.dtype, capability: Any, kernel: str) -> None:
+def test_cuda_kernels_have_their_limits(head_size, dtype, capability, kernel):
     model = LlamaModel(hidden_size=8 * head_size, num_layers=1, num_heads=8, num_kv_heads=8, ffn_hidden_size=64)
     assert plan_attention(model, "auto", dtype, "cuda", capability).kernel == kernel
 
 
-def test_the_number_format_is_that_of_the_attention_operator() -> None:
+def test_the_number_format_is_that_of_the_attention_operator():
     """A dry run plans for the device that is meant, on the one it has; a list may keep attention in fp32."""
 
-    def planned(**precision: Any) -> tuple[torch.dtype, str]:
+    def planned(**precision):
         spec = tiny_spec(precision=Precision(level="O1", dtype="bfloat16", **precision), kernels=Kernels())
         request = DryRunRequest(spec=dataclasses.replace(spec, device="cuda"), rank=0)
         model = request.spec.workload.model
@@ -82,7 +86,7 @@ def test_the_number_format_is_that_of_the_attention_operator() -> None:
 CP = 4
 
 
-def drawn(num_positions: int, dtype: torch.dtype, num_kv_heads: int = 2) -> list[Tensor]:
+def drawn(num_positions, dtype, num_kv_heads=2):
     """Queries, keys, values and the output's gradient."""
     generator = torch.Generator().manual_seed(1)
     heads = (4, num_kv_heads, num_kv_heads, 4)
@@ -91,7 +95,7 @@ def drawn(num_positions: int, dtype: torch.dtype, num_kv_heads: int = 2) -> list
 
 @pytest.mark.parametrize("kernel", ["flash", "math"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_parts_of_the_keys_add_up(kernel: Any, dtype: torch.dtype, tolerance: float) -> None:
+def test_parts_of_the_keys_add_up(kernel, dtype, tolerance):
     """Queries attend to themselves, to a part that all of them see, and to one that only the later half sees."""
     q, *keys_values, grad = drawn(40, dtype)
     (own_k, seen_k, late_k), (own_v, seen_v, late_v) = (
@@ -127,7 +131,7 @@ def test_parts_of_the_keys_add_up(kernel: Any, dtype: torch.dtype, tolerance: fl
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("num_positions", [40, 64])
-def test_kernels_of_devices_are_called_as_their_operators_are_declared(kernel: Any, num_positions: int) -> None:
+def test_kernels_of_devices_are_called_as_their_operators_are_declared(kernel, num_positions):
     """On tensors without storage: arguments, their order, and shapes, of which the efficient kernel pads one."""
     q, k, v, grad = (t.to("meta") for t in drawn(num_positions, torch.bfloat16, num_kv_heads=4))
     out, lse, seeds = attend(kernel, q, k[:, :, :8], v[:, :, :8], causal=False)
@@ -139,11 +143,11 @@ def test_kernels_of_devices_are_called_as_their_operators_are_declared(kernel: A
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that an operator made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_elements = 0
 
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
         made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.num_elements = max([self.num_elements, *made])
@@ -152,11 +156,11 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("function", "held"), [(GatheredAttention, CP), (RingAttention, 1)])
 @pytest.mark.parametrize("rank", [0, CP - 1])
-def test_nothing_is_larger_than_the_keys_and_values_held(function: Any, held: int, rank: int) -> None:
+def test_nothing_is_larger_than_the_keys_and_values_held(function, held, rank):
     """No mask, no scores, no copies of keys and values for every query head; the scores of one rank are 64 times 256
     elements for every head."""
     with fake_process_group(rank, CP):
-        group = Group(name=torch.distributed.group.WORLD.group_name, size=CP, rank=rank)  # type: ignore[union-attr]
+        group = Group(name=torch.distributed.group.WORLD.group_name, size=CP, rank=rank)
         q, k, v = (torch.randn(1, heads, 64, 8, requires_grad=True) for heads in (2, 1, 1))
         with Largest() as largest:
             out = function.apply(q, k, v, Parts("flash", repeats=False), group)
@@ -167,13 +171,13 @@ def test_nothing_is_larger_than_the_keys_and_values_held(function: Any, held: in
 class Launches(TorchDispatchMode):
     """Collectives started and awaited, and attention, in order; and whether that reads what was received itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
-        self.reads_received: list[bool] = []
-        self._received: set[int] = set()
+        self.names = []
+        self.reads_received = []
+        self._received = set()
 
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
         name = func.overloadpacket.__name__
         if func.namespace == "_c10d_functional":
@@ -203,15 +207,13 @@ RING_BACKWARD = ["turn", "attend", *TURN, "turn", *TURN, "wait", "turn", "wait",
     ("function", "forward", "backward"),
     [(GatheredAttention, GATHERED, [*GATHERED, "scatter", "wait"]), (RingAttention, RING_FORWARD, RING_BACKWARD)],
 )
-def test_keys_and_values_travel_while_others_are_attended_to(
-    function: Any, forward: list[str], backward: list[str]
-) -> None:
+def test_keys_and_values_travel_while_others_are_attended_to(function, forward, backward):
     """The gather, or the next turn of the ring, is started before attention to what is here, and awaited after it, in
     both passes; round the ring, sums of gradients too travel while the next keys are attended to. Attention reads keys
     and values where they arrived, of several ranks as of one."""
     rank = CP - 2
     with fake_process_group(rank, CP):
-        group = Group(name=torch.distributed.group.WORLD.group_name, size=CP, rank=rank)  # type: ignore[union-attr]
+        group = Group(name=torch.distributed.group.WORLD.group_name, size=CP, rank=rank)
         q, k, v = (torch.randn(1, heads, 64, 8, requires_grad=True) for heads in (2, 2, 2))
         with Launches() as launches:
             out = function.apply(q, k, v, Parts("flash", repeats=False), group)
@@ -220,3 +222,66 @@ def test_keys_and_values_travel_while_others_are_attended_to(
     assert launches.names == forward and back.names == backward
     for one in (launches, back):
         assert one.reads_received == [False, *[True] * (one.names.count("attend") - 1)], "the first are its own"
+
+
+ULYSSES, RING = (Layout(cp=2, cp_method=method) for method in ("ulysses", "ring"))
+ALL_HEADS = {"shape": dataclasses.replace(SHAPE, num_kv_heads=4)}
+LOCAL_SP = {"tp": 2, "tp_engine": "local", "sequence_parallel": True}
+CASES = {
+    2: {
+        "all_gather": (Layout(cp=2), {}),
+        "ulysses": (ULYSSES, {}),
+        "ring": (RING, {}),
+        "ring-math": (RING, {"attention": "math"}),
+        "ring-selective": (RING, {"selective": r"attention\.scaled_dot_product_attention"}),
+        "all_gather-math": (Layout(cp=2), {"attention": "math"}),
+        "all_gather-expanded": (Layout(cp=2), {"expands": True}),
+        "ulysses-expanded": (ULYSSES, {"expands": True}),
+        "ring-expanded": (RING, {"expands": True}),
+    },
+    4: {
+        "all_gather4": (Layout(cp=4), {}),
+        "ring4": (dataclasses.replace(RING, cp=4), {}),
+        "ring-copies-recompute": (Layout(cp=2, cp_method="ring", num_copies=2, **LOCAL_SP), {"recompute": True}),
+        "ulysses4-all-heads": (dataclasses.replace(ULYSSES, cp=4), ALL_HEADS),
+        "ulysses-local-sp-all-heads": (Layout(cp=2, cp_method="ulysses", **LOCAL_SP), ALL_HEADS),
+    },
+}
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))
+def test_the_parts_of_all_ranks_make_the_sequence(cp, piece, num_sequences):
+    length = 2 * cp * piece
+    tokens = torch.arange(num_sequences * length).view(num_sequences, length)
+    parts = [split_sequence(tokens, index, cp) for index in range(cp)]
+    assert {part.shape for part in parts} == {(num_sequences, length // cp)}
+    whole = in_order(torch.stack(parts)[..., None])
+    assert torch.equal(whole[..., 0], tokens)
+    assert torch.equal(by_holder(whole, cp)[..., 0], torch.stack(parts))
+
+
+def test_every_rank_attends_to_the_same_number_of_keys():
+    num_keys = torch.arange(1, 33)[None]
+    assert {int(split_sequence(num_keys, index, 4).sum()) for index in range(4)} == {int(num_keys.sum()) // 4}
+
+
+def test_rotary_positions_are_those_of_the_part():
+    table = rotary_table(16, 8, 1e4)
+    assert torch.equal(split_sequence(table, 1, 2), torch.cat([table[:, 4:8], table[:, 8:12]], dim=1))
+
+
+@functools.cache
+def results(world_size):
+    cases = {"one": (Layout(), {}), "one-all-heads": (Layout(), ALL_HEADS)} if world_size == 1 else CASES[world_size]
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(zip(cases, run_ranks(many, world_size, Path(folder), list(cases.values()))[0], strict=True))
+
+
+@pytest.mark.representative("2-all_gather", "2-ulysses", "2-ring")
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])
+def test_loss_and_gradients_are_those_of_one_process(world_size, name):
+    reference = results(1)["one-all-heads" if name.endswith("all-heads") else "one"]
+    loss, grads = differences(results(world_size)[name], reference)
+    assert loss <= 2e-6 and grads <= 1e-5, (loss, grads)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +17,7 @@ from trials.training.optimizer import HostAdamW, LocalAdamW
 HELD_BY_ALL, HELD_BY_HALF = Kind(torch.float32, 2, False), Kind(torch.float32, 1, False)
 
 
-def test_buckets_fill_from_the_last_parameter_on_and_come_in_the_order_in_which_they_are_full() -> None:
+def test_buckets_fill_from_the_last_parameter_on_and_come_in_the_order_in_which_they_are_full():
     """Sizes of 40 bytes: the norms' bucket is open until the first parameter, so all others come before it."""
     norms, weights = ([nn.Parameter(torch.zeros(10)) for _ in range(3)] for _ in range(2))
     kinds = {}
@@ -34,25 +31,24 @@ def test_buckets_fill_from_the_last_parameter_on_and_come_in_the_order_in_which_
 
 
 @pytest.fixture
-def peers() -> Iterator[Peers]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield Peers(dist.group.WORLD, None)  # type: ignore[arg-type]
+def peers():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Peers(dist.group.WORLD, None)
     dist.destroy_process_group()
 
 
 class Picture(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 5, 3)
         self.unused = nn.Linear(3, 3)
         self.head = nn.Linear(5, 7)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.conv(x).mean(dim=(2, 3)))
-        return found
+    def forward(self, x):
+        return self.head(self.conv(x).mean(dim=(2, 3)))
 
 
-def test_trains_as_without_buckets_whatever_the_memory_format_and_what_is_not_used(peers: Peers) -> None:
+def test_trains_as_without_buckets_whatever_the_memory_format_and_what_is_not_used(peers):
     torch.manual_seed(0)
     plain, model = Picture(), Picture()
     model.load_state_dict(plain.state_dict())
@@ -80,13 +76,13 @@ def test_trains_as_without_buckets_whatever_the_memory_format_and_what_is_not_us
     assert bucket.values().numel() >= sum(parameter.numel() for parameter in plain.parameters())
 
 
-def test_gradients_are_reduced_while_the_backward_pass_runs(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_reduced_while_the_backward_pass_runs(peers, monkeypatch):
     monkeypatch.setattr("trials.parallel.data_parallel.BUCKET_BYTES", 1)
     monkeypatch.setattr("trials.parallel.data_parallel.SLICE_BYTES", 1)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     kinds = {parameter: Kind(torch.float32, 1, False) for parameter in model.parameters()}
     replica = BucketedReplica(model, kinds, peers, torch.device("cpu"))
-    begun: list[int] = []
+    begun = []
     x = torch.randn(2, 4)
     hidden = model[0](x)
     hidden.register_hook(lambda _: begun.append(replica._num_reduced))
@@ -103,7 +99,7 @@ SCATTER, REDUCE = "_reduce_scatter_base_.default", "allreduce_.default"
 class Training:
     """Four layers with a bucket each, whose states have replicas, on a device with streams."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, group: Any, dtype: torch.dtype, *, on_host: bool) -> None:
+    def __init__(self, monkeypatch, group, dtype, *, on_host):
         monkeypatch.setattr(data_parallel, "BUCKET_BYTES", 1)
         monkeypatch.setattr(data_parallel, "SLICE_BYTES", 1)
         monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 64)
@@ -120,7 +116,7 @@ class Training:
         self.optimizer = HostAdamW(held, CPU) if on_host else LocalAdamW(held)
         self._dtype = dtype
 
-    def run(self, num_steps: int) -> None:
+    def run(self, num_steps):
         with self.watch:
             for _ in range(num_steps):
                 for i in range(2):
@@ -132,17 +128,15 @@ class Training:
 
 
 @pytest.fixture
-def group() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_bucket_is_touched_before_its_time(
-    monkeypatch: pytest.MonkeyPatch, group: Any, dtype: torch.dtype, on_host: bool
-) -> None:
+def test_no_bucket_is_touched_before_its_time(monkeypatch, group, dtype, on_host):
     training = Training(monkeypatch, group, dtype, on_host=on_host)
     training.run(3)
     launches = training.watch.communication.launches
@@ -154,9 +148,7 @@ def test_no_bucket_is_touched_before_its_time(
     )
 
 
-def test_weights_are_sent_as_soon_as_they_are_updated_and_awaited_layer_by_layer(
-    monkeypatch: pytest.MonkeyPatch, group: Any
-) -> None:
+def test_weights_are_sent_as_soon_as_they_are_updated_and_awaited_layer_by_layer(monkeypatch, group):
     training = Training(monkeypatch, group, torch.float32, on_host=False)
     training.run(1)
     log = training.watch.log
@@ -170,11 +162,11 @@ def test_weights_are_sent_as_soon_as_they_are_updated_and_awaited_layer_by_layer
     ] * 4
 
 
-def _none(*_: Any) -> None:
+def _none(*_):
     pass
 
 
-REMOVED: dict[str, Callable[[pytest.MonkeyPatch, Training], None]] = {
+REMOVED = {
     "weights are there": lambda patch, _: patch.setattr(Bucket, "settle", _none),
     "gradients are reduced": lambda patch, _: patch.setattr(Bucket, "wait", _none),
     "gradients are made": lambda patch, one: patch.setattr(one.replica._stream, "wait_stream", _none),
@@ -183,7 +175,7 @@ REMOVED: dict[str, Callable[[pytest.MonkeyPatch, Training], None]] = {
 
 
 @pytest.mark.parametrize("wait", REMOVED)
-def test_a_wait_that_is_lacking_is_seen(monkeypatch: pytest.MonkeyPatch, group: Any, wait: str) -> None:
+def test_a_wait_that_is_lacking_is_seen(monkeypatch, group, wait):
     training = Training(monkeypatch, group, torch.float32, on_host=False)
     REMOVED[wait](monkeypatch, training)
     with pytest.raises(StreamRaceError):

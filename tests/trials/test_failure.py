@@ -21,7 +21,7 @@ from trials.failure import (
 )
 
 
-def raised(outer: BaseException, inner: BaseException, *, explicit: bool) -> BaseException:
+def raised(outer, inner, *, explicit):
     """``outer`` as it looks when raised while handling ``inner``."""
     try:
         try:
@@ -60,28 +60,28 @@ def raised(outer: BaseException, inner: BaseException, *, explicit: bool) -> Bas
         (KeyboardInterrupt(), "error"),
     ],
 )
-def test_kind_by_type_or_message(error: BaseException, kind: str) -> None:
+def test_kind_by_type_or_message(error, kind):
     assert classify(error) == kind
 
 
 @pytest.mark.parametrize("text", RAISED, ids=str)
-def test_the_words_of_libraries(text) -> None:
+def test_the_words_of_libraries(text):
     """Whichever error carries them; what cuBLAS and cuDNN say is about memory only where there is none left."""
     assert classify(text.raised(), text.device) == text.kind
     assert classify(text.raised(), text.device, is_memory_full=True) == text.kind_if_full
 
 
 @pytest.mark.parametrize("text", UNLIKE, ids=str)
-def test_words_that_only_look_like_those_of_libraries(text) -> None:
+def test_words_that_only_look_like_those_of_libraries(text):
     assert classify(text.raised(), text.device, is_memory_full=True) == "error"
 
 
-def is_told(part: str, kind: str, text) -> bool:
+def is_told(part, kind, text):
     sign = FailureSign(kind=kind, parts=(part,))
     return kind in (text.kind, text.kind_if_full) and sign.part_in(text.words.lower()) is not None
 
 
-def test_every_sign_is_of_a_text_that_somebody_met() -> None:
+def test_every_sign_is_of_a_text_that_somebody_met():
     parts = [(part, sign.kind) for sign in SIGNS for part in sign.parts]
     assert [part for part, kind in parts if not any(is_told(part, kind, text) for text in RAISED)] == []
     assert UNSOURCED == []
@@ -97,7 +97,7 @@ step 2 loss 9.7 read error [3]: Broken pipe
 
 
 @pytest.mark.parametrize("text", RAISED, ids=str)
-def test_the_words_of_libraries_as_the_reason_of_an_abort(text) -> None:
+def test_the_words_of_libraries_as_the_reason_of_an_abort(text):
     """Those that are peculiar enough; words that any program may use are no reason."""
     found = cause_in_log(ABORT.format(words=text.words.strip()))
     if not text.in_logs:
@@ -109,13 +109,13 @@ def test_the_words_of_libraries_as_the_reason_of_an_abort(text) -> None:
 
 
 @pytest.mark.parametrize("log", LOGS, ids=str)
-def test_what_ended_a_process_is_told_by_the_end_of_its_log(log) -> None:
+def test_what_ended_a_process_is_told_by_the_end_of_its_log(log):
     found = cause_in_log(log.words)
     assert ("" if found is None else found[0]) == log.kind
     assert log.says in ("" if found is None else found[1])
 
 
-def test_memory_counts_only_where_an_abort_gives_it_as_its_reason() -> None:
+def test_memory_counts_only_where_an_abort_gives_it_as_its_reason():
     memory = "CUDA out of memory. Tried to allocate 3.00 GiB."
     abort = "terminate called after throwing an instance of 'c10::Error'"
     assert cause_in_log(f"{abort}\n  what():  {memory}") == ("oom", f"what():  {memory}")
@@ -125,13 +125,13 @@ def test_memory_counts_only_where_an_abort_gives_it_as_its_reason() -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
-def test_launchers_that_say_that_a_rank_aborted(launcher) -> None:
+def test_launchers_that_say_that_a_rank_aborted(launcher):
     assert tells_of_abort(launcher.words) is launcher.aborted
     assert tells_of_abort(f"step 1 loss 9.8\n{launcher.words}\nbye\n") is launcher.aborted
 
 
 @pytest.mark.parametrize("explicit", [True, False])
-def test_the_innermost_kind_wins(explicit: bool) -> None:
+def test_the_innermost_kind_wins(explicit):
     memory, peer, plain = MemoryError, ConnectionResetError, RuntimeError
     assert classify(raised(plain(), memory(), explicit=explicit)) == "oom"
     assert classify(raised(peer(), memory(), explicit=explicit)) == "oom"
@@ -139,7 +139,7 @@ def test_the_innermost_kind_wins(explicit: bool) -> None:
     assert classify(raised(plain(), peer(), explicit=explicit)) == "connection"
 
 
-def test_suppressed_context_does_not_count() -> None:
+def test_suppressed_context_does_not_count():
     try:
         try:
             raise MemoryError
@@ -149,7 +149,7 @@ def test_suppressed_context_does_not_count() -> None:
         assert classify(error) == "error"
 
 
-def test_gloo_reports_a_peer_that_never_comes_as_connection() -> None:
+def test_gloo_reports_a_peer_that_never_comes_as_connection():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]

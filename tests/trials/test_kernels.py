@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 import types
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,18 +24,17 @@ from trials.kernels import (
     kernel_settings,
 )
 from trials.models.built_in import Layer
-from trials.reports import GraphReport
-from trials.spec import Kernels, Layout, Precision, TrialSpec
+from trials.spec import Kernels, Layout, Precision
 from trials.training.loop import choose_format, convert_weights, format_by_rule
 
 CPU = torch.device("cpu")
 
 
-def spec_with(**kernels: Any) -> TrialSpec:
+def spec_with(**kernels):
     return tiny_spec(kernels=Kernels(**kernels))
 
 
-def enabled_backends() -> set[str]:
+def enabled_backends():
     cuda = torch.backends.cuda
     flags = {
         "flash": cuda.flash_sdp_enabled(),
@@ -49,7 +46,7 @@ def enabled_backends() -> set[str]:
 
 
 @pytest.mark.parametrize("backend", ["flash", "math"])
-def test_an_attention_backend_is_forced_for_the_run_only(backend: Any) -> None:
+def test_an_attention_backend_is_forced_for_the_run_only(backend):
     before = enabled_backends()
     with kernel_settings(spec_with(attention=backend), CPU):
         assert enabled_backends() == {backend}
@@ -57,14 +54,14 @@ def test_an_attention_backend_is_forced_for_the_run_only(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
-def test_a_missing_attention_backend_names_those_available(backend: Any) -> None:
+def test_a_missing_attention_backend_names_those_available(backend):
     wanted = rf"attention '{backend}' is not available on this cpu device .*use one of: auto, flash, math"
     with pytest.raises(InfeasibleSpec, match=wanted), kernel_settings(spec_with(attention=backend), CPU):
         pass
     assert enabled_backends() == set(ATTENTION_BACKENDS)
 
 
-def test_matmul_precision_is_restored_even_after_an_error() -> None:
+def test_matmul_precision_is_restored_even_after_an_error():
     before = torch.get_float32_matmul_precision()
     with pytest.raises(ZeroDivisionError), kernel_settings(spec_with(matmul_precision="medium"), CPU):
         assert torch.get_float32_matmul_precision() == "medium"
@@ -72,9 +69,9 @@ def test_matmul_precision_is_restored_even_after_an_error() -> None:
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_convolutions_compute_in_the_precision_of_matmuls() -> None:
+def test_convolutions_compute_in_the_precision_of_matmuls():
     """Torch leaves convolutions on TF32 unless told; the ways to ask agree, or asking is an error."""
-    convolutions: Any = torch.backends.cudnn
+    convolutions = torch.backends.cudnn
     assert convolutions.allow_tf32
     for precision, is_short in (("highest", False), ("high", True), ("medium", True)):
         with kernel_settings(spec_with(matmul_precision=precision), CPU):
@@ -84,17 +81,16 @@ def test_convolutions_compute_in_the_precision_of_matmuls() -> None:
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Conv2d(3, 4, 3)
         self.second = nn.Conv2d(4, 4, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x))
-        return out
+    def forward(self, x):
+        return self.second(self.first(x))
 
 
-def test_convolutions_are_counted_by_configuration() -> None:
+def test_convolutions_are_counted_by_configuration():
     net = Net()
     with KernelTuner([net], Kernels(cudnn_tuning_range=(2, 3)), CPU) as tuner:
         assert tuner.last_step == 3
@@ -109,7 +105,7 @@ def test_convolutions_are_counted_by_configuration() -> None:
     assert report.hit_rate == 0.5 and "no cuDNN" in report.note
 
 
-def test_configurations_met_before_the_range_are_not_tuned() -> None:
+def test_configurations_met_before_the_range_are_not_tuned():
     net, x = Net(), torch.zeros(1, 3, 8, 8)
     for measured_before, expected in ((False, (0, 2, 0)), (True, (2, 2, 2))):
         with KernelTuner([net], Kernels(cudnn_tuning_range=(2, 2)), CPU) as tuner:
@@ -125,10 +121,10 @@ def test_configurations_met_before_the_range_are_not_tuned() -> None:
         assert ("2 configurations were met before step 2" in report.note) != measured_before
 
 
-def test_an_explicit_attention_backend_must_attend_to_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_attention_backend_must_attend_to_parts_of_the_keys(monkeypatch):
     """Split sequences call the kernel itself, which may lack what torch does around it."""
 
-    def no_kernel(*_: Any, **__: Any) -> Any:
+    def no_kernel(*_, **__):
         raise RuntimeError("no kernel")
 
     kernels = Kernels(attention="flash")
@@ -146,7 +142,7 @@ def test_an_explicit_attention_backend_must_attend_to_parts_of_the_keys(monkeypa
 
 
 @pytest.mark.parametrize("change", ["dtype", "format", "autocast", "none"])
-def test_what_makes_a_configuration(change: str) -> None:
+def test_what_makes_a_configuration(change):
     net, x = Net(), torch.zeros(2, 3, 8, 8)
     with KernelTuner([net], Kernels(cudnn_tuning_range=(1, 1)), CPU) as tuner:
         tuner.before_step(1)
@@ -165,14 +161,14 @@ def test_what_makes_a_configuration(change: str) -> None:
     assert report is not None and report.hit_rate == (1.0 if change == "none" else 0.0)
 
 
-def test_without_a_range_nothing_is_counted() -> None:
+def test_without_a_range_nothing_is_counted():
     net = Net()
     with KernelTuner([net], Kernels(), CPU) as tuner:
         assert not net.first._forward_pre_hooks and tuner.last_step == 0
     assert tuner.report() is None
 
 
-def test_a_recompilation_is_counted_and_explained() -> None:
+def test_a_recompilation_is_counted_and_explained():
     """Reads torch's own log, so it fails when a torch release changes that."""
     forget_compilations()
     linear = Layer(4, 4)
@@ -190,12 +186,12 @@ def test_a_recompilation_is_counted_and_explained() -> None:
 
 
 @pytest.mark.exhaustive
-def test_what_was_compiled_before_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_compiled_before_is_told_apart(tmp_path, monkeypatch):
     """Reads torch's own counters, so it fails when a torch release changes those."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def compiled(*sizes: int) -> GraphReport:
+    def compiled(*sizes):
         forget_compilations()
         with warnings.catch_warnings(action="ignore"):
             for size in sizes:
@@ -209,7 +205,7 @@ def test_what_was_compiled_before_is_told_apart(tmp_path: Path, monkeypatch: pyt
     assert cold.compile_s > warm.compile_s > 0.0 and cold.num_graphs == warm.num_graphs == 1
 
 
-def test_a_graph_report_sums_up_and_shortens() -> None:
+def test_a_graph_report_sums_up_and_shortens():
     log = [
         Compilation(True, 1.0, None),
         Compilation(False, 0.5, None),
@@ -224,19 +220,17 @@ def test_a_graph_report_sums_up_and_shortens() -> None:
     ("rule", "nchw_s", "nhwc_s", "chosen"),
     [("nhwc", 1.0, 1.04, "nhwc"), ("nhwc", 1.0, 2.0, "nchw"), ("nchw", 1.0, 0.97, "nchw"), ("nchw", 1.0, 0.5, "nhwc")],
 )
-def test_the_rule_stands_unless_the_other_format_is_clearly_faster(
-    rule: Any, nchw_s: float, nhwc_s: float, chosen: str
-) -> None:
+def test_the_rule_stands_unless_the_other_format_is_clearly_faster(rule, nchw_s, nhwc_s, chosen):
     assert choose_format(rule, {"nchw": nchw_s, "nhwc": nhwc_s}) == chosen
 
 
-def test_the_rule_goes_by_number_format() -> None:
+def test_the_rule_goes_by_number_format():
     assert format_by_rule(Precision()) == "nchw"
     assert format_by_rule(Precision(level="O1", dtype="bfloat16")) == "nhwc"
     assert format_by_rule(Precision(level="O2", dtype="float16")) == "nhwc"
 
 
-def test_converting_keeps_parameters_and_changes_strides_only() -> None:
+def test_converting_keeps_parameters_and_changes_strides_only():
     net = Net()
     before = {name: (parameter, parameter.detach().clone()) for name, parameter in net.named_parameters()}
     convert_weights([net], "nhwc")

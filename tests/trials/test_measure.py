@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,25 +16,15 @@ from torch import Tensor
 
 from tests.trials.gang import run_gang
 from tests.trials.tiny import tiny_spec
-from trials.datasets import Batch
 from trials.failure import InfeasibleSpec
 from trials.files import from_json, to_json
 from trials.outcome import RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, process_group
-from trials.spec import ImageFolderData, Kernels, Layout, Protocol, ResNetModel, TrialSpec, Workload
+from trials.spec import ImageFolderData, Kernels, Layout, Protocol, ResNetModel, Workload
 from trials.training import loop as steps
 from trials.training import measure as clock
 from trials.training import measure as feed
-from trials.training.measure import (
-    PHASES,
-    Measurer,
-    PeakMemory,
-    Recording,
-    StepClock,
-    is_enough,
-    is_stable,
-    relative_spread,
-)
+from trials.training.measure import PHASES, Measurer, PeakMemory, StepClock, is_enough, is_stable, relative_spread
 from trials.worker import run_rank
 
 PROTOCOL = Protocol(min_warmup_steps=2, max_warmup_steps=5, warmup_tolerance=0.2, num_steps=4, max_steps=6)
@@ -56,7 +43,7 @@ PROTOCOL = Protocol(min_warmup_steps=2, max_warmup_steps=5, warmup_tolerance=0.2
         ([1.0, 2.0, 4.0, 8.0, 16.0], True),
     ],
 )
-def test_warmup_ends_when_stable_or_at_its_limit(times_s: list[float], stable: bool) -> None:
+def test_warmup_ends_when_stable_or_at_its_limit(times_s, stable):
     assert is_stable(times_s, PROTOCOL) == stable
 
 
@@ -71,18 +58,18 @@ def test_warmup_ends_when_stable_or_at_its_limit(times_s: list[float], stable: b
         ([1.0, 2.0, 1.0, 2.0, 1.0, 2.0], True),
     ],
 )
-def test_measuring_goes_on_while_times_spread(times_s: list[float], enough: bool) -> None:
+def test_measuring_goes_on_while_times_spread(times_s, enough):
     assert is_enough(times_s, PROTOCOL) == enough
 
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=30), st.floats(0.1, 10.0))
-def test_spread_does_not_depend_on_the_unit(times_s: list[float], unit: float) -> None:
+def test_spread_does_not_depend_on_the_unit(times_s, unit):
     spread = relative_spread(times_s)
     assert spread >= 0.0
     assert relative_spread([time * unit for time in times_s]) == pytest.approx(spread, rel=1e-6, abs=1e-9)
 
 
-def test_phases_add_up_to_the_step() -> None:
+def test_phases_add_up_to_the_step():
     clock = StepClock(torch.device("cpu"))
     clock.start()
     for phase in ("data", "forward", "backward", "bubble", "forward", "backward", "other", "optimizer"):
@@ -94,17 +81,17 @@ def test_phases_add_up_to_the_step() -> None:
     assert sum(phases_s.values()) == pytest.approx(step_time_s)
 
 
-def run_alone(spec: TrialSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[RankReport, list[tuple[Any, ...]]]:
+def run_alone(spec, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TUNE_CLUSTER_RENDEZVOUS"):
         monkeypatch.delenv(name, raising=False)
-    calls: list[tuple[Any, ...]] = []
+    calls = []
     report = run_rank(
         to_json(spec), lambda phase, *, step=0, step_time_s=None, **_: calls.append((phase, step, step_time_s))
     )
     return from_json(RankReport, report), calls
 
 
-def test_a_run_reports_progress_and_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_reports_progress_and_figures(monkeypatch):
     spec = tiny_spec()
     report, calls = run_alone(spec, monkeypatch)
     warmup = [("warmup", step) for step in range(3)]
@@ -123,7 +110,7 @@ def test_a_run_reports_progress_and_figures(monkeypatch: pytest.MonkeyPatch) -> 
     assert gc.isenabled()
 
 
-def test_compile_time_is_reported_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_time_is_reported_apart(monkeypatch):
     plain, _ = run_alone(tiny_spec(), monkeypatch)
     with warnings.catch_warnings(action="ignore"):  # dynamo warns of what it does to itself
         graph, _ = run_alone(tiny_spec(kernels=Kernels(compile="block", backend="eager")), monkeypatch)
@@ -131,7 +118,7 @@ def test_compile_time_is_reported_apart(monkeypatch: pytest.MonkeyPatch) -> None
     assert graph.losses == pytest.approx(plain.losses, abs=1e-5)
 
 
-def test_steps_that_tune_kernels_are_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_tune_kernels_are_warm_up(monkeypatch):
     images = Workload(
         # Four channels in NHWC: oneDNN writes past its buffers on CPUs without AVX-512.
         model=ResNetModel(depth=18, num_classes=10, image_size=32, width=8),
@@ -153,7 +140,7 @@ def test_steps_that_tune_kernels_are_warm_up(monkeypatch: pytest.MonkeyPatch) ->
     assert found.num_configurations > 11 and "before step" not in found.note
 
 
-def test_a_peak_can_be_forgotten_but_not_what_is_in_use() -> None:
+def test_a_peak_can_be_forgotten_but_not_what_is_in_use():
     memory = PeakMemory(torch.device("cpu"))
     kept, passing = torch.ones(16 << 20), torch.ones(64 << 20)
     assert memory.allocated_bytes() > 0.9 * (kept.nbytes + passing.nbytes)
@@ -162,7 +149,7 @@ def test_a_peak_can_be_forgotten_but_not_what_is_in_use() -> None:
     assert 0.5 * kept.nbytes < memory.allocated_bytes() < 2 * kept.nbytes
 
 
-def test_memory_freed_before_is_no_gift_to_the_candidate() -> None:
+def test_memory_freed_before_is_no_gift_to_the_candidate():
     """Freed pieces that the C library keeps as one whole would take a tensor without any growth."""
     pieces = [torch.ones(16 << 10) for _ in range(1 << 10)]  # 64 KiB each: of the heap, not mapped one by one
     fence = torch.ones(1 << 10)  # the heap's end cannot be given back by itself
@@ -173,7 +160,7 @@ def test_memory_freed_before_is_no_gift_to_the_candidate() -> None:
     del fence
 
 
-def test_pages_of_files_are_no_memory_of_the_model(tmp_path: Path) -> None:
+def test_pages_of_files_are_no_memory_of_the_model(tmp_path):
     """Code that is touched first and data that is mapped are the same whatever the candidate."""
     file = tmp_path / "data"
     file.write_bytes(bytes(64 << 20))
@@ -184,7 +171,7 @@ def test_pages_of_files_are_no_memory_of_the_model(tmp_path: Path) -> None:
     assert 0.9 * kept.nbytes < memory.allocated_bytes() < 1.5 * kept.nbytes
 
 
-def test_the_runner_refuses_an_attention_backend_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runner_refuses_an_attention_backend_the_cpu_lacks(monkeypatch):
     with pytest.raises(InfeasibleSpec, match="use one of: auto, flash, math"):
         run_alone(tiny_spec(kernels=Kernels(attention="cudnn")), monkeypatch)
     torch.distributed.destroy_process_group()  # after an error the runner leaves it to the end of the process
@@ -196,51 +183,51 @@ THREE_AND_FOUR = Protocol(min_warmup_steps=3, max_warmup_steps=3, num_steps=4, m
 class Device:
     """An accelerator's queues as the host sees them: work is given at once and done in its time."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.host_s = 0.0
         self.current = Queue(self)
-        self.waits: list[bool] = []
+        self.waits = []
         """Of every time the host waited: whether the device had something to do when it went on."""
 
 
 class Queue:
     """One stream."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device):
         self.device = device
         self.free_at_s = 0.0
 
-    def work(self, seconds: float) -> None:
+    def work(self, seconds):
         self.free_at_s = max(self.free_at_s, self.device.host_s) + seconds
 
-    def wait_stream(self, other: Queue) -> None:
+    def wait_stream(self, other):
         self.free_at_s = max(self.free_at_s, other.free_at_s)
 
 
 class LateMark:
     """An event: nobody can read it before the device has come to it."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device):
         self.device = device
         self.at_s = max(device.current.free_at_s, device.host_s)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         device = self.device
         if self.at_s > device.host_s:
             device.host_s = self.at_s
             device.waits.append(device.current.free_at_s > device.host_s)
 
-    def elapsed_time(self, end: LateMark) -> float:
+    def elapsed_time(self, end):
         assert end.at_s <= self.device.host_s, "read before the device has come there"
         return (end.at_s - self.at_s) * 1e3
 
 
 @contextmanager
-def stand_in(device: Device, monkeypatch: pytest.MonkeyPatch, copy_s: float) -> Iterator[None]:
+def stand_in(device, monkeypatch, copy_s):
     """Let marks and streams be those of ``device``; a batch takes ``copy_s`` to be copied to it."""
 
     @contextmanager
-    def on_stream(stream: Queue) -> Iterator[None]:
+    def on_stream(stream):
         yield
         stream.work(copy_s)
 
@@ -258,15 +245,15 @@ def stand_in(device: Device, monkeypatch: pytest.MonkeyPatch, copy_s: float) -> 
 class Training:
     """A trainer whose steps take their time on the device, and the host a tenth of it to launch."""
 
-    def __init__(self, device: Device, steps_s: Iterator[float], losses: Iterator[float]) -> None:
+    def __init__(self, device, steps_s, losses):
         self.device = torch.device("cpu")
         self.reads_inputs = self.reads_targets = True
-        self.parts: list[Any] = [SimpleNamespace(recompute_meter=Meter(), cast_meter=Meter())]
+        self.parts = [SimpleNamespace(recompute_meter=Meter(), cast_meter=Meter())]
         self.scaler = None
         self.num_steps = 0
         self._on, self._steps_s, self._losses = device, steps_s, losses
 
-    def step(self, _inputs: Tensor, _targets: Tensor, marker: clock.StepClock) -> Tensor:
+    def step(self, _inputs, _targets, marker):
         seconds = next(self._steps_s)
         self.num_steps += 1
         self._on.host_s += 0.1 * seconds
@@ -278,42 +265,35 @@ class Training:
 
 
 class Meter:
-    def reset(self) -> None:
+    def reset(self):
         pass
 
 
-def measure(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    load_s: float,
-    copy_s: float = 0.3,
-    protocol: Protocol = THREE_AND_FOUR,
-    losses: tuple[float, ...] = (),
-) -> tuple[Recording, Device, Training]:
+def measure(monkeypatch, *, load_s, copy_s=0.3, protocol=THREE_AND_FOUR, losses=()):
     """Measure steps of 1 s for which the loader takes ``load_s`` and the copy to the device ``copy_s``."""
     device = Device()
 
-    def batches() -> Iterator[Batch]:
+    def batches():
         while True:
             device.host_s += load_s
             yield torch.zeros(1), torch.zeros(1)
 
-    def loss() -> Iterator[float]:
+    def loss():
         yield from losses
         while True:
             yield 2.0
 
-    def seconds() -> Iterator[float]:
+    def seconds():
         while True:
             yield 1.0
 
     training = Training(device, seconds(), loss())
     with stand_in(device, monkeypatch, copy_s):
-        recording = Measurer(training, batches(), ignore_progress).run(protocol)  # type: ignore[arg-type]
+        recording = Measurer(training, batches(), ignore_progress).run(protocol)
     return recording, device, training
 
 
-def test_a_loader_that_keeps_up_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_keeps_up_costs_nothing(monkeypatch):
     """Read before the device goes on, steps took 1.9 s: nothing was loaded or copied while it worked."""
     recording, device, training = measure(monkeypatch, load_s=0.5)
     assert recording.step_times_s == pytest.approx([1.0] * 4)
@@ -324,14 +304,14 @@ def test_a_loader_that_keeps_up_costs_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert device.waits == [True] * 6 + [False]
 
 
-def test_what_a_slow_loader_makes_the_device_wait_is_time_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_slow_loader_makes_the_device_wait_is_time_for_data(monkeypatch):
     recording, _, _ = measure(monkeypatch, load_s=1.2)
     # The host takes 1.2 s to load and 0.1 s to launch; so often there is a step of 1.0 s, and the copy before it.
     assert recording.step_times_s == pytest.approx([1.3] * 4)
     assert recording.breakdown().data_s == pytest.approx(0.3)
 
 
-def test_steps_end_where_the_gang_has_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_end_where_the_gang_has_agreed(monkeypatch):
     """All steps take as long. That so many did is known when two more are under way, which count as well; and with one
     step of warm-up more the device is at work when measuring begins."""
     protocol = Protocol(min_warmup_steps=2, max_warmup_steps=9, num_steps=5, max_steps=50, max_relative_spread=0.1)
@@ -341,25 +321,25 @@ def test_steps_end_where_the_gang_has_agreed(monkeypatch: pytest.MonkeyPatch) ->
     assert training.num_steps == len(recording.results) == 12
 
 
-def test_a_loss_that_is_no_number_is_found_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_no_number_is_found_a_step_late(monkeypatch):
     with pytest.raises(steps.NonFiniteLoss, match="step 3: loss is nan"):
         measure(monkeypatch, load_s=0.1, losses=(2.0, 2.0, float("nan"), 2.0))
     torch.distributed.destroy_process_group()  # after an error the runner leaves it to the end of the process
 
 
-def _read_late() -> None:
+def _read_late():
     """Have the host's own clock read a step late, as an accelerator's is."""
     made = clock.StepClock.__init__
 
-    def late(self: Any, device: torch.device) -> None:
+    def late(self, device):
         made(self, device)
         self.late = 1
 
-    clock.StepClock.__init__ = late  # type: ignore[method-assign]
+    clock.StepClock.__init__ = late
 
 
 @pytest.mark.slow
-def test_ranks_that_read_late_agree_on_the_steps(tmp_path: Path) -> None:
+def test_ranks_that_read_late_agree_on_the_steps(tmp_path):
     uneven = Protocol(min_warmup_steps=1, max_warmup_steps=6, num_steps=3, max_steps=30, max_relative_spread=0.02)
     spec = dataclasses.replace(tiny_spec(Layout(dp_replicate=2)), protocol=uneven)
     (late,) = run_gang([spec], tmp_path / "late", before=_read_late)

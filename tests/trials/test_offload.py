@@ -5,29 +5,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.dryrun.cases import FAMILIES
 from benchmarks.dryrun.gang import measured_peaks
 from tests.support.streams import StreamRaceError, StreamWatch, WatchedEvent
 from tests.trials.gang import differences, run_gang
 from tests.trials.ranks import run_ranks
+from tests.trials.simulated import simulated_runs
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials import offload
 from trials import offload as host
-from trials.dryrun.__main__ import run_children
-from trials.dryrun.estimate import HOST_FRAGMENTATION, DryRunRequest, RankRun
-from trials.dryrun.simulate import simulate
+from trials.dryrun.estimate import HOST_FRAGMENTATION, DryRunRequest
 from trials.failure import InfeasibleSpec
 from trials.legality import check
 from trials.models.built_in import next_token_loss
-from trials.offload import CopyStream, HostMemory, Region
+from trials.offload import CopyStream, HostMemory
 from trials.parallel.mesh import HeldParameter, build_mesh
 from trials.spec import (
     ImageFolderData,
@@ -39,10 +35,9 @@ from trials.spec import (
     Recompute,
     ResNetModel,
     SelectiveRecompute,
-    TrialSpec,
 )
 from trials.training import optimizer as adamw
-from trials.training.loop import ModelPart, parallelize
+from trials.training.loop import parallelize
 from trials.training.optimizer import HostAdamW, LocalAdamW
 
 CPU = torch.device("cpu")
@@ -51,7 +46,7 @@ DEEP = dataclasses.replace(WORKLOAD, model=dataclasses.replace(SHAPE, num_layers
 O1 = Precision(level="O1", dtype="bfloat16")
 
 
-def trained(offload: Offload, **knobs: Any) -> tuple[ModelPart, Tensor]:
+def trained(offload, **knobs):
     (part,) = parallelize(tiny_spec(workload=DEEP, offload=offload, **knobs), None, CPU, stage=0)
     tokens = torch.arange(64).view(4, 16)
     loss = next_token_loss(part.module(tokens), tokens)
@@ -59,7 +54,7 @@ def trained(offload: Offload, **knobs: Any) -> tuple[ModelPart, Tensor]:
     return part, loss.detach()
 
 
-def test_all_layers_but_the_last_move_what_they_keep_and_train_the_same() -> None:
+def test_all_layers_but_the_last_move_what_they_keep_and_train_the_same():
     moved, loss = trained(ON)
     kept, expected = trained(Offload())
     assert loss == expected
@@ -81,7 +76,7 @@ SHORT = dataclasses.replace(
 BLOCK = Kernels(compile="block", backend="aot_eager")
 
 
-def moved_bytes(cases: list[tuple[Layout, Kernels]]) -> list[int]:
+def moved_bytes(cases):
     """What a rank moves in one pass over one short sequence, by case."""
     warnings.simplefilter("ignore")  # what Dynamo looks at warns
     found = []
@@ -96,13 +91,13 @@ def moved_bytes(cases: list[tuple[Layout, Kernels]]) -> list[int]:
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), BLOCK], ids=["eager", "block"])
-def test_weights_stay_where_they_are(kernels: Kernels) -> None:
+def test_weights_stay_where_they_are(kernels):
     """Also autocast's copies of them: without activations worth moving, nothing moves."""
     assert moved_bytes([(Layout(), kernels)]) == [0]
 
 
 @pytest.mark.exhaustive
-def test_split_weights_stay_where_they_are(tmp_path: Path) -> None:
+def test_split_weights_stay_where_they_are(tmp_path):
     """Also the copies of them that projections of the local engine make in 16 bits."""
     layouts = [Layout(tp=2, **options) for options in ({}, {"tp_engine": "local"})]
     layouts.append(dataclasses.replace(layouts[1], sequence_parallel=True))
@@ -111,12 +106,12 @@ def test_split_weights_stay_where_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), BLOCK], ids=["eager", "block"])
-def test_gathered_weights_stay_where_they_are(kernels: Kernels, tmp_path: Path) -> None:
+def test_gathered_weights_stay_where_they_are(kernels, tmp_path):
     """FSDP's, which are whole in a layer's call only."""
     assert run_ranks(moved_bytes, 2, tmp_path, [(Layout(dp_shard=2, zero_stage=3), kernels)]) == [[0]] * 2
 
 
-def bytes_per_sequence(cases: list[tuple[Layout, Kernels, Precision]]) -> list[list[int]]:
+def bytes_per_sequence(cases):
     """How much more each rank moves for a batch with one more sequence, by case; the first batch has just as many
     tokens as weights have rows and columns."""
     warnings.simplefilter("ignore")
@@ -140,20 +135,25 @@ def bytes_per_sequence(cases: list[tuple[Layout, Kernels, Precision]]) -> list[l
 
 @pytest.mark.parametrize("precision", [O1, Precision()], ids=["O1", "fp32"])
 @pytest.mark.parametrize("kernels", [Kernels(), BLOCK], ids=["eager", "block"])
-def test_activations_of_a_weights_shape_move(kernels: Kernels, precision: Precision) -> None:
+def test_activations_of_a_weights_shape_move(kernels, precision):
     (per_sequence,) = bytes_per_sequence([(Layout(), kernels, precision)])
     assert per_sequence[0] == per_sequence[1] > 0
 
 
-def test_activations_of_a_split_weights_shape_move(tmp_path: Path) -> None:
-    local = Layout(tp=2, tp_engine="local")
-    cases = [(Layout(tp=2), Kernels(), O1), (local, Kernels(), O1), (local, Kernels(), Precision()), (local, BLOCK, O1)]
-    for rank in run_ranks(bytes_per_sequence, 2, tmp_path, cases):
-        for per_sequence in rank:
-            assert per_sequence[0] == per_sequence[1] > 0
+@pytest.mark.representative("block")
+@pytest.mark.parametrize(
+    ("engine", "kernels", "precision"),
+    [("dtensor", Kernels(), O1), ("local", Kernels(), O1), ("local", Kernels(), Precision()), ("local", BLOCK, O1)],
+    ids=["dtensor", "local", "fp32", "block"],
+)
+def test_activations_of_a_split_weights_shape_move(engine, kernels, precision, tmp_path):
+    for ((one, other),) in run_ranks(
+        bytes_per_sequence, 2, tmp_path, [(Layout(tp=2, tp_engine=engine), kernels, precision)]
+    ):
+        assert one == other > 0
 
 
-def test_weights_of_convolutions_stay_where_they_are() -> None:
+def test_weights_of_convolutions_stay_where_they_are():
     """Of two small images a ResNet keeps much less than its weights."""
     workload = dataclasses.replace(WORKLOAD, model=ResNetModel(image_size=64), data=ImageFolderData())
     (part,) = parallelize(tiny_spec(workload=workload, offload=ON, precision=O1), None, CPU, stage=0)
@@ -162,7 +162,7 @@ def test_weights_of_convolutions_stay_where_they_are() -> None:
     assert 0 < part.offload_meter.num_bytes < sum(one.numel() for one in part.model.parameters())
 
 
-def test_full_recompute_moves_the_layers_inputs() -> None:
+def test_full_recompute_moves_the_layers_inputs():
     part, loss = trained(ON, recompute=Recompute(full=((5,),)))
     _, expected = trained(Offload())
     assert loss == expected
@@ -171,7 +171,7 @@ def test_full_recompute_moves_the_layers_inputs() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["single, O1 bf16"])
-def test_the_device_holds_two_layers_at_a_time(name: str) -> None:
+def test_the_device_holds_two_layers_at_a_time(name):
     """What leaves the device is what the host gets; a real rank on a CPU, where both are one, needs the sum."""
     base = FAMILIES[name]
     spec = dataclasses.replace(base, candidate=dataclasses.replace(base.candidate, offload=ON))
@@ -182,11 +182,8 @@ def test_the_device_holds_two_layers_at_a_time(name: str) -> None:
     assert measured_peaks(spec)[0] == pytest.approx(moved.peak_bytes + moved.host_bytes, rel=0.01)
 
 
-def simulated(spec: TrialSpec) -> RankRun:
-    request = DryRunRequest(spec=spec, rank=0, mode="cpu")
-    ((_, reply),) = run_children([request], simulate, timeout_s=120.0, max_children=1)
-    assert reply.run is not None, reply.failure
-    return reply.run
+def simulated(spec):
+    return simulated_runs([DryRunRequest(spec=spec, rank=0, mode="cpu")])[0]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +197,7 @@ def simulated(spec: TrialSpec) -> RankRun:
         ),
     ],
 )
-def test_refuses(knobs: dict[str, Any], words: str) -> None:
+def test_refuses(knobs, words):
     with pytest.raises(InfeasibleSpec, match=words):
         check(tiny_spec(workload=DEEP, offload=ON, **knobs))
     check(tiny_spec(workload=DEEP, **knobs))
@@ -212,9 +209,7 @@ O2_FP16 = Precision(level="O2", dtype="float16", loss_scale=LossScale())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_updates_are_those_of_the_device_also_of_tensors_cut_into_groups(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_are_those_of_the_device_also_of_tensors_cut_into_groups(dtype, monkeypatch):
     monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 100)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(30, 7, generator=generator, dtype=dtype), torch.randn(8, generator=generator, dtype=dtype)]
@@ -232,7 +227,7 @@ def test_updates_are_those_of_the_device_also_of_tensors_cut_into_groups(
         assert torch.equal(one, other)
 
 
-def test_states_are_made_in_host_memory_and_so_is_what_updates_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_made_in_host_memory_and_so_is_what_updates_need(monkeypatch):
     """Devices apart, as a CPU has only one: whatever is allocated beyond what the model has asks for host memory."""
     asked = []
     monkeypatch.setattr(host, "allocating", lambda: asked.append(1) or torch.no_grad())
@@ -244,14 +239,14 @@ def test_states_are_made_in_host_memory_and_so_is_what_updates_need(monkeypatch:
     assert state.is_copy and state.master.data_ptr() != parameter.data_ptr() and asked
 
 
-def test_counts_of_steps_are_in_host_memory_where_no_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_steps_are_in_host_memory_where_no_kernel_reads_them(monkeypatch):
     """Without a fused kernel they are read on the host, which would wait for the device once per tensor and step."""
     for is_fused, where in ((True, "meta"), (False, "cpu")):
         monkeypatch.setattr(adamw, "has_fused_adamw", lambda _device, fused=is_fused: fused)
         assert adamw.UpdateState(torch.empty(3, device="meta")).num_steps.device.type == where
 
 
-def test_steps_after_the_first_need_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_after_the_first_need_no_new_memory(monkeypatch):
     """Pages that are new to a process cost more than what is computed in them."""
     monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 100)
     parameter = torch.nn.Parameter(torch.ones(30, 7, dtype=torch.bfloat16))
@@ -265,8 +260,8 @@ def test_steps_after_the_first_need_no_new_memory(monkeypatch: pytest.MonkeyPatc
     assert made and {tensor.device.type for tensor in made} == {"meta"}
 
 
-def _told(make: Callable[..., torch.Tensor], made: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def run(*args: Any, **options: Any) -> torch.Tensor:
+def _told(make, made):
+    def run(*args, **options):
         made.append(make(*args, **options))
         return made[-1]
 
@@ -278,7 +273,7 @@ def _told(make: Callable[..., torch.Tensor], made: list[torch.Tensor]) -> Callab
     ("name", "precision", "device_bytes", "host_bytes"),
     [("single, fp32", Precision(), 8, 12), ("single, O2 bf16", O2, 12, 12), ("ZeRO-1 x2", O2, 6, 6)],
 )
-def test_the_device_holds_no_states(name: str, precision: Precision, device_bytes: int, host_bytes: int) -> None:
+def test_the_device_holds_no_states(name, precision, device_bytes, host_bytes):
     """Per parameter: AdamW's two states and, beside 16-bit weights, fp32 ones; on the host always fp32 ones."""
     base = FAMILIES[name]
     kept, moved = (
@@ -295,7 +290,7 @@ def test_the_device_holds_no_states(name: str, precision: Precision, device_byte
 
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.representative("True")
-def test_what_device_and_host_hold_is_what_a_real_rank_holds(activations: bool) -> None:
+def test_what_device_and_host_hold_is_what_a_real_rank_holds(activations):
     """On a CPU both are one; also with activations in host memory."""
     base = FAMILIES["single, O2 bf16"]
     offload = Offload(optimizer=True, activations=activations)
@@ -306,7 +301,7 @@ def test_what_device_and_host_hold_is_what_a_real_rank_holds(activations: bool) 
 
 @pytest.mark.slow
 @pytest.mark.parity
-def test_layouts_train_bit_for_bit_the_same(tmp_path: Path) -> None:
+def test_layouts_train_bit_for_bit_the_same(tmp_path):
     specs = []
     for layout, precision in (
         (Layout(dp_replicate=2), Precision()),
@@ -314,24 +309,21 @@ def test_layouts_train_bit_for_bit_the_same(tmp_path: Path) -> None:
         (Layout(dp_shard=2, zero_stage=3), O2),
         (Layout(tp=2), O2),
     ):
-        specs += [
-            tiny_spec(layout, precision=precision, offload=STATES_ON),
-            tiny_spec(layout, precision=precision),
-        ]
+        specs += [tiny_spec(layout, precision=precision, offload=STATES_ON), tiny_spec(layout, precision=precision)]
     results = run_gang(specs, tmp_path)
     for moved, kept in zip(results[::2], results[1::2], strict=True):
         assert differences(moved, kept) == (0.0, 0.0)
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> StreamWatch:
+def watch(monkeypatch):
     """A device with queues, and memory of its own for copies on the host, of which regions serve again."""
     made = StreamWatch().installed(monkeypatch, offload)
     monkeypatch.setattr(offload, "allocating", made.on_host)
     memory = HostMemory(CPU)
     memory._locks_pages = True
 
-    def cut(size: int) -> Tensor:
+    def cut(size):
         with offload.allocating():
             return torch.empty(size, dtype=torch.uint8)  # races are told apart by storage
 
@@ -344,15 +336,15 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> StreamWatch:
 class Layers:
     """Five layers whose activations move, two micro-batches at a time as in a pipeline."""
 
-    def __init__(self, precision: Precision) -> None:
+    def __init__(self, precision):
         spec = tiny_spec(workload=DEEP, offload=ON, precision=precision)
         (self.part,) = parallelize(spec, None, CPU, stage=0)
         self._autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision.level == "O1")
 
-    def run(self, watch: StreamWatch) -> None:
+    def run(self, watch):
         tokens = torch.arange(64).view(4, 16)
         with watch:
-            waiting: list[Tensor] = []
+            waiting = []
             for number in range(4):
                 with self._autocast:
                     waiting.append(next_token_loss(self.part.module(tokens), tokens))
@@ -362,21 +354,21 @@ class Layers:
 
 
 @pytest.mark.parametrize("precision", [Precision(), O1], ids=["O0", "O1"])
-def test_activations_are_touched_by_one_queue_at_a_time(watch: StreamWatch, precision: Precision) -> None:
+def test_activations_are_touched_by_one_queue_at_a_time(watch, precision):
     layers = Layers(precision)
     layers.run(watch)
     _, out, back = watch.streams
     assert len(out.launches) == len(back.launches) > 4 * 4 * 10
 
 
-def _none(*_: Any) -> None:
+def _none(*_):
     pass
 
 
-def without(way: str, name: str) -> Callable[[pytest.MonkeyPatch, Any], None]:
+def without(way, name):
     """Leave out one kind of wait of one way's queue."""
 
-    def patch(monkeypatch: pytest.MonkeyPatch, ways: Any) -> None:
+    def patch(monkeypatch, ways):
         monkeypatch.setattr(getattr(ways, way), name, _none)
 
     return patch
@@ -391,19 +383,19 @@ LAYER_WAITS = {
 
 
 @pytest.mark.parametrize("wait", LAYER_WAITS)
-def test_a_wait_that_activations_lack_is_seen(watch: StreamWatch, monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+def test_a_wait_that_activations_lack_is_seen(watch, monkeypatch, wait):
     layers = Layers(Precision())
-    call: Any = next(iter(layers.part.model.layers.values()))._compiled_call_impl
+    call = next(iter(layers.part.model.layers.values()))._compiled_call_impl
     LAYER_WAITS[wait](monkeypatch, next(one for one in call.args if hasattr(one, "out")))
     with pytest.raises(StreamRaceError):
         layers.run(watch)
 
 
-def test_host_memory_serves_again_once_nobody_is_at_it(watch: StreamWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_serves_again_once_nobody_is_at_it(watch, monkeypatch):
     here = torch.ones(4)
 
-    def use_twice() -> None:
-        memory: HostMemory = offload.HostMemory(CPU)
+    def use_twice():
+        memory = offload.HostMemory(CPU)
         memory._locks_pages = True
         monkeypatch.setattr(memory, "_cut", lambda size: torch.empty(size, dtype=torch.uint8))
         for stream in (CopyStream(CPU), CopyStream(CPU)):
@@ -423,12 +415,12 @@ def test_host_memory_serves_again_once_nobody_is_at_it(watch: StreamWatch, monke
 class Update:
     """Five groups of one parameter each, in steps whose gradients the device makes from the weights."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    def __init__(self, monkeypatch, dtype):
         monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 100)
         self.parameters = [nn.Parameter(torch.ones(10, 10, dtype=dtype)) for _ in range(5)]
         self.optimizer = HostAdamW([HeldParameter(one) for one in self.parameters], CPU)
 
-    def run(self, watch: StreamWatch) -> None:
+    def run(self, watch):
         with watch:
             for _ in range(3):
                 for one in self.parameters:
@@ -438,16 +430,14 @@ class Update:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_are_touched_by_one_queue_at_a_time(
-    watch: StreamWatch, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_states_are_touched_by_one_queue_at_a_time(watch, monkeypatch, dtype):
     update = Update(monkeypatch, dtype)
     update.run(watch)
     _, out, back = watch.streams
     assert out.launches.count("copy_.default") == back.launches.count("copy_.default") == 15
 
 
-def test_gradients_go_out_while_weights_come_back(watch: StreamWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_go_out_while_weights_come_back(watch, monkeypatch):
     """In a step of five groups what goes out knows of one that came back: the host needed its buffer again."""
     update = Update(monkeypatch, torch.bfloat16)
     update.run(watch)
@@ -456,7 +446,7 @@ def test_gradients_go_out_while_weights_come_back(watch: StreamWatch, monkeypatc
     assert out.clock[back.name] == 2 * 5 + 1
 
 
-UPDATE_WAITS: dict[str, Callable[[pytest.MonkeyPatch, HostAdamW], None]] = {
+UPDATE_WAITS = {
     "gradients are made": lambda patch, one: patch.setattr(one._out, "follow", _none),
     "gradients are out": lambda patch, _: patch.setattr(WatchedEvent, "synchronize", _none),
     "weights are back": lambda patch, one: patch.setattr(one._back, "wait_for", _none),
@@ -466,19 +456,19 @@ UPDATE_WAITS: dict[str, Callable[[pytest.MonkeyPatch, HostAdamW], None]] = {
 }
 
 
-def _restart_only(buffers: Any) -> None:
+def _restart_only(buffers):
     buffers._used["weights"] = 0
 
 
 @pytest.mark.parametrize("wait", UPDATE_WAITS)
-def test_a_wait_that_the_update_lacks_is_seen(watch: StreamWatch, monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+def test_a_wait_that_the_update_lacks_is_seen(watch, monkeypatch, wait):
     update = Update(monkeypatch, torch.bfloat16)
     UPDATE_WAITS[wait](monkeypatch, update.optimizer)
     with pytest.raises(StreamRaceError):
         update.run(watch)
 
 
-def test_page_locked_memory_is_little_more_than_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locked_memory_is_little_more_than_what_is_in_use(monkeypatch):
     """What layers of Llama-2-7B keep of 4096 tokens, in kilobytes for megabytes: torch alone would round each piece up
     to a power of two, here 28 % more."""
     monkeypatch.setattr(offload, "locked_slab", lambda size: torch.empty(size, dtype=torch.uint8))
@@ -486,7 +476,7 @@ def test_page_locked_memory_is_little_more_than_what_is_in_use(monkeypatch: pyte
     memory._locks_pages = True
     sizes = [one << 10 for one in (32, 32, 32, 32, 32, 32, 86, 86, 86)]
     for _ in range(3):
-        regions: list[Region] = [memory.take(size) for _ in range(32) for size in sizes]
+        regions = [memory.take(size) for _ in range(32) for size in sizes]
         for region in reversed(regions):
             memory.give_back(region, None)
     in_use = 32 * sum(sizes)

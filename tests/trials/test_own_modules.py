@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support import ROOT
 from tests.trials import own_modules
@@ -25,7 +23,7 @@ DATA = PythonData(dataset="tests.trials.own_modules:dataset", cwd=str(ROOT))
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A folder of code, which the import path forgets again."""
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     (tmp_path / "faulty_module.py").write_text("import nothing_like_this\n")
@@ -42,17 +40,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("trials:build", "cannot be called 'trials'; rename the file"),
     ],
 )
-def test_what_cannot_be_imported_is_named_with_its_place(name: str, words: str, folder: Path) -> None:
+def test_what_cannot_be_imported_is_named_with_its_place(name, words, folder):
     with pytest.raises(InfeasibleSpec, match=words):
         load_function(name, str(folder))
 
 
-def test_a_function_that_raises_is_named_with_its_line(folder: Path) -> None:
+def test_a_function_that_raises_is_named_with_its_line(folder):
     with pytest.raises(InfeasibleSpec, match=r"ZeroDivisionError: division by zero \(fine_module\.py, line 2\)"):
         call_function("fine_module:build", str(folder))
 
 
-def test_an_encoder_is_counted_and_can_be_split() -> None:
+def test_an_encoder_is_counted_and_can_be_split():
     facts = count(CountRequest(model=ENCODER, data=DATA, seq_length=1)).facts
     assert facts is not None
     assert (facts.num_layers, facts.no_pipeline, facts.no_tensor_parallel) == (3, None, None)
@@ -64,7 +62,7 @@ def test_an_encoder_is_counted_and_can_be_split() -> None:
 
 
 @pytest.mark.slow
-def test_a_decoder_of_transformers_is_counted_like_our_llama() -> None:
+def test_a_decoder_of_transformers_is_counted_like_our_llama():
     reply = count(CountRequest(model=decoder("llama", None), data=TextData(), seq_length=16))
     assert reply.facts is not None and reply.shape is not None
     assert (reply.facts.num_layers, reply.facts.no_pipeline, reply.facts.no_tensor_parallel) == (3, None, None)
@@ -87,9 +85,7 @@ def test_a_decoder_of_transformers_is_counted_like_our_llama() -> None:
         ("gptj", {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4}, None),  # has a bias, and converts them
     ],
 )
-def test_only_a_head_whose_outputs_are_the_logits_computes_the_loss(
-    model_type: str, keys: dict[str, int], head: str | None
-) -> None:
+def test_only_a_head_whose_outputs_are_the_logits_computes_the_loss(model_type, keys, head):
     model = decoder(model_type, None, **keys)
     facts = count(CountRequest(model=model, data=TextData(), seq_length=16)).facts
     assert facts is not None and facts.head == head
@@ -103,27 +99,27 @@ def test_only_a_head_whose_outputs_are_the_logits_computes_the_loss(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["{}", json.dumps({"model_type": "vit"}), json.dumps({"model_type": "no-such"})])
-def test_a_configuration_of_no_decoder_is_refused(text: str) -> None:
+def test_a_configuration_of_no_decoder_is_refused(text):
     model = dataclasses.replace(decoder("llama"), config=text)
     with pytest.raises(InfeasibleSpec, match="transformers builds no decoder"):
         count(CountRequest(model=model, data=TextData(), seq_length=16))
 
 
-def test_a_module_that_works_between_its_parts_cannot_be_cut() -> None:
+def test_a_module_that_works_between_its_parts_cannot_be_cut():
     """Its forward adds positions outside of any module, so on every stage."""
 
     class Positions(own_modules.Encoder):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.head(self.encoder(self.embed(x) + self.shift))
 
-    own_modules.positions = Positions  # type: ignore[attr-defined]
+    own_modules.positions = Positions
     model = dataclasses.replace(ENCODER, model="tests.trials.own_modules:positions")
     facts = count(CountRequest(model=model, data=DATA, seq_length=1)).facts
     assert facts is not None
     assert "its forward does more than workload.before, layers and after name" in str(facts.no_pipeline)
 
 
-def test_why_a_module_cannot_be_split() -> None:
+def test_why_a_module_cannot_be_split():
     tied, encoder = own_modules.tied(), own_modules.build()
     assert "before and after share weights" in str(pipeline_problem(tied, "layers", ("table",), ("out",)))
     assert "set workload.before and .after" in str(pipeline_problem(encoder, "encoder.blocks", None, ()))
@@ -136,7 +132,7 @@ def test_why_a_module_cannot_be_split() -> None:
     assert "shares its weights" in str(plan_problem(tied, [("out", "colwise")]))
 
 
-def test_legality_tells_what_was_found_out() -> None:
+def test_legality_tells_what_was_found_out():
     facts = dataclasses.replace(ENCODER.facts, no_pipeline="nobody told", no_tensor_parallel="no plan")
     model = dataclasses.replace(ENCODER, facts=facts)
     workload = Workload(model=model, data=DATA, seq_length=1, global_batch_size=8)
@@ -155,7 +151,7 @@ def test_legality_tells_what_was_found_out() -> None:
     assert "no context parallelism" in refused
 
 
-def test_ranks_read_the_rows_of_one_global_batch() -> None:
+def test_ranks_read_the_rows_of_one_global_batch():
     whole = OwnBatches(own_modules.dataset(), Share(global_batch_size=8, seed=5), origin="waves")[3]
     parts = [
         OwnBatches(own_modules.dataset(), Share(global_batch_size=8, dp_rank=i, dp=2, seed=5), origin="waves")[3]
@@ -173,14 +169,14 @@ def test_ranks_read_the_rows_of_one_global_batch() -> None:
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "samples do not make a batch"),
     ],
 )
-def test_samples_that_make_no_batch_are_named(samples: list, words: str) -> None:
+def test_samples_that_make_no_batch_are_named(samples, words):
     batches = OwnBatches(samples, Share(global_batch_size=8), origin="my:data")
     with pytest.raises(DataError, match=words):
         for step in range(4):
             batches[step]
 
 
-def test_perturbed_weights_differ_from_the_others_by_that_much() -> None:
+def test_perturbed_weights_differ_from_the_others_by_that_much():
     from trials.models import build_model
     from trials.parallel.mesh import perturb_parameters
     from trials.sizes import all_chunks
@@ -194,6 +190,6 @@ def test_perturbed_weights_differ_from_the_others_by_that_much() -> None:
     assert 1e-4 < off <= 1.001e-3
 
 
-def _weights(one: nn.Module, other: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _weights(one, other):
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return [(a.detach(), b.detach()) for a, b in pairs if bool(b.abs().min() > 0)]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +20,7 @@ from trials.training.loop import merged_casts, merged_effects
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[Layout, int]:
+def pipelines(draw):
     """A pipeline with any numbers of layers, and their sum."""
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zbv"]))
     chunks = {"1f1b": 1, "zbv": 2}.get(schedule) or draw(st.integers(1, 3))
@@ -35,7 +32,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Layout, int]:
 
 
 @given(pipelines())
-def test_chunks_partition_the_layers_in_model_order(pipeline: tuple[Layout, int]) -> None:
+def test_chunks_partition_the_layers_in_model_order(pipeline):
     layout, num_layers = pipeline
     chunks = all_chunks(layout, num_layers)
     assert [i for chunk in chunks for i in chunk.layer_ids] == list(range(num_layers))
@@ -47,7 +44,7 @@ def test_chunks_partition_the_layers_in_model_order(pipeline: tuple[Layout, int]
 
 
 @given(pipelines())
-def test_stages_share_out_the_chunks(pipeline: tuple[Layout, int]) -> None:
+def test_stages_share_out_the_chunks(pipeline):
     layout, num_layers = pipeline
     held = [chunks_of_stage(layout, stage, num_layers) for stage in range(layout.pp)]
     assert all([chunk.chunk for chunk in chunks] == list(range(layout.num_virtual_stages)) for chunks in held)
@@ -59,7 +56,7 @@ def test_stages_share_out_the_chunks(pipeline: tuple[Layout, int]) -> None:
 
 
 @given(st.tuples(*[st.integers(1, 3)] * 5))
-def test_coordinates_are_those_of_a_row_major_mesh(degrees: tuple[int, ...]) -> None:
+def test_coordinates_are_those_of_a_row_major_mesh(degrees):
     layout = Layout(**dict(zip(AXES, degrees, strict=True)))
     places = [coordinates(layout, rank) for rank in range(layout.world_size)]
     assert [dataclasses.astuple(place) for place in places] == sorted({dataclasses.astuple(p) for p in places})
@@ -67,7 +64,7 @@ def test_coordinates_are_those_of_a_row_major_mesh(degrees: tuple[int, ...]) -> 
     assert {readers.count(part) for part in range(layout.dp)} == {layout.world_size // layout.dp}
 
 
-def test_findings_of_a_ranks_chunks_are_added_up() -> None:
+def test_findings_of_a_ranks_chunks_are_added_up():
     effect = PatternEffect(pattern="a", num_matches=2, saved_bytes=10, recompute_s=0.5)
     other = dataclasses.replace(effect, pattern="b")
     doubled = PatternEffect(pattern="a", num_matches=4, saved_bytes=20, recompute_s=1.0)
@@ -76,13 +73,13 @@ def test_findings_of_a_ranks_chunks_are_added_up() -> None:
     assert merged_casts([(cast,), (cast,)]) == (dataclasses.replace(cast, num_calls=6),)
 
 
-def _slow_in_the_schedule() -> None:
+def _slow_in_the_schedule():
     """The second stage takes its time before each forward pass."""
     from trials.training.loop import Stage
 
     forward = Stage.forward_one_chunk
 
-    def delayed(self: Any, *args: Any, **options: Any) -> Any:
+    def delayed(self, *args, **options):
         time.sleep(0.1)
         return forward(self, *args, **options)
 
@@ -90,13 +87,13 @@ def _slow_in_the_schedule() -> None:
         Stage.forward_one_chunk = delayed
 
 
-def _late_for_the_totals() -> None:
+def _late_for_the_totals():
     """The second stage comes late after its last pass."""
     from trials.training.loop import Pipeline
 
     run = Pipeline.run
 
-    def delayed(self: Any, *args: Any) -> Any:
+    def delayed(self, *args):
         loss = run(self, *args)
         time.sleep(0.4)
         return loss
@@ -108,7 +105,7 @@ def _late_for_the_totals() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("neighbour", [_slow_in_the_schedule, _late_for_the_totals])
-def test_waiting_for_a_neighbour_is_bubble(neighbour: Callable[[], None], tmp_path: Path) -> None:
+def test_waiting_for_a_neighbour_is_bubble(neighbour, tmp_path):
     """Waiting counts as bubble inside the schedule and after the stage's own work; without a pipeline there is none."""
     layouts = [
         Layout(pp=2, schedule="gpipe", stage_layers=((1, 1),)),
@@ -124,18 +121,18 @@ def test_waiting_for_a_neighbour_is_bubble(neighbour: Callable[[], None], tmp_pa
         assert report.breakdown.bubble_s > 0.5 * step_time_s, (report.breakdown, step_time_s)
 
 
-def _with_microbatches(layouts: list[Layout]) -> list:
+def _with_microbatches(layouts):
     return [tiny_spec(layout, num_microbatches=4) for layout in layouts]
 
 
-def _reads_nothing_in_the_middle() -> None:
+def _reads_nothing_in_the_middle():
     """Rank 1 of 3 fails where it would open a data set, and where a step counts time for data."""
     from trials import worker
     from trials.training import measure
 
     stop = measure.StepClock.stop
 
-    def checked(self: Any) -> Any:
+    def checked(self):
         timing = stop(self)
         assert timing.read()[1]["data"] == 0.0
         return timing
@@ -146,7 +143,7 @@ def _reads_nothing_in_the_middle() -> None:
 
 
 @pytest.mark.slow
-def test_stages_in_the_middle_read_no_data(tmp_path: Path) -> None:
+def test_stages_in_the_middle_read_no_data(tmp_path):
     """Ranks without data do not keep the others waiting when these tune their loaders."""
     tuned = Loader(tuning=LoaderTuning(tuning_steps=2, max_workers=1))
     three = Layout(pp=3, stage_layers=((1, 0, 1),))

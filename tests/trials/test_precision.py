@@ -1,4 +1,4 @@
-"""Loss scaling, 16-bit weights, autocast lists and 8-bit floats."""
+"""Loss scaling, 16-bit weights and their update, autocast lists and 8-bit floats."""
 
 from __future__ import annotations
 
@@ -6,40 +6,29 @@ import dataclasses
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.trials.gang import run_gang
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.legality import check
-from trials.models import TrainModel, build_model
+from trials.models import build_model
 from trials.models.built_in import next_token_loss
 from trials.operators import operator_name
 from trials.outcome import RankReport
 from trials.parallel.mesh import HeldParameter, ShardMap, init_parameters
-from trials.precision import CastMeter, LossScaler, apply_autocast_lists, autocast, check_device, check_float8
+from trials.precision import LossScaler, apply_autocast_lists, autocast, check_device, check_float8
 from trials.recompute import apply_recompute
 from trials.reports import OperatorCast
 from trials.sizes import chunks_of_stage
-from trials.spec import (
-    ImageFolderData,
-    Layout,
-    LossScale,
-    Precision,
-    Recompute,
-    ResNetModel,
-    SelectiveRecompute,
-    TrialSpec,
-)
-from trials.training.loop import ModelPart, parallelize
+from trials.spec import ImageFolderData, Layout, LossScale, Precision, Recompute, ResNetModel, SelectiveRecompute
+from trials.training import optimizer as adamw
+from trials.training.loop import parallelize
 from trials.training.optimizer import LocalAdamW
 
 OVERFLOWING = LossScale(initial=2.0**60, backoff_factor=2.0**-24, backoff_interval=1)
@@ -48,7 +37,7 @@ O2_FP16 = Precision(level="O2", dtype="float16", loss_scale=OVERFLOWING)
 FLAGS = st.lists(st.booleans(), max_size=60)
 
 
-def run_lengths_scale(config: LossScale, flags: list[bool]) -> float:
+def run_lengths_scale(config, flags):
     """The schedule said another way: count complete intervals within runs of equal flags."""
     scale, start = config.initial, 0
     while start < len(flags):
@@ -63,7 +52,7 @@ def run_lengths_scale(config: LossScale, flags: list[bool]) -> float:
 
 
 @given(FLAGS, st.integers(1, 5), st.integers(1, 4))
-def test_schedule(flags: list[bool], growth_interval: int, backoff_interval: int) -> None:
+def test_schedule(flags, growth_interval, backoff_interval):
     config = LossScale(initial=1.0, growth_interval=growth_interval, backoff_interval=backoff_interval)
     scaler = LossScaler(config)
     for finite in flags:
@@ -72,16 +61,8 @@ def test_schedule(flags: list[bool], growth_interval: int, backoff_interval: int
     assert scaler.num_skipped == flags.count(False)
 
 
-@given(FLAGS)
-def test_fixed_scale_stays(flags: list[bool]) -> None:
-    scaler = LossScaler(LossScale(initial=7.0, growth_interval=1, backoff_interval=1, dynamic=False))
-    for finite in flags:
-        scaler.update(finite=finite)
-    assert scaler.scale == 7.0
-
-
 @pytest.mark.parametrize("finite", [True, False])
-def test_the_scale_stays_a_positive_finite_number(finite: bool) -> None:
+def test_the_scale_stays_a_positive_finite_number(finite):
     scaler = LossScaler(LossScale(growth_interval=1, backoff_interval=1))
     for _ in range(2000):
         scaler.update(finite=finite)
@@ -89,7 +70,7 @@ def test_the_scale_stays_a_positive_finite_number(finite: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_collect_updates_too_small_for_16_bits(dtype: torch.dtype) -> None:
+def test_masters_collect_updates_too_small_for_16_bits(dtype):
     """A hundred updates of 1e-4 move a weight of 1; in 16 bits each alone would round to nothing."""
     parameter = torch.nn.Parameter(torch.ones(4, dtype=dtype))
     optimizer = LocalAdamW([HeldParameter(parameter)], lr=1e-4, weight_decay=0.0)
@@ -100,7 +81,7 @@ def test_masters_collect_updates_too_small_for_16_bits(dtype: torch.dtype) -> No
     assert bool((parameter < 1.0).all())
 
 
-def test_masters_divide_by_the_scale_in_fp32() -> None:
+def test_masters_divide_by_the_scale_in_fp32():
     """1e-3 / 2**15 is below float16's smallest number, yet the second moment must see it."""
     parameter = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
     held = [HeldParameter(parameter)]
@@ -110,7 +91,7 @@ def test_masters_divide_by_the_scale_in_fp32() -> None:
     assert parameter.item() == pytest.approx(0.99, abs=1e-3)
 
 
-def test_masters_have_the_memory_format_the_weights_train_in() -> None:
+def test_masters_have_the_memory_format_the_weights_train_in():
     """The memory format is settled after the optimiser is built; copies in another would miss the multi-tensor path."""
     parameter = torch.nn.Parameter(torch.randn(4, 3, 3, 3, dtype=torch.bfloat16))
     optimizer = LocalAdamW([HeldParameter(parameter)], lr=1e-2)
@@ -132,9 +113,7 @@ def test_masters_have_the_memory_format_the_weights_train_in() -> None:
         ("float32", (3, 5), None),
     ],
 )
-def test_old_devices_are_refused_with_a_remedy(
-    dtype, capability: tuple[int, int], remedy: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_devices_are_refused_with_a_remedy(dtype, capability, remedy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Old Card")
     precision, device = Precision(dtype=dtype), torch.device("cuda", 0)
@@ -146,7 +125,7 @@ def test_old_devices_are_refused_with_a_remedy(
 
 
 @pytest.mark.slow
-def test_a_fixed_scale_changes_nothing_but_the_range(tmp_path: Path) -> None:
+def test_a_fixed_scale_changes_nothing_but_the_range(tmp_path):
     """Gradients are unscaled once per step, however many micro-batches there are."""
     fixed = [
         Precision(level="O1", dtype="float16", loss_scale=LossScale(initial=scale, dynamic=False))
@@ -167,7 +146,7 @@ def test_a_fixed_scale_changes_nothing_but_the_range(tmp_path: Path) -> None:
 @pytest.mark.representative("O1")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [O1_FP16, O2_FP16], ids=["O1", "O2"])
-def test_every_layout_skips_the_same_steps(precision: Precision, tmp_path: Path) -> None:
+def test_every_layout_skips_the_same_steps(precision, tmp_path):
     """Ranks agree within a gang, or their norms would differ; and gangs agree with a single process."""
     tp2 = Layout(tp=2, sequence_parallel=True)
     layouts = [
@@ -203,7 +182,7 @@ EVERY_WAY = [
 ]
 
 
-def build(precision: Precision, recompute: Recompute | None = None) -> tuple[TrainModel, CastMeter]:
+def build(precision, recompute=None):
     (chunk,) = chunks_of_stage(Layout(), 0, WORKLOAD.num_layers)
     with torch.device("meta"):
         model = build_model(WORKLOAD, chunk)
@@ -215,7 +194,7 @@ def build(precision: Precision, recompute: Recompute | None = None) -> tuple[Tra
     return model, meter
 
 
-def train(precision: Precision, recompute: Recompute | None = None) -> tuple[list[Tensor], dict[str, int]]:
+def train(precision, recompute=None):
     """Loss and gradients of a step, and calls by name."""
     model, meter = build(precision, recompute)
     with autocast(precision, torch.device("cpu")):
@@ -225,10 +204,10 @@ def train(precision: Precision, recompute: Recompute | None = None) -> tuple[lis
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())], counts
 
 
-def output_types(precision: Precision) -> dict[str, torch.dtype]:
+def output_types(precision):
     """Types of every module's outputs."""
     model, _ = build(precision)
-    types: dict[str, torch.dtype] = {}
+    types = {}
     for name, module in model.named_modules():
         module.register_forward_hook(
             lambda _module, _args, out, name=name: types.update({name: getattr(out, "dtype", None)})
@@ -238,11 +217,11 @@ def output_types(precision: Precision) -> dict[str, torch.dtype]:
     return types
 
 
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+def equal(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_the_lists_overrule_autocast() -> None:
+def test_the_lists_overrule_autocast():
     usual = output_types(O1)
     assert usual["layers.0.attention_norm"] == torch.float32 and usual["output"] == torch.bfloat16
     listed = output_types(dataclasses.replace(O1, white=("rms_norm",), black=("linear",)))
@@ -250,14 +229,14 @@ def test_the_lists_overrule_autocast() -> None:
     assert listed["layers.1.feed_forward.w13"] == listed["output"] == torch.float32
 
 
-def test_all_black_is_fp32_to_the_bit() -> None:
+def test_all_black_is_fp32_to_the_bit():
     black, counts = train(ALL_BLACK)
     assert equal(black, train(Precision())[0])
     assert not equal(black, train(O1)[0])
     assert counts == {"linear": NUM_LINEARS, "scaled_dot_product_attention": SHAPE.num_layers}
 
 
-def test_gradients_flow_through_the_casts() -> None:
+def test_gradients_flow_through_the_casts():
     values, _ = train(WHITE)
     reference, _ = train(Precision())
     for value, wanted in zip(values, reference, strict=True):
@@ -268,14 +247,14 @@ def test_gradients_flow_through_the_casts() -> None:
 
 @pytest.mark.parametrize("precision", [ALL_BLACK, WHITE], ids=["black", "white"])
 @pytest.mark.parametrize("recompute", EVERY_WAY[1:], ids=["full", "selective"])
-def test_a_layer_computed_again_sees_the_same_lists(precision: Precision, recompute: Recompute) -> None:
+def test_a_layer_computed_again_sees_the_same_lists(precision, recompute):
     plain, plain_counts = train(precision)
     again, counts = train(precision, recompute)
     assert equal(again, plain)
     assert counts == plain_counts
 
 
-def test_names_never_met_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_never_met_are_told(caplog):
     model, meter = build(dataclasses.replace(O1, white=("linaer", "mul")))
     assert meter.casts(1)[0] == OperatorCast(name="linaer", list="white", num_calls=0)
     caplog.clear()
@@ -289,7 +268,7 @@ def test_names_never_met_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert {cast.num_calls for cast in meter.casts(1)} == {0}
 
 
-def test_no_lists_change_nothing() -> None:
+def test_no_lists_change_nothing():
     model, meter = build(O1)
     assert "forward" not in vars(model) and meter.casts(1) == ()
 
@@ -307,13 +286,13 @@ def test_no_lists_change_nothing() -> None:
         (lambda x: torch.ops.aten.mul.Tensor(x, x), None),
     ],
 )
-def test_operator_names(call, name: str | None) -> None:
+def test_operator_names(call, name):
     class Names(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             seen.append(operator_name(func))
             return func(*args, **(kwargs or {}))
 
-    seen: list[str | None] = []
+    seen = []
     x = torch.ones(2, 2)
     with Names():
         call(x)
@@ -332,7 +311,7 @@ def test_operator_names(call, name: str | None) -> None:
     ],
     ids=["zero3", "tp", "local", "pp"],
 )
-def test_gangs(layout: Layout, tmp_path: Path) -> None:
+def test_gangs(layout, tmp_path):
     counts = ((1, 1),) if layout.pp > 1 else ((2,),)
     selective = Recompute(selective=(SelectiveRecompute(pattern=".*", num_layers=counts),))
     specs = [tiny_spec(layout, precision=precision, num_microbatches=2) for precision in (Precision(), ALL_BLACK)]
@@ -358,7 +337,7 @@ CPU = torch.device("cpu")
 KEEP, FLAT = Recompute(), Layout()
 
 
-def trained(precision: Precision, recompute: Recompute = KEEP) -> tuple[ModelPart, Tensor]:
+def trained(precision, recompute=KEEP):
     """The model after one backward pass, and its loss."""
     spec = tiny_spec(workload=WIDE, precision=precision, recompute=recompute)
     (part,) = parallelize(spec, None, CPU, stage=0)
@@ -369,7 +348,7 @@ def trained(precision: Precision, recompute: Recompute = KEEP) -> tuple[ModelPar
     return part, loss.detach()
 
 
-def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does() -> None:
+def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does():
     part, loss = trained(FLOAT8)
     converted = {name for name, module in part.model.named_modules() if type(module).__name__ == "Float8Linear"}
     per_layer = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
@@ -383,7 +362,7 @@ def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does() -> 
     assert 0.005 < (gradient - expected).norm() / expected.norm() < 0.2
 
 
-def test_patterns_of_recompute_see_linear() -> None:
+def test_patterns_of_recompute_see_linear():
     pattern = SelectiveRecompute(pattern=r".*\.w(13|qkv)\.linear", num_layers=((2,),))
     part, loss = trained(FLOAT8, Recompute(selective=(pattern,)))
     same, expected = trained(FLOAT8)
@@ -394,7 +373,7 @@ def test_patterns_of_recompute_see_linear() -> None:
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
 
-def spec_of(layout: Layout = FLAT, precision: Precision = FLOAT8, **shape: Any) -> TrialSpec:
+def spec_of(layout=FLAT, precision=FLOAT8, **shape):
     workload = dataclasses.replace(WIDE, model=dataclasses.replace(WIDE.model, **shape))
     return tiny_spec(layout, workload=workload, precision=precision)
 
@@ -412,7 +391,7 @@ RESNET = dataclasses.replace(WIDE, model=ResNetModel(), data=ImageFolderData(), 
         (tiny_spec(workload=RESNET, precision=FLOAT8), "of which the layers of model kind resnet have none"),
     ],
 )
-def test_refuses(spec: TrialSpec, words: str) -> None:
+def test_refuses(spec, words):
     with pytest.raises(InfeasibleSpec, match=words):
         check(spec)
 
@@ -426,9 +405,7 @@ def test_refuses(spec: TrialSpec, words: str) -> None:
         ((9, 4), "7.0", "gfx942:sramecc+", None),
     ],
 )
-def test_devices_without_8_bit_matmuls_are_refused(
-    capability: tuple[int, int], hip: str | None, architecture: str, words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_without_8_bit_matmuls_are_refused(capability, hip, architecture, words, monkeypatch):
     properties = SimpleNamespace(name="Some Card", gcnArchName=architecture)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
@@ -441,13 +418,54 @@ def test_devices_without_8_bit_matmuls_are_refused(
         check_float8(torch.device("cuda", 0))
 
 
-def test_a_machine_without_the_package_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_the_package_is_told_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(InfeasibleSpec, match=r"needs the package torchao: pip install 'tune-cluster\[fp8\]'"):
         check_float8(CPU)
 
 
-def test_the_package_says_nothing_when_it_is_imported() -> None:
+@pytest.mark.exhaustive
+def test_the_package_says_nothing_when_it_is_imported():
     code = "from trials.precision import torchao_float8\nwith torchao_float8() as it: it.Float8LinearConfig"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
+
+
+WORKSPACE_BYTES = 4 * 100
+
+
+def spied(monkeypatch):
+    """Bytes of fp32 gradients and the options of every call of torch's update from now on."""
+    calls = []
+    update = adamw.adamw
+
+    def noted(params, grads, *states, **options):
+        calls.append((sum(grad.nbytes for grad in grads), options))
+        update(params, grads, *states, **options)
+
+    monkeypatch.setattr(adamw, "adamw", noted)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_are_torchs_own_by_the_fused_kernel_in_bounded_memory(dtype, monkeypatch):
+    monkeypatch.setattr(adamw, "WORKSPACE_BYTES", WORKSPACE_BYTES)
+    calls = spied(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in (250, 60, 30)]
+    wide = [torch.nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    optimizer = LocalAdamW([HeldParameter(parameter) for parameter in parameters], lr=1e-2)
+    reference = torch.optim.AdamW(wide, lr=1e-2, fused=False, foreach=False)
+    for _ in range(3):
+        for parameter, copy in zip(parameters, wide, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+            copy.grad = parameter.grad.float()
+        optimizer.step()
+        reference.step()
+    for parameter, copy in zip(parameters, wide, strict=True):
+        torch.testing.assert_close(
+            parameter.detach(), copy.detach().to(dtype), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5
+        )
+    assert all(options["fused"] and not options["foreach"] for _, options in calls)
+    if dtype != torch.float32:
+        assert len(calls) > 3 and max(num_bytes for num_bytes, _ in calls) <= WORKSPACE_BYTES

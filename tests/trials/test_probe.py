@@ -60,6 +60,7 @@ def test_who_names_a_device_has_no_other_looked_at(monkeypatch):
     assert not looks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_plain_torchrun(tmp_path):
     out = tmp_path / "rates.json"

@@ -7,8 +7,6 @@ import itertools
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from tests.trials.gang import RankFailure, run_gang
 from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE, tiny_spec
 from trials.failure import InfeasibleSpec
-from trials.outcome import RankReport
 from trials.profiling.collectives import CollectiveCounter, Flow, StartedCollective
 from trials.profiling.profiler import (
     MARK,
@@ -46,19 +43,19 @@ from trials.profiling.profiler import (
     top_operators,
     union,
 )
-from trials.reports import FOLDER_VARIABLE, RankProfile, StepTimes
-from trials.spec import Kernels, Layout, ProfileSpec, Protocol, TrialSpec
+from trials.reports import FOLDER_VARIABLE, StepTimes
+from trials.spec import Kernels, Layout, ProfileSpec, Protocol
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)).map(lambda pair: (pair[0], sum(pair))))
 
 
-def cells(intervals: list[tuple[float, float]]) -> set[int]:
+def cells(intervals):
     """The unit cells that integer intervals cover."""
     return {cell for start, end in intervals for cell in range(int(start), int(end))}
 
 
 @given(INTERVALS, INTERVALS)
-def test_algebra_is_that_of_sets_of_points(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> None:
+def test_algebra_is_that_of_sets_of_points(one, other):
     left, right = union(one), union(other)
     assert cells(left) == cells(one)
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(left))
@@ -68,11 +65,11 @@ def test_algebra_is_that_of_sets_of_points(one: list[tuple[float, float]], other
     assert all(start < end for start, end in subtract(left, right))
 
 
-def event(name: str, cat: str, start_us: float, end_us: float, tid: int = 1) -> dict[str, Any]:
+def event(name, cat, start_us, end_us, tid=1):
     return {"ph": "X", "name": name, "cat": cat, "ts": start_us, "dur": end_us - start_us, "pid": 1, "tid": tid}
 
 
-def microseconds(total: float, *, computation: float, communication: float, uncovered: float, free: float) -> Any:
+def microseconds(total, *, computation, communication, uncovered, free):
     return StepTimes(
         total_s=pytest.approx(total / 1e6),
         computation_s=pytest.approx(computation / 1e6),
@@ -85,7 +82,7 @@ def microseconds(total: float, *, computation: float, communication: float, unco
 STEPS = [event("ProfilerStep#3", "user_annotation", 0, 100), event("ProfilerStep#4", "user_annotation", 100, 150)]
 
 
-def test_cpu_waiting_is_no_computation_and_autograd_ranges_are_not_either() -> None:
+def test_cpu_waiting_is_no_computation_and_autograd_ranges_are_not_either():
     (first, second) = step_times(
         [
             *STEPS,
@@ -104,7 +101,7 @@ def test_cpu_waiting_is_no_computation_and_autograd_ranges_are_not_either() -> N
     assert second == microseconds(50, computation=20, communication=15, uncovered=10, free=20)
 
 
-def test_with_kernels_only_the_accelerator_counts() -> None:
+def test_with_kernels_only_the_accelerator_counts():
     (first, second) = step_times(
         [
             *STEPS,
@@ -119,7 +116,7 @@ def test_with_kernels_only_the_accelerator_counts() -> None:
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_loads_events_that_last(name: str, tmp_path: Path) -> None:
+def test_loads_events_that_last(name, tmp_path):
     text = json.dumps({"traceEvents": [*STEPS, {"ph": "i", "name": "mark", "ts": 3}]}).encode()
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     assert lasting(load_trace(tmp_path / name)) == STEPS
@@ -128,15 +125,15 @@ def test_loads_events_that_last(name: str, tmp_path: Path) -> None:
 PROFILE_TRACE_STEPS = [(0.0, 100.0), (200.0, 300.0)]
 
 
-def call(name: str, start_us: float, end_us: float, external_id: int = 0, tid: int = 1) -> dict[str, Any]:
+def call(name, start_us, end_us, external_id=0, tid=1):
     return {**event(name, "cpu_op", start_us, end_us, tid), "args": {"External id": external_id}}
 
 
-def launched(name: str, start_us: float, end_us: float, external_id: int) -> dict[str, Any]:
+def launched(name, start_us, end_us, external_id):
     return {**event(name, "kernel", start_us, end_us, tid=7), "args": {"External id": external_id}}
 
 
-def test_an_operators_own_time_leaves_out_what_it_calls_on_its_thread() -> None:
+def test_an_operators_own_time_leaves_out_what_it_calls_on_its_thread():
     found = top_operators(
         [
             call("aten::linear", 0, 50),
@@ -159,7 +156,7 @@ def test_an_operators_own_time_leaves_out_what_it_calls_on_its_thread() -> None:
     assert sum(one.share for one in found) == pytest.approx(1.0)
 
 
-def test_with_an_accelerator_operators_count_by_the_kernels_they_launch() -> None:
+def test_with_an_accelerator_operators_count_by_the_kernels_they_launch():
     found = top_operators(
         [
             call("aten::mm", 0, 2, 1),
@@ -178,11 +175,11 @@ def test_with_an_accelerator_operators_count_by_the_kernels_they_launch() -> Non
     ]
 
 
-def test_a_list_of_operators_has_an_end() -> None:
+def test_a_list_of_operators_has_an_end():
     assert len(top_operators([call(f"aten::op{i}", i, i + 1) for i in range(99)], PROFILE_TRACE_STEPS)) == MAX_OPERATORS
 
 
-def recorded() -> dict[str, Any]:
+def recorded():
     marks = [("forward", 30.0), ("backward", 90.0)]
     return {
         "traceEvents": [
@@ -198,7 +195,7 @@ def recorded() -> dict[str, Any]:
     }
 
 
-def test_marks_become_phases_of_their_step_and_memory_a_curve() -> None:
+def test_marks_become_phases_of_their_step_and_memory_a_curve():
     trace = recorded()
     ranges = phase_ranges(trace)
     assert [(one["name"], one["ts"], one["dur"]) for one in ranges] == [("forward", 0, 30), ("backward", 30, 60)]
@@ -215,41 +212,19 @@ def test_marks_become_phases_of_their_step_and_memory_a_curve() -> None:
     assert all(one["pid"] == 5 for one in events if one.get("cat") == "phase" or one["ph"] == "C")
 
 
-def test_the_mean_of_steps_is_field_by_field() -> None:
-    one, other = (
-        StepTimes(total_s=t, computation_s=t / 2, communication_s=t / 4, uncovered_communication_s=0.0, free_s=t / 4)
-        for t in (1.0, 3.0)
-    )
-    assert mean_times([one, other]) == StepTimes(
-        total_s=2.0, computation_s=1.0, communication_s=0.5, uncovered_communication_s=0.0, free_s=0.5
-    )
-
-
-def started(kind: str, group: str = "tp", size: int = 2) -> StartedCollective:
+def started(kind, group="tp", size=2):
     return StartedCollective(module="m", phase="forward", kind=kind, group=group, group_size=size, num_bytes=8)
 
 
-def collective(flow: Flow, kind: str, sent: str, received: str, group: str = "tp", elements: int = 4) -> None:
+def collective(flow, kind, sent, received, group="tp", elements=4):
     flow.communicate(started(kind, group), (sent, elements), (received, elements))
 
 
-def problems(flow: Flow) -> list[str]:
+def problems(flow):
     return [found.problem for found in flow.redundancies()]
 
 
-def test_the_same_tensor_gathered_twice_is_known_through_copies_and_views() -> None:
-    flow = Flow()
-    for copy in ("first", "second"):
-        flow.move("transpose", (0, 1), [("x", 4)], [("t", 4)])
-        flow.move("clone", (), [("t", 4)], [(copy, 4)])
-        collective(flow, "all_gather", copy, f"all of {copy}")
-        flow.compute([(f"all of {copy}", 8)])
-    (found,) = flow.redundancies()
-    assert "starts the same all_gather" in found.problem
-    assert (found.num_calls, found.num_bytes) == (1, 8)
-
-
-def test_different_tensors_and_different_passes_are_no_repetition() -> None:
+def test_different_tensors_and_different_passes_are_no_repetition():
     flow = Flow()
     collective(flow, "all_gather", "x", "all x")
     flow.move("slice", (0, 2), [("x", 4)], [("part", 2)])
@@ -262,7 +237,7 @@ def test_different_tensors_and_different_passes_are_no_repetition() -> None:
     assert problems(flow) == []
 
 
-def test_there_and_back_again_is_flagged_only_without_computation_between_and_on_one_group() -> None:
+def test_there_and_back_again_is_flagged_only_without_computation_between_and_on_one_group():
     flow = Flow()
     collective(flow, "reduce_scatter", "x", "shard")
     flow.move("wait_tensor", (), [("shard", 4)], [("shard", 4)])
@@ -277,7 +252,7 @@ def test_there_and_back_again_is_flagged_only_without_computation_between_and_on
     assert problems(flow) == []
 
 
-def test_using_one_share_of_a_sum_is_flagged_and_using_several_is_not() -> None:
+def test_using_one_share_of_a_sum_is_flagged_and_using_several_is_not():
     for parts, expected in ((("a",), 1), (("a", "b"), 0)):
         flow = Flow()
         flow.communicate(started("all_reduce", size=4), ("x", 16), ("sum", 16))
@@ -287,7 +262,7 @@ def test_using_one_share_of_a_sum_is_flagged_and_using_several_is_not() -> None:
         assert len(problems(flow)) == expected, parts
 
 
-def test_sums_that_are_only_added_need_one_reduction() -> None:
+def test_sums_that_are_only_added_need_one_reduction():
     for others, expected in (((), 2), (("ab",), 1), (("a",), 1)):
         flow = Flow()
         for name in "abc":
@@ -302,15 +277,15 @@ def test_sums_that_are_only_added_need_one_reduction() -> None:
 
 
 class _FeedForward(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w1, self.w3, self.w2 = (torch.nn.Linear(8, 8, bias=False) for _ in range(3))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.w2(torch.relu(self.w1(x)) * self.w3(x))
 
 
-def _planted() -> list[tuple[str, str, str]]:
+def _planted():
     """A plan without the one gathering that w1 and w3 should share, and a tensor sent back and forth."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     columns = ColwiseParallel(input_layouts=Shard(0))
@@ -325,7 +300,7 @@ def _planted() -> list[tuple[str, str, str]]:
     return [(found.module, found.phase, found.problem) for found in counter.redundancies()]
 
 
-def test_planted_redistributions_of_real_dtensors_are_found(tmp_path: Any) -> None:
+def test_planted_redistributions_of_real_dtensors_are_found(tmp_path):
     repeated = ("w3", "forward", "starts the same all_gather of the same tensor again")
     round_trip = ("step", "step", "gathers again what had been gathered and cut before, with nothing computed between")
     for found in run_ranks(_planted, 2, tmp_path):
@@ -335,12 +310,12 @@ def test_planted_redistributions_of_real_dtensors_are_found(tmp_path: Any) -> No
 MICROBATCHES = 2
 
 
-def profiled(layout: Layout, **options: Any) -> TrialSpec:
+def profiled(layout, **options):
     profile = ProfileSpec(start_step=3, stop_step=4, **options.pop("profile", {}))
     return replace(tiny_spec(layout, num_microbatches=MICROBATCHES, **options), profile=profile)
 
 
-def run(spec: TrialSpec, tmp_path: Path) -> tuple[RankReport, RankProfile]:
+def run(spec, tmp_path):
     (report,) = run_gang([spec], tmp_path, before=Folder(tmp_path / "profile"))
     assert not isinstance(report, RankFailure), report.message
     (profile,) = report.findings.profile
@@ -350,19 +325,19 @@ def run(spec: TrialSpec, tmp_path: Path) -> tuple[RankReport, RankProfile]:
 class Folder:
     """Tells the folder to a rank of a gang, which was forked from a server with an environment of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self._path = path
 
-    def __call__(self) -> None:
+    def __call__(self):
         os.environ[FOLDER_VARIABLE] = str(self._path)
 
 
-def calls(profile: RankProfile) -> dict[tuple[str, str, str], int]:
+def calls(profile):
     return {(count.module, count.phase, count.kind): count.num_calls for count in profile.collectives}
 
 
 @pytest.mark.slow
-def test_sharded_ranks_are_recorded_and_their_collectives_counted(tmp_path: Path) -> None:
+def test_sharded_ranks_are_recorded_and_their_collectives_counted(tmp_path):
     spec = profiled(Layout(dp_shard=2, zero_stage=3), profile={"ranks": (0, 1), "memory": True})
     report, profile = run(spec, tmp_path)
     assert (report.num_warmup_steps, len(report.step_times_s)) == (2, 3)
@@ -392,7 +367,7 @@ def test_sharded_ranks_are_recorded_and_their_collectives_counted(tmp_path: Path
     assert mean_times(step_times(lasting(trace))) == times
 
 
-def check_trace(path: Path, rank: int) -> None:
+def check_trace(path, rank):
     """The trace is named for its rank, with its steps, phases and memory; what Perfetto and chrome://tracing read."""
     trace = json.loads(gzip.decompress(path.read_bytes()))
     assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
@@ -408,7 +383,7 @@ def check_trace(path: Path, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_of_a_pipeline_sends_and_receives(tmp_path: Path) -> None:
+def test_a_stage_of_a_pipeline_sends_and_receives(tmp_path):
     spec = profiled(Layout(pp=2, stage_layers=((1, 1),)))
     _, profile = run(spec, tmp_path)
     wanted = {("step", "step", "send"): MICROBATCHES, ("step", "step", "recv"): MICROBATCHES}
@@ -419,7 +394,7 @@ def test_a_stage_of_a_pipeline_sends_and_receives(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_graph_mode_leaves_its_graphs_and_counts_the_same_collectives(tmp_path: Path) -> None:
+def test_graph_mode_leaves_its_graphs_and_counts_the_same_collectives(tmp_path):
     layout = Layout(tp=2, tp_engine="local")
     spec = profiled(layout, kernels=Kernels(compile="block", backend="aot_eager"))
     _, profile = run(spec, tmp_path)
@@ -436,7 +411,7 @@ def test_graph_mode_leaves_its_graphs_and_counts_the_same_collectives(tmp_path: 
     assert {file.name for file in profile.files} == {*graphs, "rank0.trace.json.gz"}
 
 
-def test_steps_that_cannot_be_recorded_are_refused() -> None:
+def test_steps_that_cannot_be_recorded_are_refused():
     with pytest.raises(InfeasibleSpec, match="stop_step 2 comes before start_step 3"):
         check_profile(ProfileSpec(start_step=3, stop_step=2))
     with pytest.raises(InfeasibleSpec, match="steps count from 1"):
@@ -446,7 +421,7 @@ def test_steps_that_cannot_be_recorded_are_refused() -> None:
 @pytest.mark.parametrize(
     ("start", "stop", "communication", "total"), [(3, 5, True, 6), (1, 1, False, 3), (9, 9, True, 10)]
 )
-def test_the_run_is_as_long_as_the_profile_needs(start: int, stop: int, communication: bool, total: int) -> None:
+def test_the_run_is_as_long_as_the_profile_needs(start, stop, communication, total):
     profile = ProfileSpec(start_step=start, stop_step=stop, communication=communication)
     protocol = long_enough(Protocol(min_warmup_steps=2), profile)
     assert protocol.min_warmup_steps == protocol.max_warmup_steps
@@ -454,7 +429,7 @@ def test_the_run_is_as_long_as_the_profile_needs(start: int, stop: int, communic
     assert protocol.max_warmup_steps + protocol.max_steps == total
 
 
-def test_one_rank_of_every_stage_is_recorded_unless_others_are_asked_for() -> None:
+def test_one_rank_of_every_stage_is_recorded_unless_others_are_asked_for():
     layout = Layout(pp=2, dp_replicate=2, tp=2, stage_layers=((1, 1),))
     assert profiled_ranks(ProfileSpec(), layout) == (0, 4)
     assert profiled_ranks(ProfileSpec(ranks=(5, 1, 99)), layout) == (1, 5)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trials.overlap import LAYERS, orders
 from tests.trials.ranks import run_ranks
-from tests.trials.split_models import CPU, SEQ_LENGTH, WHOLE, Result, build, differences, many, tokens
+from tests.trials.split_models import CPU, SEQ_LENGTH, WHOLE, build, differences, many, tokens
 from tests.trials.tiny import SHAPE
 from trials.models.built_in import Llama
 from trials.parallel.mesh import LocalShard, ShardMap, group_of
@@ -33,28 +32,24 @@ pytestmark = pytest.mark.slow
 
 TP = Layout(tp=2, tp_engine="local")
 SP = Layout(tp=2, tp_engine="local", sequence_parallel=True)
-CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "tp": (TP, {}),
-    "sp": (SP, {}),
-    "sp-expanded": (SP, {"expands": True}),
-}
+CASES = {"tp": (TP, {}), "sp": (SP, {}), "sp-expanded": (SP, {"expands": True})}
 
 
 @functools.cache
-def reference() -> Result:
+def reference():
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(many, 1, Path(folder), [(Layout(), {})])[0][0]
 
 
 @functools.cache
-def results() -> dict[str, Result]:
+def results():
     with tempfile.TemporaryDirectory() as folder:
         return dict(zip(CASES, run_ranks(many, 2, Path(folder), list(CASES.values()))[0], strict=True))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradients_are_those_of_one_process(name: str) -> None:
+def test_loss_and_gradients_are_those_of_one_process(name):
     loss, grads = differences(results()[name], reference())
     assert loss <= 1e-6 and grads <= 1e-5, (loss, grads)
 
@@ -62,12 +57,12 @@ def test_loss_and_gradients_are_those_of_one_process(name: str) -> None:
 class Calls(TorchFunctionMode):
     """Notes the boundaries crossed and keeps the gathers, to call them again."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
-        self.gathers: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
+        self.names = []
+        self.gathers = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if getattr(func, "__module__", None) == gather_sequence.__module__:
             self.names.append(func.__name__)
@@ -76,7 +71,7 @@ class Calls(TorchFunctionMode):
         return out
 
 
-def _calls(layout: Layout) -> tuple[list[str], bool]:
+def _calls(layout):
     (model, _), (inputs, _) = build(layout), tokens()
     with Calls() as calls:
         model(inputs)
@@ -87,7 +82,7 @@ def _calls(layout: Layout) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("num_copies", [1, 2])
-def test_modes_see_the_boundaries_and_can_gather_again(num_copies: int, tmp_path: Path) -> None:
+def test_modes_see_the_boundaries_and_can_gather_again(num_copies, tmp_path):
     layout = Layout(tp=2, tp_engine="local", sequence_parallel=True, num_copies=num_copies)
     names, same = run_ranks(_calls, 2, tmp_path, layout)[0]
     per_layer = 2 * num_copies
@@ -96,7 +91,7 @@ def test_modes_see_the_boundaries_and_can_gather_again(num_copies: int, tmp_path
     assert same
 
 
-def _unfinished_gather() -> bool:
+def _unfinished_gather():
     group = group_of(init_device_mesh("cpu", (2,)))
     x = torch.full((2, 3, 4), float(group.rank), requires_grad=True)
     pending = start_gather(x, group)
@@ -111,12 +106,12 @@ def _unfinished_gather() -> bool:
     return torch.equal(first, wanted) and torch.equal(again, wanted) and torch.equal(x.grad, torch.full_like(x, 4.0))
 
 
-def test_a_used_up_start_starts_over(tmp_path: Path) -> None:
+def test_a_used_up_start_starts_over(tmp_path):
     assert run_ranks(_unfinished_gather, 2, tmp_path) == [True, True]
 
 
 @pytest.mark.parametrize("layout", [TP, SP], ids=["tp", "sp"])
-def test_gradients_of_weights_hide_the_sums_of_gradients_of_inputs(layout: Layout, tmp_path: Path) -> None:
+def test_gradients_of_weights_hide_the_sums_of_gradients_of_inputs(layout, tmp_path):
     """In the backward pass each sum of a projection's input gradient is awaited after another matmul has begun; under
     sequence parallelism the gathers that leave sub-layers have nothing to hide behind. What a projection has made is
     summed where it lies."""
@@ -126,7 +121,7 @@ def test_gradients_of_weights_hide_the_sums_of_gradients_of_inputs(layout: Layou
         assert backward == expected and not any(forward) and in_place
 
 
-def test_a_layer_runs_four_matmuls() -> None:
+def test_a_layer_runs_four_matmuls():
     """One for queries, keys and values together, one for the gate and what it gates, one out of each sub-layer."""
     model, _ = build(Layout())
     with Matmuls() as matmuls:
@@ -135,11 +130,11 @@ def test_a_layer_runs_four_matmuls() -> None:
 
 
 class Matmuls(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.number = 0
 
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
         self.number += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
         return func(*args, **(kwargs or {}))
 
@@ -152,7 +147,7 @@ def fake_gang():
     dist.destroy_process_group()
 
 
-def _on_meta(chunk: Chunk, mesh: Any, *, sequence_parallel: bool) -> tuple[Llama, ShardMap]:
+def _on_meta(chunk, mesh, *, sequence_parallel):
     shape = SHAPE.__class__(
         hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=64, vocab_size=256
     )
@@ -162,7 +157,7 @@ def _on_meta(chunk: Chunk, mesh: Any, *, sequence_parallel: bool) -> tuple[Llama
     return model, apply_tensor_parallel(model, mesh, layout)
 
 
-def test_the_map_names_every_split_and_partial_parameter(fake_gang: Any) -> None:
+def test_the_map_names_every_split_and_partial_parameter(fake_gang):
     model, shard_map = _on_meta(WHOLE, fake_gang, sequence_parallel=True)
     names = {name for name, _ in model.named_parameters()}
     assert shard_map.partial == {name for name in names if name.endswith("norm.weight")}
@@ -174,7 +169,7 @@ def test_the_map_names_every_split_and_partial_parameter(fake_gang: Any) -> None
     assert _on_meta(WHOLE, fake_gang, sequence_parallel=False)[1].partial == frozenset()
 
 
-def test_stages_without_ends_or_layers(fake_gang: Any) -> None:
+def test_stages_without_ends_or_layers(fake_gang):
     middle = Chunk(chunk=0, stage=1, virtual_stage=1, layer_ids=(1,), is_first=False, is_last=False)
     empty = Chunk(chunk=0, stage=1, virtual_stage=1, layer_ids=(), is_first=False, is_last=False)
     _, shard_map = _on_meta(middle, fake_gang, sequence_parallel=True)
@@ -183,7 +178,7 @@ def test_stages_without_ends_or_layers(fake_gang: Any) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_runs_on_fake_tensors(fake_gang: Any, sequence_parallel: bool) -> None:
+def test_runs_on_fake_tensors(fake_gang, sequence_parallel):
     model, _ = _on_meta(WHOLE, fake_gang, sequence_parallel=sequence_parallel)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=CPU)
@@ -195,13 +190,13 @@ def test_runs_on_fake_tensors(fake_gang: Any, sequence_parallel: bool) -> None:
         assert parameter.grad is not None and parameter.grad.shape == parameter.shape, name
 
 
-def copied(layout: Layout) -> Layout:
+def copied(layout):
     return dataclasses.replace(layout, num_copies=2)
 
 
 @pytest.mark.parity
-def test_loss_and_gradients_are_those_of_one_copy(tmp_path: Path) -> None:
-    cases: list[tuple[Layout, dict[str, Any]]] = []
+def test_loss_and_gradients_are_those_of_one_copy(tmp_path):
+    cases = []
     for layout in (TP, SP):
         for options in ({}, {"num_sequences": 3}, {"recompute": True}):
             cases += [(layout, options), (copied(layout), options)]
@@ -213,7 +208,7 @@ def test_loss_and_gradients_are_those_of_one_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [TP, SP], ids=["tp", "sp"])
-def test_one_half_computes_while_the_other_communicates(layout: Layout, tmp_path: Path) -> None:
+def test_one_half_computes_while_the_other_communicates(layout, tmp_path):
     """Collectives return at once, so what is computed before their result is awaited hides them."""
     for alone, both in run_ranks(orders, 2, tmp_path, [layout, copied(layout)]):
         for without, hidden in zip(alone[:2], both[:2], strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,19 +21,19 @@ KIB = 1024
 
 
 @pytest.fixture
-def tracker() -> Iterator[MemoryTracker]:
+def tracker():
     made = MemoryTracker()
     with FakeTensorMode(allow_non_fake_inputs=True), made:
         yield made
 
 
 @pytest.fixture
-def world() -> Iterator[None]:
+def world():
     with fake.fake_process_group(3, 8):
         yield
 
 
-def test_storages_count_once_and_until_their_end(tracker: MemoryTracker) -> None:
+def test_storages_count_once_and_until_their_end(tracker):
     tracker.place = "a"
     first = torch.empty(KIB, dtype=torch.uint8)
     view = first.view(2, -1)[1]
@@ -51,7 +50,7 @@ def test_storages_count_once_and_until_their_end(tracker: MemoryTracker) -> None
     assert peaks == {"forward/0/a": 3 * KIB, "forward/0/b": 2 * KIB + 512}
 
 
-def test_sizes_are_rounded_up_as_the_allocator_does() -> None:
+def test_sizes_are_rounded_up_as_the_allocator_does():
     tracker = MemoryTracker(granule_bytes=512)
     with FakeTensorMode(), tracker:
         kept = [torch.empty(1), torch.empty(129)]
@@ -59,7 +58,7 @@ def test_sizes_are_rounded_up_as_the_allocator_does() -> None:
     del kept
 
 
-def test_categories_of_a_training_step(tracker: MemoryTracker) -> None:
+def test_categories_of_a_training_step(tracker):
     weight = nn.Parameter(torch.empty(256, 256))
     tracker.assign([weight], "param")
     x = torch.empty(4, 256)
@@ -69,7 +68,7 @@ def test_categories_of_a_training_step(tracker: MemoryTracker) -> None:
     assert tracker.live_bytes["input"] == 4 * KIB
     assert tracker.live_bytes["activation"] == 4 * KIB + 4
     claim = lambda parameter: tracker.assign([parameter.grad], "grad")  # noqa: E731
-    weight.register_post_accumulate_grad_hook(claim)  # type: ignore[no-untyped-call]
+    weight.register_post_accumulate_grad_hook(claim)
     torch.autograd.backward(loss)
     assert tracker.live_bytes["grad"] == 256 * KIB
     assert tracker.live_bytes["temporary"] == 0
@@ -79,7 +78,7 @@ def test_categories_of_a_training_step(tracker: MemoryTracker) -> None:
     assert tracker.live_bytes["optimizer"] == 256 * KIB
 
 
-def test_flops_by_what_they_are_for(tracker: MemoryTracker) -> None:
+def test_flops_by_what_they_are_for(tracker):
     weight = torch.empty(64, 32, requires_grad=True)
     x = torch.empty(8, 64, requires_grad=True)
     matmul_flops = 2 * 8 * 64 * 32
@@ -88,7 +87,7 @@ def test_flops_by_what_they_are_for(tracker: MemoryTracker) -> None:
     assert tracker.flops == {"forward": matmul_flops, "backward": 2 * matmul_flops, "recompute": matmul_flops}
 
 
-def test_collectives_are_counted_by_their_larger_side(world: None, tracker: MemoryTracker) -> None:
+def test_collectives_are_counted_by_their_larger_side(world, tracker):
     part, whole = torch.empty(KIB), torch.empty(8 * KIB)
     dist.all_gather_single(whole, part)
     dist.reduce_scatter_single(part, whole)
@@ -98,7 +97,7 @@ def test_collectives_are_counted_by_their_larger_side(world: None, tracker: Memo
     assert tracker.live_bytes["communication"] == 36 * KIB
 
 
-def test_resizing_a_storage_is_seen(tracker: MemoryTracker) -> None:
+def test_resizing_a_storage_is_seen(tracker):
     before = torch.UntypedStorage.resize_
     with fake.tracked_resizes(tracker):
         gathered = torch.empty(KIB)
@@ -109,7 +108,7 @@ def test_resizing_a_storage_is_seen(tracker: MemoryTracker) -> None:
     assert torch.UntypedStorage.resize_ is before
 
 
-def test_shape_propagation_of_dtensors_does_not_count(world: None) -> None:
+def test_shape_propagation_of_dtensors_does_not_count(world):
     mesh = init_device_mesh("cpu", (8,))
     tracker = MemoryTracker()
     with FakeTensorMode(allow_non_fake_inputs=True), tracker, fake.untracked_propagation(tracker):
@@ -123,7 +122,7 @@ def test_shape_propagation_of_dtensors_does_not_count(world: None) -> None:
     assert grown < before + 8 * KIB
 
 
-def test_replica_behaves_like_ddp_in_memory(tracker: MemoryTracker) -> None:
+def test_replica_behaves_like_ddp_in_memory(tracker):
     model = nn.Linear(256, 256, bias=False)
     tracker.assign(model.parameters(), "param")
     replica = fake.Replica(model, tracker)
@@ -140,12 +139,12 @@ def test_replica_behaves_like_ddp_in_memory(tracker: MemoryTracker) -> None:
     assert tracker.collectives()["all_reduce"].num_bytes == size
 
 
-def test_buckets_fill_up_as_those_of_ddp() -> None:
+def test_buckets_fill_up_as_those_of_ddp():
     mib = 1 << 20
     assert fake.bucket_sizes([20 * mib, 20 * mib, 2 * mib]) == [2 * mib, 40 * mib]
 
 
-def test_fused_norm_keeps_its_input_and_one_number_per_row(tracker: MemoryTracker) -> None:
+def test_fused_norm_keeps_its_input_and_one_number_per_row(tracker):
     x = torch.empty(8, 256, requires_grad=True)
     weight = torch.empty(256, requires_grad=True)
     before = tracker.total_bytes
@@ -156,7 +155,7 @@ def test_fused_norm_keeps_its_input_and_one_number_per_row(tracker: MemoryTracke
     assert x.grad is not None and weight.grad is not None and weight.grad.shape == (256,)
 
 
-def test_what_was_replaced_comes_back() -> None:
+def test_what_was_replaced_comes_back():
     from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
@@ -166,7 +165,7 @@ def test_what_was_replaced_comes_back() -> None:
     assert (_PipelineSchedule._warmup_p2p, schedules._batch_p2p) == before
 
 
-def test_what_is_sent_lives_until_it_is_waited_for(world: None, tracker: MemoryTracker) -> None:
+def test_what_is_sent_lives_until_it_is_waited_for(world, tracker):
     from torch.distributed.pipelining import schedules
 
     with held_sends():

@@ -30,18 +30,18 @@ OTHER_BYTES = 24 << 20
 """More than weights, states and activations of a rank of four."""
 
 
-def trial(layout: Layout, *, loss_chunks: int = 1, level: str = "O0") -> TrialSpec:
-    precision = Precision() if level == "O0" else Precision(level=level, dtype="bfloat16")  # type: ignore[arg-type]
+def trial(layout, *, loss_chunks=1, level="O0"):
+    precision = Precision() if level == "O0" else Precision(level=level, dtype="bfloat16")
     candidate = Candidate(layout=layout, precision=precision, kernels=Kernels(loss_chunks=loss_chunks))
     return TrialSpec(workload=WORKLOAD, candidate=candidate)
 
 
-def gradients(loss: object, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(loss, dtype):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 5, 16, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(300, 16, generator=generator).to(dtype).requires_grad_()
     targets = torch.randint(300, (2, 5), generator=generator)
-    made = loss(x, weight, targets)  # type: ignore[operator]
+    made = loss(x, weight, targets)
     (1024 * made).backward()
     assert x.grad is not None and weight.grad is not None and made.dtype == torch.float32
     return made.detach(), x.grad / 1024, weight.grad / 1024
@@ -49,9 +49,7 @@ def gradients(loss: object, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 
 @pytest.mark.parametrize("num_chunks", [2, 3, 10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_chunks_give_the_loss_and_gradients_of_the_whole(
-    num_chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_give_the_loss_and_gradients_of_the_whole(num_chunks, dtype, monkeypatch):
     monkeypatch.setattr(tensor, "PIECE_ELEMENTS", 500)
     chunked = gradients(functools.partial(chunked_loss, num_chunks=num_chunks, group=None), dtype)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
@@ -59,7 +57,7 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(
         assert float((value - wanted).abs().max() / wanted.abs().max()) < tolerance
 
 
-def test_many_chunks_round_the_gradient_of_the_head_as_little_as_the_whole() -> None:
+def test_many_chunks_round_the_gradient_of_the_head_as_little_as_the_whole():
     """Each adds to what is summed up in fp32: in bfloat16 the error would grow with their number."""
     exact = head_gradient(projected_loss, torch.float64)
     whole, chunked = (
@@ -69,12 +67,12 @@ def test_many_chunks_round_the_gradient_of_the_head_as_little_as_the_whole() -> 
     assert chunked < 1.5 * whole < 1e-2, (chunked, whole)
 
 
-def head_gradient(loss: object, dtype: torch.dtype) -> Tensor:
+def head_gradient(loss, dtype):
     """Gradient of a head's weights after 512 positions; drawn so that bfloat16 holds all of the inputs."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(4, 128, 32, generator=generator).bfloat16().to(dtype)
     weight = torch.randn(500, 32, generator=generator).mul_(0.02).bfloat16().to(dtype).requires_grad_()
-    loss(x, weight, torch.randint(500, (4, 128), generator=generator)).backward()  # type: ignore[operator]
+    loss(x, weight, torch.randint(500, (4, 128), generator=generator)).backward()
     assert weight.grad is not None
     return weight.grad.double()
 
@@ -86,9 +84,9 @@ def head_gradient(loss: object, dtype: torch.dtype) -> Tensor:
     ids=["local", "dtensor", "local-sp"],
 )
 @pytest.mark.parametrize(("level", "shrinks"), [("O0", 1), ("O2", 2)], ids=["O0", "O2"])
-def test_no_rank_holds_the_logits_of_the_whole_vocabulary(level: str, shrinks: int, size: dict[str, object]) -> None:
+def test_no_rank_holds_the_logits_of_the_whole_vocabulary(level, shrinks, size):
     """A rank holds its part of them once, in their own type, a piece of that in fp32, and little else."""
-    (peak,) = simulated_peaks([trial(Layout(tp=4, **size), level=level)])  # type: ignore[arg-type]
+    (peak,) = simulated_peaks([trial(Layout(tp=4, **size), level=level)])
     part = ALL_LOGITS / 4 / shrinks
     assert peak < part + 4 * tensor.PIECE_ELEMENTS + OTHER_BYTES < ALL_LOGITS / 2
 
@@ -96,12 +94,12 @@ def test_no_rank_holds_the_logits_of_the_whole_vocabulary(level: str, shrinks: i
 class Shapes(TorchDispatchMode):
     """Elements of the largest tensors that operators made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_elements = 0
 
-    def __torch_dispatch__(self, func: object, _types: object, args: tuple = (), kwargs: dict | None = None) -> object:  # type: ignore[type-arg]
-        made = func(*args, **(kwargs or {}))  # type: ignore[operator]
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
         leaves = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         self.num_elements = max([self.num_elements, *leaves])
         return made
@@ -117,9 +115,7 @@ class Shapes(TorchDispatchMode):
         ("qwen3", {"tie_word_embeddings": True}, 1, 1),
     ],
 )
-def test_decoders_of_transformers_never_make_all_logits(
-    model_type: str, keys: dict[str, bool], num_chunks: int, share: int
-) -> None:
+def test_decoders_of_transformers_never_make_all_logits(model_type, keys, num_chunks, share):
     """Under tp 2, forward and backward; a head tied to the embedding stays whole, but takes chunks."""
     positions, vocabulary_size = 256, 2048
     model = decoder(model_type, vocab_size=vocabulary_size, max_position_embeddings=positions, **keys)
@@ -135,7 +131,7 @@ def test_decoders_of_transformers_never_make_all_logits(
     assert shapes.num_elements == positions * vocabulary_size // share
 
 
-def test_chunks_hold_one_chunk_of_the_logits() -> None:
+def test_chunks_hold_one_chunk_of_the_logits():
     """And a copy of it while its exponentials are summed up."""
     whole, chunked = (trial(Layout(), loss_chunks=chunks) for chunks in (1, 8))
     split = dataclasses.replace(chunked, candidate=dataclasses.replace(chunked.candidate, layout=Layout(tp=4)))

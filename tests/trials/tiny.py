@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trials.spec import AdamW, Candidate, Layout, LlamaModel, Protocol, TextData, TrialSpec, Workload
 
 SHAPE = LlamaModel(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=70)
@@ -14,7 +12,7 @@ FIVE_STEPS = Protocol(
 )
 
 
-def tiny_spec(layout: Layout | None = None, *, workload: Workload = WORKLOAD, **candidate: Any) -> TrialSpec:
+def tiny_spec(layout=None, *, workload=WORKLOAD, **candidate):
     """A trial of five steps; ``num_microbatches`` (default 1) sets the micro-batch size."""
     layout = layout or Layout()
     num_microbatches = candidate.pop("num_microbatches", 1)

@@ -104,6 +104,11 @@ class ScriptCommand:
     """Folder for compilers' caches, shared by the trials of a sweep on a node; None: the node's temporary folder."""
 
     @property
+    def is_look(self) -> bool:
+        """Whether the program is only looked at: its times are nobody's measurement."""
+        return ALL_OPTIONS in self.options
+
+    @property
     def num_warmup_steps(self) -> int:
         """Steps before measuring, a fixed number: ranks of a foreign program cannot agree on one."""
         return self.protocol.min_warmup_steps
@@ -128,8 +133,6 @@ REPORT_VARIABLE = "TUNE_CLUSTER_REPORT"
 """Folder of the lines and of ``stop``."""
 KNOBS_VARIABLE = "TUNE_CLUSTER_KNOBS"
 """File of the knobs that the hook sets within the program."""
-COUNT_FLOPS_VARIABLE = "TUNE_CLUSTER_COUNT_FLOPS"
-"""``1``: the hook counts the floating-point operations of one step."""
 VARIABLES_VARIABLE = "TUNE_CLUSTER_VARIABLES"
 """Names of the environment variables of the candidate's, which the hook watches."""
 MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"

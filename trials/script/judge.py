@@ -12,17 +12,28 @@ import math
 import re
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
-from trials.outcome import SLACK_S, TOLERANCE, Contradiction, contradicted
+from trials.outcome import SLACK_S, TOLERANCE, Contradiction, StepBreakdown, contradicted
 from trials.reports import ScriptFacts, ScriptReport, ScriptSource, SeenOption
-from trials.script.command import ALL_OPTIONS, Expected, ScriptCommand, inside_knobs
+from trials.script.command import Expected, ScriptCommand, inside_knobs
 from trials.script.logs import LogValue
-from trials.script.report_lines import FILE, HOOK, LOG, PLAIN_HOOK, REPORT, StepBook, StepSeries, ToldError
+from trials.script.report_lines import (
+    FILE,
+    HOOK,
+    LOG,
+    PARTS,
+    PER_STEP,
+    PLAIN_HOOK,
+    REPORT,
+    StepBook,
+    StepSeries,
+    ToldError,
+)
 from trials.secrets import redactor
 
 NEEDLES = (
@@ -376,8 +387,7 @@ class Judge:
                 raise NotApplied(f"not applied: {name}: {who} reports nothing of it")
 
     def _is_wanted(self, option: SeenOption) -> bool:
-        wanted = self._command.options
-        return ALL_OPTIONS in wanted or any(map(option.is_called, wanted))
+        return self._command.is_look or any(map(option.is_called, self._command.options))
 
     def _check_amounts(self) -> None:
         """Raises:
@@ -414,7 +424,7 @@ class Judge:
             "grad_norm",
             "tokens",
             "samples",
-            "data_s",
+            *PARTS,
             "allocated_bytes",
             "reserved_bytes",
             "rss_bytes",
@@ -447,6 +457,20 @@ class Judge:
         known = [value for value in known if math.isfinite(value)]
         return statistics.fmean(known) if known else None
 
+    def breakdown(self, step_times_s: Sequence[float]) -> StepBreakdown:
+        """Means of the parts that the program told of, and what they leave; all zero where it told of none."""
+        parts = {name: seconds for name in PARTS if (seconds := self.mean(name))}
+        if not parts or not step_times_s:
+            return StepBreakdown()
+        exposed_s = min(self._facts().get("bucket_exposed_s", 0.0), parts.get("backward_s", 0.0))
+        if exposed_s:  # the reducer waits for its buckets inside of the backward pass
+            parts["backward_s"] -= exposed_s
+            parts["communication_s"] = parts.get("communication_s", 0.0) + exposed_s
+        whole_s = statistics.fmean(step_times_s)
+        scale = min(1.0, whole_s / sum(parts.values()))
+        parts = {name: seconds * scale for name, seconds in parts.items()}
+        return StepBreakdown(**parts, other_s=max(0.0, whole_s - sum(parts.values())))
+
     def peak(self, name: str) -> int:
         """The largest value of all processes and steps; 0 where nobody told any."""
         found = (v.value for s in self._book.series.values() for v in s.values.get(name, {}).values())
@@ -454,13 +478,10 @@ class Judge:
 
     def report(self, times: MeasuredSteps | None, exit_code: int | None) -> ScriptReport:
         """What is told of the program besides figures."""
-        merged: dict[str, Any] = {}
         clean = redactor()
-        for facts in reversed(self._book.facts.values()):
-            merged |= facts
         return ScriptReport(
             sources=tuple(self.sources(times)) if times is not None else (),
-            facts=ScriptFacts(**merged),
+            facts=ScriptFacts(**self._facts()),
             options=tuple(one for one in self._book.options.values() if self._is_wanted(one)),
             knobs=tuple((name, detail) for name, (_, detail) in next(iter(self._book.knobs.values()), {}).items()),
             fingerprint=self._book.fingerprint,
@@ -472,6 +493,19 @@ class Judge:
             extras=tuple((clean(name), clean(value)) for name, value in self._book.extras.items()),
             notes=tuple(map(clean, self._book.notes)),
         )
+
+    def _facts(self) -> dict[str, Any]:
+        """Facts of all processes, those of the first where they differ, with the means of values that steps have."""
+        merged: dict[str, Any] = {}
+        for facts in reversed(self._book.facts.values()):
+            merged |= facts
+        for name in PER_STEP:
+            series = self._best(name)
+            values = series.by_step(name) if series is not None else {}
+            known = [values[step].value for step in self._measured if step in values]
+            if known:
+                merged[name] = sum(known) / len(self._measured)
+        return merged
 
     def _groups(self) -> Iterator[tuple[str, list[StepSeries]]]:
         """Sources from best to worst, each with the series of its processes and files in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import itertools
 import json
@@ -19,7 +20,7 @@ from typing import Any
 
 from trials.files import canonical_json
 from trials.outcome import Elapsed
-from trials.reports import MAX_NOTES, MAX_OPTIONS, SeenOption, option_of
+from trials.reports import MAX_NOTES, MAX_OPTIONS, ScriptFacts, SeenOption, option_of
 from trials.script.command import ScriptCommand
 from trials.script.logs import LogRecord, LogValue, number
 
@@ -516,30 +517,23 @@ MAX_EXTRAS = 32
 MAX_TEXT = 200
 MAX_DETAIL = 400
 
+PARTS = ("data_s", "forward_s", "backward_s", "recompute_s", "communication_s", "optimizer_s")
+"""Values of a step that are parts of its time, none inside of another: fields of a breakdown by these names."""
+PER_STEP = ("cpu_s", "ahead_s", "collectives", "collective_bytes", "compiling_s")
+"""Values of a step whose mean is a fact; they are left out of steps in which they are zero."""
 VALUES = (
-    *("loss", "grad_norm", "tokens", "samples", "step_time_s", "data_s"),
+    *("loss", "grad_norm", "tokens", "samples", "step_time_s"),
+    *PARTS,
+    *PER_STEP,
     *("allocated_bytes", "reserved_bytes", "rss_bytes"),
 )
 """Keys of report lines that are values of a step."""
 _KNOWN = frozenset((*VALUES, "v", "source", "t", "step", "event", "versions", "pid", "stack_signal"))
-FACTS: dict[str, Callable[[float], Any]] = {
-    "world_size": int,
-    "micro_batch_size": int,
-    "forwards_per_step": float,
-    "parameter_bytes_local": int,
-    "parameter_bytes_global": int,
-    "layer_calls_per_forward": float,
-    "flops_per_step": float,
-    "parameters": int,
-    "backwards_per_step": int,
-    "num_optimizers": int,
-    "num_workers": int,
-    "loader_batch_size": int,
-    "is_compiled": bool,
+FACTS: dict[str, Callable[[Any], Any]] = {
+    field.name: next(kind for kind in (int, float, str, bool) if str(field.type).startswith(kind.__name__))
+    for field in dataclasses.fields(ScriptFacts)
 }
-"""Facts that are numbers, and their types."""
-WORDS = ("dtype", "wrapper")
-"""Facts that are words."""
+"""Facts and their types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -661,12 +655,14 @@ class StepBook:
     def _take_facts(self, told: dict[str, Any], origin: str) -> None:
         found: dict[str, Any] = {}
         for name, convert in FACTS.items():
-            value = _number(told.get(name))
+            given = told.get(name)
+            if convert is str:
+                if isinstance(given, str):
+                    found[name] = given[:MAX_TEXT].removeprefix("torch.")
+                continue
+            value = _number(given)
             if value is not None and math.isfinite(value.value) and value.value >= 0:
                 found[name] = convert(value.value)
-        for name in WORDS:
-            if isinstance(word := told.get(name), str):
-                found[name] = word[:MAX_TEXT].removeprefix("torch.")
         if found and (origin in self.facts or len(self.facts) < MAX_SERIES):
             self.facts.setdefault(origin, {}).update(found)
 
@@ -677,7 +673,7 @@ class StepBook:
                 if len(self.versions) < MAX_EXTRAS:
                     self.versions.setdefault(str(name)[:MAX_TEXT], str(version)[:MAX_TEXT])
         for name, value in told.items():
-            is_new = name not in _KNOWN and name not in FACTS and name not in WORDS
+            is_new = name not in _KNOWN and name not in FACTS
             if is_new and (name in self.extras or len(self.extras) < MAX_EXTRAS):
                 self.extras[name[:MAX_TEXT]] = str(value)[:MAX_TEXT]
 

@@ -27,8 +27,8 @@ from typing import Any
 
 from trials.failure import NodeFault, of_host
 from trials.files import from_json, is_disk_full, to_json, write_json
-from trials.outcome import Phase, ProgressSink, RankReport, StepBreakdown, ignore_progress
-from trials.reports import Findings
+from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
+from trials.reports import Findings, ScriptReport
 from trials.script.command import (
     OUT,
     PeerWord,
@@ -569,9 +569,11 @@ def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: Pro
     finally:
         child.end()
         child.close()
-    contradiction = watch.judge.contradiction(began_s=began_s if exit_code is not None else None)
     report = _report(command, rank, watch.judge, times, exit_code)
-    return report if times is None else replace(report, contradiction=contradiction)
+    if times is None or command.is_look:
+        return report
+    contradiction = watch.judge.contradiction(began_s=began_s if exit_code is not None else None)
+    return replace(report, contradiction=contradiction)
 
 
 def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
@@ -603,9 +605,7 @@ def _report(
     command: ScriptCommand, rank: ScriptRank, judge: Judge, times: MeasuredSteps | None, exit_code: int | None
 ) -> RankReport:
     """The rank's report; what nobody told is left out."""
-    data_s = judge.mean("data_s") or 0.0
     seconds = times.seconds if times is not None else ()
-    rest_s = max(0.0, sum(seconds) / len(seconds) - data_s) if data_s and seconds else 0.0
     script = judge.report(times, exit_code)
     allocated = judge.peak("allocated_bytes") or (judge.peak("rss_bytes") if command.device == "cpu" else 0)
     return RankReport(
@@ -613,18 +613,31 @@ def _report(
         world_size=rank.num_slots,
         tokens_per_step=_amount(script.tokens_per_step, command.tokens_per_step),
         step_times_s=seconds,
-        breakdown=StepBreakdown(data_s=data_s, other_s=rest_s),
+        breakdown=judge.breakdown(seconds),
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=judge.peak("reserved_bytes"),
         num_warmup_steps=command.num_warmup_steps,
         losses=judge.per_step("loss"),
         grad_norms=judge.per_step("grad_norm"),
-        model_flops_per_token=command.model_flops_per_token,
+        model_flops_per_token=command.model_flops_per_token or _flops_per_token(script, command),
+        device_name=script.facts.device_name or "",
+        matmul_format=dtype if (dtype := script.facts.dtype) in HALF else "",  # fp32 may run as TF32
         samples_per_step=_amount(script.samples_per_step, command.samples_per_step),
         findings=Findings(script=script),
         num_ranks=rank.num_devices if command.launcher == "own" else 1,
         step_time_resolution_s=times.resolution_s if times is not None else 0.0,
     )
+
+
+HALF = ("float16", "bfloat16")
+
+
+def _flops_per_token(script: ScriptReport, command: ScriptCommand) -> float:
+    """By the operators of a step on this rank, all ranks taken for alike; 0 where some may be counted twice."""
+    facts = script.facts
+    if not facts.flops_per_step or facts.layer_calls_per_forward != 1:
+        return 0.0
+    return facts.flops_per_step * command.num_devices / _amount(script.tokens_per_step, command.tokens_per_step)
 
 
 def _amount(seen: float | None, said: int) -> int:

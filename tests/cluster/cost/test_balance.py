@@ -147,13 +147,6 @@ def test_worst_moments_hold_what_the_schedule_says(pp, v, rounds):
         assert all(0 <= count <= m for moment in moments for count in moment)
 
 
-def test_memory_to_spare_means_no_recompute_and_less_for_the_head():
-    found = balance(problem(num_layers=10, head_s=6.0))
-    assert found.stage_layers == ((3, 3, 3, 1),)
-    assert found.recompute == type(found.recompute)()
-    assert found.recompute_s == 0
-
-
 def test_early_stages_recompute_more():
     """1F1B's first rank holds the most micro-batches."""
     found = balance(problem(num_layers=16, memory_limit_bytes=100, states=(NONE, FULL)))

@@ -1,14 +1,40 @@
-"""Terms sum to what they explain, and move the way the hardware says they must."""
+"""Terms of time and memory sum to what they explain, and move the way that hardware, experts, offloading, schedules and
+habits require."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cluster.cost.cost_model import Calibrated, CostModel, Estimates, cost_model, derivatives
-from cluster.cost.inputs import MEMORY, TIME, WORKSPACE_BYTES, Coefficients, assumed, assumed_prior
-from cluster.cost.peak_memory import log_slopes, stage_bytes
-from cluster.cost.work import work_of
+from cluster.cost.cost_model import Calibrated, CostModel, cost_model, derivatives
+from cluster.cost.inputs import MEMORY, SCHEDULES, TIME, WORKSPACE_BYTES, assumed, assumed_prior
+from cluster.cost.peak_memory import (
+    FOREIGN,
+    HABITS,
+    KNOWN,
+    MAX_HABITS,
+    Structure,
+    apart,
+    log_slopes,
+    passes_bytes,
+    stage_bytes,
+)
+from cluster.cost.step_time import HOST_LINK_SHARE, HOST_UPDATES_PER_S, gather_seconds, step_seconds
+from cluster.cost.work import (
+    _operations,
+    _simulate,
+    closed_form_seconds,
+    experts_params,
+    in_flight,
+    in_flight_peaks,
+    layers_params,
+    pipeline_seconds,
+    simulated_seconds,
+    tables_params,
+    work_of,
+)
 from tests.cluster.cost.rows import inputs, row, varied
 
 MODEL = CostModel(Calibrated.of_prior(assumed_prior(TIME, 0.1)), Calibrated.of_prior(assumed_prior(MEMORY, 0.1)))
@@ -17,11 +43,11 @@ AT_STEP = {"num_microbatches": 1, "keeps_gradients": 0, "gradient_bytes": 2, "re
 """The peak is in the optimiser step."""
 
 
-def estimate(*rows: dict[str, object]) -> Estimates:
+def estimate(*rows):
     return MODEL.estimate(inputs(*rows))
 
 
-def test_terms_sum_to_step_and_peak_and_none_is_negative() -> None:
+def test_terms_sum_to_step_and_peak_and_none_is_negative():
     found = cost_model().estimate(varied(300))
     for total, terms in ((found.step_s, found.step_terms_s), (found.peak_bytes, found.peak_terms_bytes)):
         np.testing.assert_allclose(np.sum(list(terms.values()), axis=0), total)
@@ -30,14 +56,14 @@ def test_terms_sum_to_step_and_peak_and_none_is_negative() -> None:
         assert (total > 0).all()
 
 
-def test_attention_hides_a_ring_as_long_in_8_bits_as_in_16() -> None:
+def test_attention_hides_a_ring_as_long_in_8_bits_as_in_16():
     plain = {"cp": 4, "seq_length": 2**14, "peak_flops_per_s": 1e15, "base_flops_per_s": 1e15}
     seconds = estimate(row(**plain), row(**plain | {"peak_flops_per_s": 2e15})).step_terms_s
     assert seconds["context_parallel"][0] == pytest.approx(seconds["context_parallel"][1])
     assert seconds["forward"][0] > seconds["forward"][1]
 
 
-def test_estimates_do_not_depend_on_the_other_rows() -> None:
+def test_estimates_do_not_depend_on_the_other_rows():
     x = varied(40)
     together = MODEL.estimate(x)
     for i in (0, 13, 39):
@@ -46,7 +72,7 @@ def test_estimates_do_not_depend_on_the_other_rows() -> None:
         assert alone.peak_bytes[0] == pytest.approx(together.peak_bytes[i])
 
 
-LONG: dict[str, object] = {"seq_length": 2**18, "recompute": "full"}
+LONG = {"seq_length": 2**18, "recompute": "full"}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +90,9 @@ LONG: dict[str, object] = {"seq_length": 2**18, "recompute": "full"}
         ("activations", {"tp": 4, "sequence_parallel": 1}, {"tp": 4}),
         ("activations", {"cp": 2}, {}),
         ("activations", {"flash": 1}, {"flash": 0}),
+        ("activations", {"peak_flops_per_s": 624e12}, {}),
+        ("weights", {"shard_embedding": 1}, {}),
+        ("gradients", {"shard_embedding": 1}, {}),
         ("activations", {"fused": 1}, {"fused": 0}),
         ("activations", {"selective_share": 0.3}, {}),
         ("activations", {"micro_batch_size": 1}, {"micro_batch_size": 2}),
@@ -80,12 +109,12 @@ LONG: dict[str, object] = {"seq_length": 2**18, "recompute": "full"}
         ("constant", {}, {"tp": 2}),
     ],
 )
-def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: dict[str, object]) -> None:
+def test_memory_moves_the_right_way(term, less, more):
     terms = estimate(row(**less), row(**more)).peak_terms_bytes[term]
     assert terms[0] < terms[1]
 
 
-def heads(number: int, size: int, **changes: float) -> dict[str, object]:
+def heads(number, size, **changes):
     """Heads that are as wide together as others with the same product."""
     return {"num_heads": number, "num_kv_heads": number, "head_dim": size, **changes}
 
@@ -94,6 +123,7 @@ def heads(number: int, size: int, **changes: float) -> dict[str, object]:
     ("term", "less", "more"),
     [
         ("recompute", {}, {"recompute": "full"}),
+        ("data", {}, {"data_wait_s": 0.5}),
         ("tensor_parallel", {"tp": 4, "domain_size": 8}, {"tp": 4, "domain_size": 2}),
         ("tensor_parallel", {"tp": 4, "num_copies": 2}, {"tp": 4}),
         ("tensor_parallel", {"tp": 4, "hides_sums": 1}, {"tp": 4}),
@@ -133,19 +163,19 @@ def heads(number: int, size: int, **changes: float) -> dict[str, object]:
         ("forward", {"peak_flops_per_s": 600e12}, {}),
     ],
 )
-def test_time_moves_the_right_way(term: str, less: dict[str, object], more: dict[str, object]) -> None:
+def test_time_moves_the_right_way(term, less, more):
     terms = estimate(row(**less), row(**more)).step_terms_s[term]
     assert terms[0] < terms[1]
 
 
-def test_gradients_and_activations_share_memory_when_gradients_are_freed() -> None:
+def test_gradients_and_activations_share_memory_when_gradients_are_freed():
     single = {"num_microbatches": 1, "keeps_gradients": 0, "recompute": "full", "micro_batch_size": 4}
     found = estimate(row(**single), row(**{**single, "num_microbatches": 8}))
     assert found.peak_bytes[0] < found.peak_bytes[1]
     assert found.peak_terms_bytes["activations"][0] == 0, "the peak is in the optimiser step"
 
 
-def test_logits_and_a_repeated_layer_share_memory() -> None:
+def test_logits_and_a_repeated_layer_share_memory():
     """The loss is over before the first layer is computed again: whichever takes more counts."""
     big = {"micro_batch_size": 8, "dp_shard": 64, "zero_stage": 3}
     found = estimate(row(**big, recompute="full", vocab=200000), row(**big, recompute="full", vocab=1000))
@@ -154,30 +184,7 @@ def test_logits_and_a_repeated_layer_share_memory() -> None:
     assert terms["recomputed"][0] == 0 < terms["recomputed"][1], "no repeated layer while the logits are there"
 
 
-def test_short_gradients_are_copied_for_the_optimizer_step() -> None:
-    alone = {"recompute": "full", "dp_shard": 1, "seq_length": 256}
-    short, long = row(**alone, gradient_bytes=2, weight_bytes=4), row(**alone, gradient_bytes=4, weight_bytes=4)
-    workspace = estimate(short, long).peak_terms_bytes["workspace"]
-    assert workspace[0] - workspace[1] == pytest.approx(4 * 6.74e9, rel=0.01)
-
-
-def test_matmul_inputs_below_16_bits_take_less() -> None:
-    terms = estimate(row(peak_flops_per_s=624e12), row()).peak_terms_bytes["activations"]
-    assert 0.7 < terms[0] / terms[1] < 1
-
-
-def test_a_sharded_embedding_takes_less() -> None:
-    for term in ("weights", "gradients", "optimizer"):
-        found = estimate(row(shard_embedding=1), row(shard_embedding=0)).peak_terms_bytes[term]
-        assert (found[0] < found[1]) == (term != "optimizer"), "ZeRO-1 shards the optimiser state of all anyway"
-
-
-def test_data_wait_adds_to_the_step() -> None:
-    found = estimate(row(), row(data_wait_s=0.5))
-    assert found.step_s[1] - found.step_s[0] == pytest.approx(0.5)
-
-
-def test_every_coefficient_matters_somewhere() -> None:
+def test_every_coefficient_matters_somewhere():
     x = inputs(
         row(tp=2, cp=2, pp=2, recompute="full", peak_flops_per_s=600e12, vocab=32000, loose_norms=1),
         row(dp_shard=64, zero_stage=3, hidden=512),
@@ -199,17 +206,17 @@ def test_every_coefficient_matters_somewhere() -> None:
                 assert (values[0] != values[1]).any(), coefficient.name
 
 
-def test_slopes_of_memory_are_its_derivatives() -> None:
+def test_slopes_of_memory_are_its_derivatives():
     x, at = varied(300), assumed(MEMORY)
     terms = {name: values[:, 0] for name, values in stage_bytes(x, work_of(x), at).items()}
 
-    def log_first_rank(coefficients: Coefficients) -> np.ndarray:
+    def log_first_rank(coefficients):
         return np.log(np.sum(list(stage_bytes(x, work_of(x), coefficients).values()), axis=0)[:, 0])
 
     np.testing.assert_allclose(log_slopes(x, terms, at), derivatives(log_first_rank, at), atol=1e-4)
 
 
-def test_cores_need_neither_many_tiles_nor_long_products() -> None:
+def test_cores_need_neither_many_tiles_nor_long_products():
     """On the two cores of the quickstart sweep, micro-batches of 8 without recompute ran 2.0 to 3.0 times as fast as of
     1 with it, in several recordings; tiles of an accelerator's hundred units would make that more than sixfold."""
     small = {"num_layers": 4, "hidden": 192, "ffn": 512, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32} | {
@@ -231,3 +238,224 @@ def test_cores_need_neither_many_tiles_nor_long_products() -> None:
     assert 1.7 < found.step_s[0] / found.step_s[1] < 3.0
     seconds = found.step_terms_s
     assert seconds["launch"][0] > 5 * seconds["launch"][1] > 0, "cores launch what they compute: nothing hides it"
+
+
+def terms(*rows):
+    x = inputs(*rows)
+    work = work_of(x)
+    return step_seconds(x, work, assumed(TIME)), passes_bytes(x, work, assumed(MEMORY))
+
+
+def test_activations_on_the_host_cost_what_their_copies_stick_out():
+    """Over a link without end nothing sticks out but what computation loses to the copies; over a slow one, all."""
+    kept, fast, slow = row(), row(offload_activations=1, host_bytes_per_s=1e15), row(offload_activations=1)
+    slow["host_bytes_per_s"] = 1e8
+    seconds, memory = terms(kept, fast, slow)
+    assert seconds["host_copies"][0] == 0 < seconds["host_copies"][1] < 1e-3 * seconds["forward"][1]
+    held = memory["activations"][0, 0]
+    both_ways = 2 * held * 8 / (1e8 * HOST_LINK_SHARE)
+    computing = seconds["forward"][2] + seconds["backward"][2]
+    assert both_ways - computing < seconds["host_copies"][2] < both_ways
+    assert memory["activations"][1, 0] == held * 3 / 32
+
+
+def test_states_on_the_host_are_not_on_the_device_and_take_its_processors_time():
+    """Of 8 ranks each updates an eighth of 6.7e9 parameters, but they share the processors."""
+    seconds, memory = terms(row(), row(offload_optimizer=1), row(offload_optimizer=1, dp_shard=1, micro_batch_size=8))
+    assert memory["optimizer"][1, 0] == 0 < memory["optimizer"][0, 0]
+    assert memory["weights"][1, 0] == memory["weights"][0, 0]
+    assert seconds["optimizer"][1] >= 6.7e9 / HOST_UPDATES_PER_S > 50 * seconds["optimizer"][0]
+
+
+def test_8_bit_operands_made_anew_keep_no_less_than_16_bits_and_leave_the_head_alone():
+    wide, kept = row(), row(peak_flops_per_s=2 * 312e12)
+    cast = {**kept, "casts_operands": 1}
+    seconds, memory = terms(wide, kept, cast)
+    assert memory["activations"][2, 0] == memory["activations"][0, 0] > memory["activations"][1, 0]
+    assert seconds["forward"][1] < seconds["forward"][2] < seconds["forward"][0]
+
+
+MIXTRAL = {"expert_share": 1, "num_experts": 8, "experts_per_token": 2, "expert_ffn": 14336, "num_kv_heads": 8}
+
+
+def figures(**changes):
+    x = inputs(row(**changes))
+    seconds = step_seconds(x, work_of(x), assumed(TIME))
+    return sum(seconds.values())[0], sum(stage_bytes(x, work_of(x), assumed(MEMORY)).values()).max(), seconds
+
+
+def num_params(**changes):
+    x = inputs(row(**changes))
+    work = work_of(x)
+    return float(np.sum(layers_params(x, work) + experts_params(x, work) * x.ep[:, None] + tables_params(x)))
+
+
+def test_an_expert_that_all_tokens_pass_is_a_dense_layer():
+    dense = figures(ffn=8192)
+    shared = figures(ffn=1, expert_share=1, shared_ffn=8192)
+    assert shared[:2] == pytest.approx(dense[:2], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("billions", "changes"),
+    [
+        pytest.param(46.7, {**MIXTRAL, "ffn": 0}, id="mixtral-8x7b"),
+        pytest.param(46.7, {**MIXTRAL, "ffn": 0, "ep": 8}, id="spread"),
+        pytest.param(
+            235.1,
+            {
+                "num_layers": 94,
+                "hidden": 4096,
+                "num_heads": 64,
+                "num_kv_heads": 4,
+                "vocab": 151936,
+                "ffn": 0,
+                "expert_share": 1,
+                "num_experts": 128,
+                "experts_per_token": 8,
+                "expert_ffn": 1536,
+            },
+            id="qwen3-235b",
+        ),
+    ],
+)
+def test_the_parameters_of_known_models(billions, changes):
+    assert num_params(**changes) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_spreading_experts_saves_memory_and_costs_communication():
+    whole, spread = figures(**MIXTRAL), figures(**MIXTRAL, ep=8)
+    assert spread[1] < 0.5 * whole[1]
+    assert whole[2]["expert_parallel"][0] == 0 < spread[2]["expert_parallel"][0]
+
+
+def test_optimiser_states_of_experts_are_shared_by_those_who_hold_the_same():
+    states = []
+    for ep in (1, 8):
+        x = inputs(row(**MIXTRAL, ep=ep, dp_shard=8, zero_stage=1))
+        states.append(stage_bytes(x, work_of(x), assumed(MEMORY))["optimizer"][0, 0])
+    assert states[0] == pytest.approx(states[1], rel=1e-9)
+
+
+def test_experts_are_gathered_from_those_who_hold_the_same():
+    """With as many expert-parallel ranks as shards nobody else holds a rank's experts, so none are gathered."""
+    spread = {**MIXTRAL, "dp_shard": 8, "zero_stage": 3}
+    x = inputs(row(**spread, ep=8), row(**{**spread, "expert_ffn": 0}, ep=8), row(**spread, ep=4), row(**spread, ep=1))
+    unhidden = np.zeros(len(x))
+    seconds = gather_seconds(x, work_of(x), assumed(TIME), unhidden, unhidden)
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
+    assert seconds[0] < seconds[2] < seconds[3]
+
+
+SHAPED = {"dp_shard": 4, "zero_stage": 3, "tp": 2, "pp": 2, "sequence_parallel": 1, "num_microbatches": 8}
+"""A layout in which every habit shows."""
+LESS = {"short gradients", "short states"}
+"""Habits that need less memory than what is described."""
+
+
+def peak_bytes(x):
+    return np.sum(list(stage_bytes(x, work_of(x), assumed(MEMORY)).values()), axis=0).max(axis=1)
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
+def test_a_habit_moves_the_peak_its_way(habit):
+    """Where logits are no concern they are made one: a large vocabulary, no chunks."""
+    gradient_bytes = 2 if habit.name == "long gradients" else 4
+    vocab = 1_000_000 if "logits" in habit.name else 32_000
+    x = inputs(row(**SHAPED, gradient_bytes=gradient_bytes, vocab=vocab, optimizer_bytes=12, weight_bytes=2))
+    before, after = float(peak_bytes(x)[0]), float(peak_bytes(habit.change(x))[0])
+    assert (after < before) == (habit.name in LESS)
+    assert after != before
+
+
+def test_habits_leave_time_and_layout_alone():
+    x = varied(50)
+    for habit in HABITS:
+        after = habit.change(x)
+        for name in ("tp", "pp", "dp_shard", "micro_batch_size", "num_microbatches", "stage_layers"):
+            np.testing.assert_array_equal(getattr(after, name), getattr(x, name))
+
+
+def test_structures_that_do_not_differ_are_one():
+    """Without any parallelism most habits show nowhere; their structures' probabilities are added up."""
+    x = inputs(row(dp_shard=1, zero_stage=0, num_microbatches=1))
+    different = apart(FOREIGN, x)
+    assert len(different) < len(FOREIGN) / 4
+    total = sum(structure.probability for structure in FOREIGN)
+    assert sum(structure.probability for structure, _ in different) == pytest.approx(total)
+    columns = {tuple(float(peak) for peak in peak_bytes(x)) for _, x in different}
+    assert len(columns) > 1
+
+
+def test_structures_are_sets_of_habits_that_may_come_together():
+    names = [{habit.name for habit in structure.habits} for structure in FOREIGN]
+    assert set() in names
+    assert max(map(len, names)) == MAX_HABITS
+    assert {"long gradients", "short gradients"} not in names
+    assert (Structure("as described"),) == KNOWN
+    assert KNOWN[0].of(x := varied(3)) is x
+
+
+@pytest.mark.parametrize("schedule", [0, 1])
+@pytest.mark.parametrize(("pp", "num"), [(1, 4), (2, 2), (4, 4), (4, 16), (8, 64)])
+def test_closed_form_is_exact_for_equal_stages(schedule, pp, num):
+    x = inputs(row(pp=pp, schedule=schedule, num_microbatches=num))
+    stages = np.full((1, pp), 0.3)
+    assert closed_form_seconds(x, stages)[0] == pytest.approx((num + pp - 1) * 0.3)
+    assert simulated_seconds(x, stages)[0] == pytest.approx((num + pp - 1) * 0.3)
+
+
+@pytest.mark.parametrize(("pp", "chunks", "num"), [(2, 2, 4), (4, 2, 8), (4, 4, 16)])
+def test_closed_form_is_exact_for_interleaved_stages(pp, chunks, num):
+    x = inputs(row(pp=pp, schedule=2, num_virtual_stages=chunks, num_microbatches=num))
+    stages = np.full((1, pp), 0.6)
+    expected = (num + (pp - 1) / chunks) * 0.6
+    assert closed_form_seconds(x, stages)[0] == pytest.approx(expected)
+    assert simulated_seconds(x, stages)[0] == pytest.approx(expected)
+
+
+def test_simulation_of_many_equals_one_by_one():
+    rng = np.random.default_rng(0)
+    x = inputs(*[row(pp=4, num_microbatches=num) for num in (4, 8, 40, 200)])
+    stages = rng.uniform(0.1, 0.5, (4, 4))
+    together = simulated_seconds(x, stages)
+    for i in range(4):
+        alone = simulated_seconds(x.take(np.array([i])), stages[[i]])
+        assert alone[0] == pytest.approx(together[i])
+    # A slower stage delays every micro-batch; nothing is quicker than the slowest stage's own work.
+    assert (together >= x.num_microbatches * stages.max(axis=1) - 1e-9).all()
+    assert (together <= closed_form_seconds(x, stages) * 1.05).all()
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [(0, 1), (1, 1), (2, 2), (2, 4)])
+def test_extrapolation_agrees_with_simulating_every_micro_batch(schedule, chunks):
+    x = inputs(*[row(pp=4, schedule=schedule, num_virtual_stages=chunks, num_microbatches=40)] * 10)
+    stages = np.random.default_rng(1).uniform(0.7, 1.3, (10, 4))
+    whole = _simulate(_operations(schedule, 4, chunks, 40), stages / chunks, 4, chunks)
+    assert simulated_seconds(x, stages) == pytest.approx(whole, rel=0.02)
+
+
+def test_uneven_stages_are_simulated():
+    x = inputs(row(pp=4, stage_layers=[14, 6, 6, 6]), row(pp=4))
+    stages = np.array([[1.4, 0.6, 0.6, 0.6], [0.8, 0.8, 0.8, 0.8]])
+    seconds = pipeline_seconds(x, stages)
+    assert seconds[0] == pytest.approx(simulated_seconds(x.take([0]), stages[:1])[0])
+    assert seconds[0] > seconds[1]
+
+
+@st.composite
+def layouts(draw):
+    schedule = draw(st.sampled_from(SCHEDULES))
+    pp = draw(st.integers(1, 6))
+    v = {"interleaved": draw(st.integers(2, 4)), "zbv": 2}.get(schedule, 1)
+    m = draw(st.integers(1, 24))
+    return schedule, pp, v, m * pp if schedule == "interleaved" else m
+
+
+@given(layouts())
+def test_the_total_is_the_largest_sum_over_chunks(layout):
+    schedule, pp, v, m = layout
+    x = inputs(row(pp=pp, num_virtual_stages=v, num_microbatches=m, schedule=SCHEDULES.index(schedule)), row(pp=8))
+    peaks = in_flight_peaks(schedule, pp=pp, num_virtual_stages=v, num_microbatches=m)
+    largest = [max(sum(moment) for moment in moments) / v for moments in peaks]
+    np.testing.assert_allclose(in_flight(x)[0, :pp], largest)

@@ -1,4 +1,6 @@
-"""The environment that ranks start in."""
+"""The environment of ranks: whose word counts, which variables belong to whom, and that the documents say so."""
+
+from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
@@ -6,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines
-from cluster.gang.environment import rank_env
+from cluster.gang.environment import DEFAULTS, default_env, owner_of, rank_env
 from cluster.gang.messages import NodeLaunch, RankSlot
+from cluster.hardware.topology import DeviceHandle, Node, cores_near
+from cluster.local import LocalCluster
+from cluster.node.hang import BUFFER_SIZE
+from tests.cluster.gangs import PRELOAD, run
+from tests.support import ROOT
+from trials.training.measure import DEFAULT_SETTINGS
 
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 SLOT = RankSlot(rank=0, local_rank=0, index=0)
@@ -33,7 +41,7 @@ def caches(attempt, **options):
     return {name: found[name] for name in CACHES if name in found}
 
 
-def test_compilers_caches_are_the_sweeps(monkeypatch: pytest.MonkeyPatch):
+def test_compilers_caches_are_the_sweeps(monkeypatch):
     """Alike for all attempts of a lease on a node, whatever the node's own environment; unless the sweep says where."""
     for name in CACHES:
         monkeypatch.setenv(name, "/home/me/.cache")
@@ -56,3 +64,99 @@ def test_what_the_launch_or_a_program_of_the_users_own_says_under_an_older_name_
     assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(told, SLOT)
     script = {"runner": "trials.script.runner:run_rank", "spec": {"env": [["NCCL_ENABLE_TIMING", "0"]]}}
     assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(dataclasses.replace(cuda, **script), SLOT)
+
+
+def test_several_nodes_meet_over_the_interface_by_which_they_reach_each_other():
+    found = default_env("cuda", 2, "ens3", host={})
+    assert found["NCCL_SOCKET_IFNAME"] == "=ens3", "exactly this one, not ens30"
+    assert found["GLOO_SOCKET_IFNAME"] == "ens3"
+    assert "NCCL_SOCKET_IFNAME" not in default_env("cuda", 1, "ens3", host={})
+    assert default_env("npu", 2, "ens3", host={})["HCCL_SOCKET_IFNAME"] == "=ens3"
+    assert default_env("cpu", 1, None, host={}) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert "NCCL_SOCKET_IFNAME" not in default_env("cuda", 2, None, host={}), "nobody knows it: left to NCCL"
+
+
+def test_the_hosts_own_word_goes_before_a_default():
+    found = default_env("cuda", 2, "ens3", host={"NCCL_SOCKET_IFNAME": "ib0", "NCCL_DEBUG": "INFO"})
+    assert {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG"}.isdisjoint(found)
+
+
+def test_a_default_gives_way_to_its_other_names():
+    """torch would read ours, and not the older name that the host has."""
+    found = default_env("cuda", 1, None, host={"NCCL_ENABLE_TIMING": "0", "TORCH_FR_DUMP_ON_TIMEOUT": "0"})
+    assert {"TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DUMP_ON_TIMEOUT"}.isdisjoint(found)
+    assert default_env("rocm", 1, None, host={})["TORCH_NCCL_ENABLE_TIMING"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "connect", "execute"), [(30, "120", "68"), (4000, "4000", "4000"), (20000, "7200", "17340")]
+)
+def test_hccl_gives_up_after_the_gangs_deadlines_as_far_as_it_lets_itself_be_told(patience_s, connect, execute):
+    found = default_env("npu", 1, None, host={}, patience_s=patience_s)
+    assert (found["HCCL_CONNECT_TIMEOUT"], found["HCCL_EXEC_TIMEOUT"]) == (connect, execute)
+    assert "HCCL_EXEC_TIMEOUT" not in default_env("cuda", 1, None, host={})
+
+
+def test_every_default_is_documented_with_its_why():
+    text = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    for default in DEFAULTS:
+        assert any(f"| `{default.name}` | `{default.value}` |" in row and default.why in row for row in rows), default
+
+
+def test_defaults_that_others_set_are_what_these_set():
+    elsewhere = {default.name: default.value for default in DEFAULTS if not default.is_set_here}
+    buffers = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_HCCL_TRACE_BUFFER_SIZE"), str(BUFFER_SIZE))
+    assert elsewhere == {**buffers, "PYTORCH_CUDA_ALLOC_CONF": DEFAULT_SETTINGS}
+    assert elsewhere.keys().isdisjoint(default_env("cuda", 1, None, host={}))
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_PORT", "HIP_VISIBLE_DEVICES", "TUNE_CLUSTER_RENDEZVOUS", "NNODES"])
+def test_variables_of_the_launcher_are_nobody_elses(name):
+    assert owner_of(name) is not None
+    assert owner_of("NCCL_IB_HCA") is owner_of("TUNE_CLUSTER_NUMA") is None
+
+
+def test_variables_of_the_cluster_reach_ranks_and_what_they_are_forked_from(tmp_path):
+    node = Node(
+        name="n",
+        address="127.0.0.1",
+        num_devices=2,
+        device_kind="cpu",
+        device_name="core",
+        device_memory_bytes=1 << 30,
+        threads_per_device=1,
+    )
+    with LocalCluster(tmp_path, node, preload=PRELOAD, env={"EXTRA": "of the cluster"}) as cluster:
+        seen = run(cluster, "environment").outcome.evidence.message
+        assert "'EXTRA': 'of the cluster'" in seen
+        options = {"env": {"EXTRA": "of the launch", "OMP_NUM_THREADS": "2"}}
+        seen = run(cluster, "environment", options=options).outcome.evidence.message
+    assert "'EXTRA': 'of the launch'" in seen
+    assert "'threads': 2" in seen, "the number of threads that the launch asks for, not the node's"
+
+
+@pytest.fixture
+def two_sockets(tmp_path, monkeypatch):
+    """sysfs of a host with two NUMA nodes, eight cores and a device on each; all cores may be used."""
+    for node, cores in enumerate(("0-1,4-5", "2-3,6-7")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+        device = tmp_path / f"bus/pci/devices/0000:{node}7:00.0"
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    unknown = tmp_path / "bus/pci/devices/0000:99:00.0"
+    unknown.mkdir()
+    (unknown / "numa_node").write_text("-1\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(7)))
+    return tmp_path
+
+
+def test_ranks_keep_to_the_cores_near_their_devices(two_sockets):
+    first, second, unknown = "0000:07:00.0", "0000:17:00.0", "0000:99:00.0"
+    assert cores_near([first], two_sockets) == {0, 1, 4, 5}
+    assert cores_near([second], two_sockets) == {2, 3, 6}, "of those that may be used"
+    assert cores_near([first, second], two_sockets) is None, "near all of them: nothing to choose"
+    assert cores_near([unknown], two_sockets) is cores_near([""], two_sockets) is cores_near([], two_sockets) is None
+    assert cores_near(handle.bus_id for handle in (DeviceHandle(name="0"),)) is None

@@ -1,12 +1,19 @@
-"""The controller's bookkeeping: exactly one end per launch, whatever the nodes report."""
+"""The controller's bookkeeping: exactly one end per launch, and only the attempt's own words count, whatever arrives
+late, twice or from elsewhere."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.base import GangEnded, GangLaunch, GangProgress
-from cluster.gang.gang_outcome import GangTracker
-from cluster.gang.messages import NodeCompiling, NodeFailing, NodeGone, PeerCompiles, RankFailure, StopGang
+from cluster.gang.gang_outcome import GangTracker, recover
+from cluster.gang.messages import NodeCompiling, NodeFailing, NodeGone, PeerCompiles, RankFailure, StopGang, line
 from cluster.hardware.topology import Device, Placement
+from trials.files import to_json
 from trials.outcome import Crashed, GangLost
 
 DEVICES = (Device(node="a", index=0), Device(node="b", index=0))
@@ -34,22 +41,6 @@ def progress(step, phase="measuring"):
     return GangProgress(attempt_id="x", token="t", phase=phase, step=step, step_time_s=0.5)
 
 
-def test_the_gang_ends_when_its_last_node_has():
-    made, _ = tracker()
-    assert made.handle("a", gone(failed("error")), now_s=11.0) == []
-    (end,) = made.handle("b", gone(failed("connection", 1)), now_s=12.5)
-    assert isinstance(end, GangEnded)
-    assert isinstance(end.outcome, Crashed)
-    assert (end.device_seconds, end.log_dir) == (5.0, "/logs")
-    assert made.running == ()
-
-
-def test_a_failing_node_stops_the_others_without_being_the_cause():
-    made, stops = tracker()
-    assert made.handle("a", NodeFailing(attempt_id="x", token="t", reason="boom"), now_s=11.0) == []
-    assert stops == [("b", "x", False)]
-
-
 def test_a_hang_and_a_compilation_on_one_node_are_told_to_the_others():
     """Whose ranks may be to blame for the one, and wait for the other."""
     orders = []
@@ -68,20 +59,6 @@ def test_a_lost_node_stops_the_others_and_is_the_cause():
     (end,) = made.handle("a", gone(failed("connection")), now_s=12.0)
     assert isinstance(end.outcome, GangLost)
     assert end.outcome.evidence.message == "no answer"
-
-
-def test_kill_tells_every_node_and_names_the_cause():
-    made, stops = tracker()
-    made.kill("x", "enough")
-    made.kill("unknown", "enough")
-    assert stops == [("a", "x", True), ("b", "x", True)]
-
-
-def test_late_reports_with_another_token_are_dropped():
-    made, _ = tracker()
-    assert made.handle("a", gone(failed("error"), token="old"), now_s=11.0) == []
-    assert made.handle("b", gone(failed("error"), token="old"), now_s=11.0) == []
-    assert made.running == ("x",)
 
 
 def test_progress_is_the_slowest_nodes():
@@ -115,3 +92,71 @@ def test_no_story_ends_twice_or_goes_backwards(story):
     order = ["starting", "warmup", "measuring"]
     positions = [(order.index(e.phase), e.step) for e in events if isinstance(e, GangProgress)]
     assert positions == sorted(set(positions))
+
+
+NODES = ("a", "b")
+STALE_TOKENS_DEVICES = tuple(Device(node=node, index=0) for node in NODES)
+tokens = st.builds("{}{}".format, st.sampled_from(["aaaaaaaa", "bbbbbbbb"]), st.sampled_from(["", "0", "1"]))
+"""Tokens: few enough to be drawn twice, and some with the same eight first letters, which name a folder."""
+attempts = st.sampled_from(["x", "y", "x-1"])
+
+
+def failure(message):
+    return RankFailure(rank=0, node="a", category="error", message=message, at_s=1.0)
+
+
+@st.composite
+def node_events(draw):
+    identity = {"attempt_id": draw(attempts), "token": draw(tokens)}
+    said = draw(st.sampled_from(["progress", "failing", "gone"]))
+    if said == "progress":
+        return GangProgress(**identity, phase="measuring", step=draw(st.integers(1, 9)), step_time_s=0.1)
+    if said == "failing":
+        return NodeFailing(**identity, reason="stale or not")
+    return NodeGone(**identity, results=(failure(f"{identity['attempt_id']} {identity['token']}"),))
+
+
+@given(st.dictionaries(attempts, tokens, min_size=1), st.lists(st.tuples(st.sampled_from("abc"), node_events())))
+def test_only_reports_of_the_launch_that_runs_reach_its_end(launched, story):
+    stops = []
+    tracker = GangTracker(order=lambda node, attempt_id, order: stops.append((node, attempt_id)))
+    for attempt_id, token in launched.items():
+        placement = Placement(ranks=STALE_TOKENS_DEVICES, reserved=STALE_TOKENS_DEVICES)
+        launch = GangLaunch(attempt_id=attempt_id, token=token, runner="m:f", spec={}, placement=placement)
+        tracker.launched(launch, log_dir="", now_s=0.0)
+    gone_of = {attempt_id: set() for attempt_id in launched}
+    for node, event in story:
+        is_own = launched.get(event.attempt_id) == event.token and node in NODES
+        is_own = is_own and node not in gone_of[event.attempt_id]
+        stops.clear()
+        answers = tracker.handle(node, event, now_s=1.0)
+        if not is_own:
+            assert (answers, stops) == ([], []), "nothing comes of it"
+            continue
+        if isinstance(event, NodeGone):
+            gone_of[event.attempt_id].add(node)
+        is_end = gone_of[event.attempt_id] == set(NODES)
+        assert [isinstance(answer, GangEnded) for answer in answers if not isinstance(answer, GangProgress)] == (
+            [True] if is_end else []
+        )
+        for answer in answers:
+            assert (answer.attempt_id, answer.token) == (event.attempt_id, event.token)
+        if is_end:
+            assert answers[0].outcome.evidence.message == f"{event.attempt_id} {event.token}"
+    assert set(tracker.running) == {attempt_id for attempt_id, gone in gone_of.items() if gone != set(NODES)}
+
+
+@given(st.dictionaries(tokens, tokens, max_size=4), tokens)
+def test_recovery_takes_results_stored_under_the_same_token_only(stored, wanted):
+    """``stored``: for each launch's token the one its result carries, another one where a late rank wrote it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (token, written) in enumerate(stored.items()):
+            attempt = Path(folder) / f"a{number}-{token[:8]}"
+            attempt.mkdir(exist_ok=True)
+            result = line({"token": written, "result": to_json(failure(written))})
+            (attempt / "rank0.json").write_bytes(result)
+        outcome = recover(Path(folder), wanted, world_size=1).outcome
+    candidates = [written for token, written in stored.items() if token[:8] == wanted[:8]]
+    assert isinstance(outcome, GangLost) or outcome.evidence.message == wanted
+    if candidates == [wanted]:
+        assert isinstance(outcome, Crashed), "and its own is found"

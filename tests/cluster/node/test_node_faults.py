@@ -37,6 +37,7 @@ from trials.spec import Kernels, Layout
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 
+@pytest.mark.representative("c")
 @pytest.mark.parametrize(
     ("how", "where", "innermost"),
     [
@@ -44,6 +45,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.fault]
         ("stop", "it was stopped by a signal", None),
         ("c", "it was in hold_the_interpreter (runners.py:", "in hold_the_interpreter"),
     ],
+    ids=["sleep", "stop", "c"],
 )
 def test_of_ranks_in_one_step_the_one_that_hangs_is_blamed_with_its_stack(local_cluster, pids, how, where, innermost):
     spec = {"pids": pids, "rank": 1, "how": how}
@@ -84,6 +86,7 @@ def test_an_abort_is_what_the_log_says_of_it(local_cluster, why, is_node_blamed)
 ECC = "CUDA error: uncorrectable ECC error encountered"
 
 
+@pytest.mark.representative("late")
 @pytest.mark.parametrize(
     ("words", "rank", "is_node_blamed"),
     [
@@ -91,6 +94,7 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
         (["CUDA error: unspecified launch failure", ECC, ""], 1, True),
         (["CUDA error: unspecified launch failure", "", ""], 0, False),
     ],
+    ids=["late", "soon", "never"],
 )
 def test_a_kernel_that_breaks_off_waits_for_word_of_a_peers_device(local_cluster, words, rank, is_node_blamed):
     end = run(local_cluster, "raises_one_after_the_other", world_size=3, spec={"words": words})
@@ -151,6 +155,7 @@ def test_sigterm_to_one_rank_alone_is_no_preemption(local_cluster, pids):
     assert (end.outcome.evidence.rank, end.outcome.evidence.exit_code) == (1, -signal.SIGTERM)
 
 
+@pytest.mark.representative("True")
 @pytest.mark.parametrize("ranks_first", [True, False])
 def test_sigterm_to_all_of_a_nodes_processes_is_a_preemption(local_cluster, pids, ranks_first):
     gang = launch(local_cluster, "hangs_at_start", spec={"pids": pids})
@@ -172,10 +177,12 @@ def test_ranks_say_where_they_really_ran(local_cluster):
     assert end.outcome.measurement.places == (f"{name}/1", f"{name}/2")
 
 
-@pytest.fixture
-def agent(tmp_path):
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory):
     """An agent whose controller may be silent for a second."""
-    agent = Agent(node="n", workdir=tmp_path, preload=PRELOAD, search_path=sys.path, silence_s=1.0)
+    agent = Agent(
+        node="n", workdir=tmp_path_factory.mktemp("agent"), preload=PRELOAD, search_path=sys.path, silence_s=1.0
+    )
     yield agent
     agent.close()
 

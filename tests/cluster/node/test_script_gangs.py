@@ -228,6 +228,7 @@ for step in range(1, 9):
 """A thread stands in for NCCL's, which listens on the pipe of each rank; the gang and its recorders are gloo's."""
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_a_program_starts_itself_are_told_apart_by_their_own_records(cluster, tmp_path):
     """One slot, three ranks: the records name ranks, of which the slot's number is one by chance only."""
     spec = scripts.spec(scripts.write(tmp_path / "own", STARTS_RANKS + RECORDS), num_devices=3, launcher="own")

@@ -31,7 +31,8 @@ def nodes(tmp_path_factory):
         cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}, shutdown_at_exit=False
         )
-        workers = [cluster.add_node(num_cpus=4) for _ in range(3)]
+        workers = [cluster.add_node(wait=False, num_cpus=4) for _ in range(3)]
+        cluster.wait_for_nodes()
         yield cluster, workers
         cluster.shutdown()
 
@@ -162,6 +163,7 @@ def test_a_failure_on_one_node_ends_the_gang_on_the_other(lease, pids):
     assert end.outcome.evidence.node == gang.placement.ranks[3].node
 
 
+@pytest.mark.exhaustive
 def test_it_grows_while_gangs_run_and_gives_back_what_is_idle(lease, pids):
     first, busy = names(lease)[0], lease.topology.nodes[0].devices
     gang = launch(lease, "hangs_at_start", devices=busy, spec={"pids": pids})
@@ -245,6 +247,7 @@ def test_lost_nodes(nodes, lease, tmp_path):
     assert len(names(lease)) == 2, "there is no other"
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_is_taken_away_is_told_apart_from_one_that_fails(lease):
     """Ray's word for it is draining: it comes some time before the node goes. Runs last."""
     import ray

@@ -14,10 +14,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,9 +37,9 @@ class Head:
     settings: dict[str, str]
 
 
-def free_ports(num: int) -> list[int]:
+def free_ports(num):
     """Free ports below those that the kernel hands out, so that nobody gets one before the head does."""
-    found: list[int] = []
+    found = []
     while len(found) < num:
         port = 20000 + secrets.randbelow(10000)
         with socket.socket() as probe:
@@ -54,7 +52,7 @@ def free_ports(num: int) -> list[int]:
     return found
 
 
-def kill_marked(mark: str) -> None:
+def kill_marked(mark):
     """Kill everything that was started below the head."""
     while True:
         found = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_marked(entry, mark)]
@@ -68,7 +66,7 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.1)
 
 
-def _is_marked(entry: Path, mark: str) -> bool:
+def _is_marked(entry, mark):
     try:
         return f"TEST_HEAD={mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -76,7 +74,7 @@ def _is_marked(entry: Path, mark: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[Head]:
+def head():
     folder = Path(tempfile.mkdtemp(prefix="tj-"))  # Ray puts sockets there: the path must stay short
     mark = secrets.token_hex(8)
     (folder / "token").touch(mode=0o600)
@@ -117,7 +115,7 @@ def head() -> Iterator[Head]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def answers(url: str) -> bool:
+def answers(url):
     """Whether the dashboard is there, which wants a token."""
     try:
         urllib.request.urlopen(f"{url}/api/version", timeout=5)
@@ -128,7 +126,7 @@ def answers(url: str) -> bool:
     return False
 
 
-def wait_for(is_true: Callable[[], Any], limit_s: float = 120, explain: Callable[[], str] = str) -> None:
+def wait_for(is_true, limit_s=120, explain=str):
     deadline_s = time.monotonic() + limit_s
     while not is_true():
         assert time.monotonic() < deadline_s, explain()
@@ -136,11 +134,11 @@ def wait_for(is_true: Callable[[], Any], limit_s: float = 120, explain: Callable
 
 
 @pytest.fixture
-def jobs(head: Head, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def jobs(head, monkeypatch):
     """The module under test, with the head's token. Ray's core keeps the settings that it saw first."""
-    core: Any = importlib.import_module("ray._raylet")
+    core = importlib.import_module("ray._raylet")
 
-    def read_settings() -> None:
+    def read_settings():
         core.Config.initialize("")
         core.AuthenticationTokenLoader.instance().reset_cache()
 
@@ -154,14 +152,12 @@ def jobs(head: Head, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     read_settings()
 
 
-def name() -> str:
+def name():
     return f"tune-cluster-test-{secrets.token_hex(4)}"
 
 
 @pytest.mark.exhaustive
-def test_a_job_is_submitted_once_attached_to_followed_and_followed_by_the_next(
-    head: Head, jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_is_submitted_once_attached_to_followed_and_followed_by_the_next(head, jobs, tmp_path, monkeypatch):
     monkeypatch.setenv("TEAM_TOKEN", SECRET)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.9:1")  # Ray would prefer it over what it is told
     go = tmp_path / "go"
@@ -197,7 +193,7 @@ def test_a_job_is_submitted_once_attached_to_followed_and_followed_by_the_next(
     assert (after.submission_id, after.attached) == (f"{job_name}-3", False)
 
 
-def everything_kept(head: Head, job: str) -> str:
+def everything_kept(head, job):
     """All that Ray tells of a job to whoever has the token."""
     token = Path(head.settings["RAY_AUTH_TOKEN_PATH"]).read_text()
     request = urllib.request.Request(f"{head.dashboard}/api/jobs/{job}", headers={"Authorization": f"Bearer {token}"})
@@ -206,7 +202,7 @@ def everything_kept(head: Head, job: str) -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_job_that_is_stopped_has_time_to_end_in_good_order(head: Head, jobs: Any) -> None:
+def test_a_job_that_is_stopped_has_time_to_end_in_good_order(head, jobs):
     program = (
         "import signal, sys, time\n"
         "def end(*_):\n    time.sleep(5)\n    print('put in order', flush=True)\n    sys.exit(0)\n"
@@ -223,7 +219,7 @@ def test_a_job_that_is_stopped_has_time_to_end_in_good_order(head: Head, jobs: A
     assert jobs.job_status(job).state == "stopped"
 
 
-def test_what_cannot_be_reached_is_told_in_one_message(head: Head, jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_reached_is_told_in_one_message(head, jobs, monkeypatch):
     (closed,) = free_ports(1)
     for address, words in (
         (f"127.0.0.1:{closed}", "nothing answers"),
@@ -244,7 +240,7 @@ def test_what_cannot_be_reached_is_told_in_one_message(head: Head, jobs: Any, mo
                 dashboard_url(head.address)
 
 
-def tune_cluster(head: Head, *arguments: str | Path, limit_s: float = 200, **options: Any) -> Any:
+def tune_cluster(head, *arguments, limit_s=200, **options):
     return subprocess.run(
         [str(TUNE_CLUSTER), *map(str, arguments)],
         env={**os.environ, **head.settings, "TEAM_TOKEN": SECRET},
@@ -257,14 +253,14 @@ def tune_cluster(head: Head, *arguments: str | Path, limit_s: float = 200, **opt
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     return sweeps.write(
         tmp_path, cluster={"kind": "ray", "device": "cpu", "devices_per_node": 2}, budget={"max_trials": 2}
     )
 
 
 @pytest.mark.exhaustive
-def test_a_sweep_runs_as_a_job_and_is_attached_to_and_followed(head: Head, file: Path, tmp_path: Path) -> None:
+def test_a_sweep_runs_as_a_job_and_is_attached_to_and_followed(head, file, tmp_path):
     home = tmp_path / "home"
     where = ("--address", head.address, "--home", home)
     first = tune_cluster(head, "submit", file, *where, "--json")
@@ -291,9 +287,7 @@ def test_a_sweep_runs_as_a_job_and_is_attached_to_and_followed(head: Head, file:
 
 
 @pytest.mark.exhaustive
-def test_a_home_that_the_head_does_not_see_is_told_where_the_sweep_is_submitted(
-    head: Head, file: Path, tmp_path: Path
-) -> None:
+def test_a_home_that_the_head_does_not_see_is_told_where_the_sweep_is_submitted(head, file, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     command = ["submit", str(file), "--address", head.address, "--home", str(home)]

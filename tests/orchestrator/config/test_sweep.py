@@ -145,47 +145,6 @@ def test_kernels_for_convolutions(tmp_path):
     assert {c.kernels.cudnn_tuning_range for c in plan.candidates} == {(), (1, 4)}
 
 
-@pytest.mark.parametrize(
-    ("written", "same"),
-    [
-        ([4, 0], {"full": [4, 0]}),
-        ([[1, 0], [1, 1]], {"full": [[1, 0], [1, 1]]}),
-        ({"full": "all"}, "full"),
-        ({"full": 0}, "none"),
-        ({"full": [0, 0], "select": {"a": 0}}, "none"),
-        ({"select": {"b": 1, "a": "all"}}, {"select": {"a": "all", "b": 1}}),
-    ],
-)
-def test_spellings_of_recompute(tmp_path, written, same):
-    layout = {"pp": 2, "schedule": "gpipe", "num_virtual_stages": 2 if written == [[1, 0], [1, 1]] else 1}
-    one, other = (
-        load_sweep(write(tmp_path, {**SMALL, "baseline": {**layout, "recompute": value}})) for value in (written, same)
-    )
-    assert one == other
-    assert one.spec_hash == other.spec_hash
-
-
-def test_recompute_of_another_shape_rejects_the_candidate_not_the_file(tmp_path):
-    space = {"pp": [1, 2], "schedule": "gpipe", "recompute": ["none", {"full": [4, 0]}, {"full": [1]}]}
-    plan = make_plan(load_sweep(write(tmp_path, {**SMALL, "space": space})))
-    assert plan.num_rejected == {"recompute-shape": 2}
-    assert [(c.layout.pp, c.recompute.full) for c in plan.candidates] == [
-        (1, ()),
-        (1, ((1,),)),
-        (2, ()),
-        (2, ((2, 0),)),
-    ]
-
-
-def test_auto_takes_the_local_engine_where_it_is_needed(tmp_path):
-    space = {"tp": 2, "sequence_parallel": True, "num_copies": [1, 2], "recompute": ["none", {"communication": "all"}]}
-    space |= {"tp_engine": ["auto", "local"], "micro_batch_size": 2}
-    plan = make_plan(load_sweep(write(tmp_path, {**SMALL, "space": space})))
-    found = {(c.layout.num_copies, c.recompute.communication, c.layout.tp_engine) for c in plan.candidates}
-    assert found == {(1, (), "dtensor"), *((n, r, "local") for n in (1, 2) for r in ((), ((4,),)))}
-    assert (len(plan.candidates), plan.num_duplicates, plan.num_rejected) == (5, 3, {})
-
-
 def test_defaults_are_those_of_the_trial(tmp_path):
     spec = load_sweep(write(tmp_path, SMALL))
     assert spec.to_protocol() == Protocol()
@@ -217,17 +176,6 @@ def test_sections_have_the_fields_and_defaults_of_what_they_become(section, cls)
     assert {name: value for name, value in theirs.items() if value is not dataclasses.MISSING} == {
         name: ours[name] for name, value in theirs.items() if value is not dataclasses.MISSING
     }
-
-
-def test_a_knob_left_out_of_the_space_keeps_the_baselines_value(tmp_path):
-    spec = load_sweep(write(tmp_path, {**SMALL, "baseline": {"precision": "O1"}}))
-    assert {candidate.precision.level for candidate in make_plan(spec).candidates} == {"O1"}
-
-
-@pytest.mark.parametrize("word", ["off", "'off'", "false", "no"])
-def test_a_bare_off_is_the_word(tmp_path, word):
-    text = yaml.safe_dump(SMALL).replace("micro_batch_size:", f"compile: {word}\n  micro_batch_size:")
-    assert load_sweep(write(tmp_path, text)).choices["compile"] == ("off",)
 
 
 @pytest.mark.parametrize("content", [FULL, SMALL, RESNET, LINEAR, TOKENS], ids=lambda content: content["name"])

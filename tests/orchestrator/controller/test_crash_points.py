@@ -104,7 +104,7 @@ def run_and_check(scenario, tmp_path, expected, *deaths):
 def test_killed_again_while_going_on(tmp_path):
     expected, points = undisturbed()
     rng = random.Random(0)
-    for _ in range(30):
+    for _ in range(15):
         first, second, third = rng.randrange(len(points)), rng.randrange(12), rng.randrange(100)
         run_and_check(SWEEP, tmp_path, expected, first, second, third)
 

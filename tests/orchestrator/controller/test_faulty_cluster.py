@@ -123,7 +123,7 @@ behaviours = st.builds(
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=10)
+@settings(max_examples=6)
 @example(Behaviour(), "random", 0)  # larger micro-batches that do not fit come before smaller ones that do
 @given(behaviours, st.sampled_from(["guided", "grid", "random"]), st.integers(0, 9))
 def test_the_winner_is_right_whatever_the_nodes_do(behaviour, sampler, seed):

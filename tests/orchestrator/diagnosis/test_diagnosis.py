@@ -116,13 +116,14 @@ def test_waiting_for_data_is_named_from_the_clock_with_the_loaders_verdict():
     assert found.at_most == pytest.approx(2.5)
 
 
-def test_on_unknown_hardware_forward_and_backward_are_not_split_and_nothing_is_named():
+def test_on_unknown_hardware_forward_and_backward_are_not_split_and_not_called_computation():
     taken = measured(0.1, breakdown=StepBreakdown(forward_s=0.05, backward_s=0.05))
     explained = explain_sweep(sweep([Candidate()], [taken]), basis([Candidate()], UNKNOWN))
     assert [(part.name, part.source) for part in explained.step_parts[0].parts] == [("forward_backward", "measured")]
     assert "no accelerator called 'Frobnicator 9000'" in explained.unmodelled
     assert explained.unmodelled in explained.baseline.parts.notes[0]
-    assert explained.bottleneck is None
+    assert (explained.bottleneck.kind, explained.bottleneck.at_most) == ("passes", None)
+    assert "only a profile tells them apart" in text(render_sweep_explanation(explained), 200)
 
 
 def test_a_profile_splits_what_the_clock_measured_even_on_unknown_hardware():

@@ -81,7 +81,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("recipe", TYPED)
 def test_a_command_becomes_a_sweep_that_can_be_planned(folder, recipe):
     typed, batch, baseline, space = TYPED[recipe]
-    result = run("init", "--json", "--", *shlex.split(typed))
+    result = run("init", "--json", "--no-run", "--", *shlex.split(typed))
     assert result.exit_code == 0, result.output
     text = (folder / "sweep.yaml").read_text()
     assert len(text.splitlines()) <= MAX_LINES
@@ -97,11 +97,11 @@ def test_a_command_becomes_a_sweep_that_can_be_planned(folder, recipe):
 
 def test_a_batch_that_cannot_be_read_is_asked_for(folder):
     (folder / "odd.py").write_text("import sys\nprint(sys.argv)\n")
-    asked = run("init", "--", "python", "odd.py", "--size", "8")
+    asked = run("init", "--no-run", "--", "python", "odd.py", "--size", "8")
     assert asked.exit_code == 2
     assert "--global-batch-size" in asked.stderr
     assert not (folder / "sweep.yaml").exists()
-    assert run("init", "--global-batch-size", 8, "--", "python", "odd.py", "--size", "8").exit_code == 0
+    assert run("init", "--no-run", "--global-batch-size", 8, "--", "python", "odd.py", "--size", "8").exit_code == 0
     assert load_sweep(folder / "sweep.yaml").to_workload().model.launcher == "own"
 
 
@@ -131,7 +131,7 @@ def test_a_recipe_alone_gives_a_file_to_fill_in(folder, recipe):
 
 
 def test_a_bare_file_runs_on_all_devices_of_this_host(folder):
-    assert run("init", "train.py", "--devices-per-node", 2).exit_code == 0
+    assert run("init", "train.py", "--no-run", "--devices-per-node", 2).exit_code == 0
     written = yaml.safe_load((folder / "sweep.yaml").read_text())
     assert written["workload"]["run"][:2] == ["python", "train.py"]
     assert written["baseline"]["dp_replicate"] == 2

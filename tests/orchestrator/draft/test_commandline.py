@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.draft.command_draft import log_pattern
-from orchestrator.draft.static_reading import find_script, interpreter_of, read_program, read_source, take_apart
+from orchestrator.draft.program_reading import read_program
+from orchestrator.draft.static_reading import find_script, interpreter_of, read_source, take_apart
 from orchestrator.errors import ConfigError
 
 
@@ -20,6 +21,8 @@ from orchestrator.errors import ConfigError
         ("python -m torch.distributed.run --nproc-per-node 2 -m pkg.train", "python -m pkg.train", "torchrun", 2),
         ("CUDA_VISIBLE_DEVICES=0,1 nohup python t.py --devices 2", "python t.py --devices 2", None, 2),
         ("t.py --bs 4", "python t.py --bs 4", None, None),
+        ("srun -N1 --ntasks-per-node=8 -c 4 python t.py", "python t.py", "srun", 8),
+        ("srun -l -n 2 t.py --bs 4", "python t.py --bs 4", "srun", 2),
         (
             "msrun --worker_num=8 --local_worker_num=4 t.py",
             "msrun --worker_num=8 --local_worker_num=4 t.py",
@@ -51,7 +54,12 @@ def test_what_accelerate_was_told_becomes_its_variables(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("typed", "word"),
-    [("", "--"), ("bash run.sh", "run.sh"), ("srun -n 8 python t.py", "--devices-per-node"), ("torchrun", "script")],
+    [
+        ("", "--"),
+        ("bash run.sh", "run.sh"),
+        ("srun -N2 python t.py", "--devices-per-node"),
+        ("torchrun", "script"),
+    ],
 )
 def test_what_cannot_be_taken_apart_is_said_with_a_remedy(typed, word):
     with pytest.raises(ConfigError, match=re.escape(word)):

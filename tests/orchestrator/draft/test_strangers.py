@@ -38,7 +38,7 @@ def main(**_): ...
 
 
 def drafted(folder, command, *options):
-    result = CliRunner().invoke(main, ["init", "--json", *options, "--", *shlex.split(command)])
+    result = CliRunner().invoke(main, ["init", "--json", "--no-run", *options, "--", *shlex.split(command)])
     assert result.exit_code == 0, result.output
     written = yaml.safe_load((folder / "sweep.yaml").read_text())
     planned = CliRunner().invoke(main, ["plan", "sweep.yaml", "--json"])
@@ -158,7 +158,7 @@ def test_a_shell_script_of_one_command_is_that_command(folder):
     assert written["workload"]["global_batch_size"] == 16
     for text, reason in {"a\nb\n": "2 commands", "a | b\n": "needs a shell", "x $UNSET\n": "needs a shell"}.items():
         (folder / "run.sh").write_text(text)
-        result = CliRunner().invoke(main, ["init", "--force", "--", "bash", "run.sh"])
+        result = CliRunner().invoke(main, ["init", "--force", "--no-run", "--", "bash", "run.sh"])
         assert result.exit_code == 2
         assert reason in result.stderr
 

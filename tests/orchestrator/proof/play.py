@@ -228,7 +228,7 @@ def played(question):
 
 
 def _told(state):
-    verdict = json.dumps(_rounded(to_json(state.verdict)) if state.verdict else None)
+    verdict = json.dumps(rounded(to_json(state.verdict)) if state.verdict else None)
     runs = [f"{run.number}:{_check(run)}" for run in state.trials if run.check is not None]
     trials = [f"{one.status} {len(one.attempts)}" for one in state.trials if one.check is None]
     names = ("status", "finish_reason", "best_trial", "num_searched", "num_checks", "num_requests", "left_out")
@@ -253,10 +253,10 @@ def _check(run):
     return f"{check.kind} {getattr(check, 'role', '')} {check.of} {level} {more} {run.status} {len(run.attempts)}"
 
 
-def _rounded(value):
+def rounded(value):
     """What is no default of a report stays; floats keep four digits, which no processor disputes."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items() if one not in (None, [], "", {})}
-    return [_rounded(one) for one in value] if isinstance(value, list) else value
+        return {key: rounded(one) for key, one in value.items() if one not in (None, [], "", {})}
+    return [rounded(one) for one in value] if isinstance(value, list) else value

@@ -19,34 +19,31 @@ from orchestrator.proof.loss_gate import (
     Trajectory,
     deviations,
     failed_gate,
-    judge_gate,
     needs_reference,
     reference_candidate,
     trajectory,
 )
-from orchestrator.sweep.events import GateReport, GateSettings
+from orchestrator.sweep.events import GateReport
+from tests.orchestrator.proof.gates import (
+    BF16,
+    FP16,
+    FP32,
+    IMAGES,
+    LOSSES,
+    NORMS,
+    SETTINGS,
+    N,
+    falling,
+    judge,
+    judged,
+    run,
+)
 from tests.support import ROOT
-from tests.support.story import WORKLOAD, measured
+from tests.support.story import measured
 from tests.trials.parity_knobs import read_rows, spec_of
 from trials.files import canonical_json, from_json, to_json
 from trials.legality import violations
-from trials.spec import Candidate, ImageFolderData, Kernels, LossScale, Precision, Recompute, ResNetModel, Workload
-
-N = 20
-SETTINGS = GateSettings(num_steps=N)
-FP32 = Precision()
-BF16 = Precision(level="O1", dtype="bfloat16")
-FP16 = Precision(level="O2", dtype="float16", loss_scale=LossScale())
-IMAGES = Workload(model=ResNetModel(depth=18), data=ImageFolderData(), seq_length=1, global_batch_size=8)
-LOSSES = tuple(5.0 * 0.97**i for i in range(N))
-NORMS = tuple(2.0 * 0.98**i for i in range(N))
-
-
-def run(losses: Any = LOSSES, norms: Any = NORMS, precision: Precision = FP32, **fields: Any) -> Trajectory:
-    skipped = sum(norm == 0.0 for norm in norms)
-    return Trajectory(
-        losses=tuple(losses), grad_norms=tuple(norms), num_skipped_steps=skipped, precision=precision, **fields
-    )
+from trials.spec import Candidate, Kernels, LossScale, Precision, Recompute
 
 
 def scaled(values: tuple[float, ...], factor: float, first: int = 1) -> tuple[float, ...]:
@@ -56,16 +53,6 @@ def scaled(values: tuple[float, ...], factor: float, first: int = 1) -> tuple[fl
 
 def at(values: tuple[float, ...], changes: dict[int, float]) -> tuple[float, ...]:
     return tuple(changes.get(step, value) for step, value in enumerate(values, start=1))
-
-
-def judge(finalist: Trajectory, baseline: Trajectory | None = None, **options: Any) -> GateReport:
-    settings, workload = options.pop("settings", SETTINGS), options.pop("workload", None)
-    runs = GateTrajectories(baseline=baseline or run(), finalist=finalist, **options)
-    report = judge_gate(7, runs, settings, workload)
-    assert report.trial == 7 and report.passed == (not report.reasons and not report.doubts)
-    assert bool(report.reasons) + bool(report.doubts) <= 1 and report.answer in ("passed", "failed", "inconclusive")
-    canonical_json(report)  # the ledger takes it: nothing in it is infinite
-    return report
 
 
 positive = st.floats(1e-3, 1e3)
@@ -127,101 +114,6 @@ def test_every_class_has_its_limits(class_name: str, factor: float) -> None:
         assert report.precision_class == f"{class_name} against {class_name}"
 
 
-def test_formats_are_compared_by_what_both_may_be_off() -> None:
-    slightly = scaled(LOSSES, 1 + 1e-4)
-    assert not judge(run(losses=slightly)).passed
-    report = judge(run(losses=slightly, precision=BF16))
-    assert report.passed and report.precision_class == "bfloat16 O1 against float32"
-    assert report.compared_with == "baseline" and not report.notes
-
-
-def test_the_first_gradient_norm_has_to_be_right() -> None:
-    report = judge(run(norms=at(NORMS, {1: 2.01})))
-    assert not report.passed and report.grad_norm_deviation == pytest.approx(0.005)
-    (reason,) = report.reasons
-    assert reason.startswith("the gradient norm is 0.005 (relative) off the baseline's in step 1")
-
-
-def test_single_gradient_norms_may_be_far_off() -> None:
-    """Which leaves the question open, unless rounding alone takes them as far."""
-    odd = dict.fromkeys(range(2, 12), 3.0)
-    report = judge(run(norms=at(NORMS, odd)))
-    assert report.answer == "inconclusive" and report.remedy
-    assert "up to 84 % off the baseline's (step 11)" in report.doubts[0] and "in 10 of 20 steps" in report.doubts[0]
-    assert judge(run(norms=at(NORMS, odd | {12: 3.0}))).answer == "failed"
-    assert judge(run(norms=at(NORMS, {15: 2.0})), twin=run(norms=at(NORMS, {14: 1.6}))).passed
-
-
-def test_single_losses_may_not() -> None:
-    report = judge(run(losses=at(LOSSES, {9: LOSSES[8] * 1.001})))
-    assert not report.passed and "in step 9" in report.reasons[0] and "in 1 of 20 steps" in report.reasons[0]
-
-
-def test_after_a_spike_of_the_baseline_little_is_compared() -> None:
-    wild = at(NORMS, {6: 9.0})
-    baseline = run(norms=wild)
-    other = run(losses=scaled(LOSSES, 1.02, first=6), norms=scaled(wild, 2.5, first=6))
-    report = judge(other, baseline)
-    assert report.passed and "jumps in step 6" in report.notes[0]
-    assert not judge(run(losses=scaled(LOSSES, 1.02, first=5), norms=wild), baseline).passed
-    assert not judge(run(losses=scaled(LOSSES, 1.1, first=6), norms=wild), baseline).passed
-    assert not judge(run(norms=scaled(wild, 1.01)), baseline).passed
-    assert not judge(other).passed, "only the finalist's"
-
-
-def test_skipped_updates_at_the_start_shift_a_run() -> None:
-    """Two updates behind: the loss of step s is about that of step s - 2."""
-    behind = (*LOSSES[:1] * 3, *LOSSES[1:-2])
-    norms = (0.0, 0.0, *NORMS[:-2])
-    report = judge(run(losses=behind, norms=norms, precision=FP16))
-    assert report.passed and "loss scaling skipped 2 updates" in report.notes[0]
-    assert not judge(run(losses=behind, precision=FP16)).passed, "without having skipped any"
-    assert not judge(run(losses=behind, norms=scaled(norms, 4.0), precision=FP16)).passed
-    assert not judge(run(losses=scaled(behind, 1.2), norms=norms, precision=FP16)).passed
-    same = run(losses=behind, norms=norms, precision=FP16)
-    assert judge(same, same).notes == ()
-
-
-def test_a_run_that_skips_most_updates_shows_too_little() -> None:
-    report = judge(run(losses=[5.0] * N, norms=[0.0] * 11 + [2.0] * 9, precision=FP16))
-    assert any("skipped 11 of 20 updates" in reason for reason in report.reasons)
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_all_values_have_to_be_finite(wrong: float) -> None:
-    assert "the loss is not finite in step 3" in judge(run(losses=at(LOSSES, {3: wrong}))).reasons
-    assert "the gradient norm is not finite in step 20" in judge(run(norms=at(NORMS, {20: wrong}))).reasons
-    assert not judge(run(losses=[wrong] * N, norms=[wrong] * N)).passed
-
-
-def test_runs_that_are_too_short_are_not_judged_and_longer_ones_are_cut() -> None:
-    short = run(LOSSES[:5], NORMS[:5])
-    assert judge(short).doubts == ("the finalist trained 5 of 20 steps",)
-    assert judge(run(), short).doubts == ("the baseline trained 5 of 20 steps",)
-    assert judge(run(), reference=short).doubts == ("the reference trained 5 of 20 steps",)
-    assert judge(run(), twin=short).doubts == ("the baseline's twin trained 5 of 20 steps",)
-    assert judge(run((*LOSSES, 99.0), (*NORMS, 99.0))).passed
-    assert judge(run(), settings=GateSettings(num_steps=5)).num_steps == 5
-
-
-def test_own_tolerances_count_in_every_step() -> None:
-    settings = GateSettings(num_steps=N, loss_tolerance=0.01, grad_norm_tolerance=0.02)
-    report = judge(run(scaled(LOSSES, 1.009), scaled(NORMS, 0.981)), settings=settings)
-    assert report.passed and (report.loss_tolerance, report.grad_norm_tolerance) == (0.01, 0.02)
-    assert report.loss_deviation == pytest.approx(0.009) and report.grad_norm_deviation == pytest.approx(0.019)
-    assert not judge(run(losses=scaled(LOSSES, 1.011)), settings=settings).passed
-    assert not judge(run(norms=scaled(NORMS, 1.021)), settings=settings).passed
-
-
-def test_a_reference_says_which_of_two_formats_is_off() -> None:
-    baseline = run(losses=scaled(LOSSES, 1.002, first=2), precision=BF16)
-    finalist = run(precision=FP16)
-    assert not judge(finalist, baseline).passed
-    report = judge(finalist, baseline, reference=run())
-    assert report.passed and report.compared_with == "reference"
-    assert report.precision_class == "float16 O2 against float32"
-
-
 def test_what_is_no_further_off_than_rounding_takes_it_is_no_evidence() -> None:
     """Beside a reference, the baseline is the twin: rounding in 16 bits is all that it differs by."""
     limit = ERRORS["float32"].loss.at(9) * 2
@@ -238,65 +130,6 @@ def test_what_is_no_further_off_than_rounding_takes_it_is_no_evidence() -> None:
     coarse = run(losses=scaled(LOSSES, 1.06), precision=BF16)
     finalist = run(losses=scaled(LOSSES, 1.09), precision=FP16)
     assert judge(finalist, coarse, reference=run()).answer == "inconclusive", "the baseline itself is beyond"
-
-
-@pytest.mark.parametrize("first", [2, 15])
-def test_where_rounding_alone_takes_training_apart_nothing_can_be_told(first: int) -> None:
-    """From step 2 on nothing is shown either way; from step 15 on, the 12 steps before have shown it."""
-    twin = run(losses=scaled(LOSSES, 1.01, first=first))
-    apart = judge(run(losses=scaled(LOSSES, 0.98, first=first)), twin=twin)
-    assert apart.answer == ("inconclusive" if first == 2 else "passed")
-    assert judge(run(), twin=twin).answer == apart.answer, "equal by chance is no more"
-    words = apart.doubts if first == 2 else apart.notes
-    assert f"{max(1, first - 3)} of 20 steps tell" in words[0]
-    early = run(losses=scaled(LOSSES, 0.98, first=1))
-    assert judge(early, twin=twin).answer == "failed", "in the first step weights are equal"
-    soon = run(losses=scaled(LOSSES, 0.98, first=first - 1 if first > 2 else 3))
-    assert judge(soon, twin=twin).answer == apart.answer, "another rounding may part sooner"
-    if first > 2:
-        assert judge(run(losses=scaled(LOSSES, 0.98, first=5)), twin=twin).answer == "failed", (
-            "long before it is evidence"
-        )
-    wild = run(losses=scaled(LOSSES, 1.3, first=first))
-    assert judge(wild, twin=twin).answer == "inconclusive", "thirty times as far as rounding is at least odd"
-    strict = GateSettings(num_steps=N, loss_tolerance=0.015)
-    assert judge(run(losses=scaled(LOSSES, 0.98, first=first)), twin=twin, settings=strict).answer == "failed"
-
-
-def test_what_the_baseline_itself_cannot_is_not_held_against_the_finalist() -> None:
-    broken = run(losses=at(LOSSES, {3: math.nan}))
-    assert judge(broken, broken).answer == "inconclusive"
-    assert judge(run(losses=at(LOSSES, {2: math.nan})), broken).answer == "failed"
-
-
-def test_without_the_reference_it_should_have_it_says_so() -> None:
-    (note,) = judge(run(precision=FP16), run(precision=BF16)).notes
-    assert note == "there is no reference in float32: it is compared with the baseline in bfloat16 O1"
-
-
-def test_a_wrong_layout_shows_in_float32_where_16_bits_hide_it() -> None:
-    finalist, wrong = run(norms=scaled(NORMS, 1.001), precision=BF16), run(norms=scaled(NORMS, 1.001))
-    for baseline, reference in ((run(), None), (run(precision=BF16), run())):
-        assert judge(finalist, baseline, reference=reference).passed
-        report = judge(finalist, baseline, reference=reference, finalist_reference=wrong)
-        assert not report.passed and report.reasons[0].startswith("trained in O0, the gradient norm is 0.001")
-        assert judge(finalist, baseline, reference=reference, finalist_reference=run()).passed
-
-
-def test_batch_norm_over_other_micro_batches_has_wide_limits() -> None:
-    other = run(scaled(LOSSES, 1.03), scaled(NORMS, 1.1), micro_batch_size=4)
-    baseline = run(micro_batch_size=8)
-    assert not judge(other, baseline).passed
-    assert not judge(other, baseline, workload=WORKLOAD).passed
-    report = judge(other, baseline, workload=IMAGES)
-    assert report.passed and "batch norm" in report.notes[0]
-    assert not judge(dataclasses.replace(other, micro_batch_size=8), baseline, workload=IMAGES).passed
-
-
-def test_batch_norm_amplifies_rounding() -> None:
-    off = run(scaled(LOSSES, 1 + 5e-5), scaled(NORMS, 1 + 5e-4))
-    assert judge(off, workload=IMAGES).passed and not judge(off, workload=WORKLOAD).passed
-    assert not judge(run(scaled(LOSSES, 1 + 1e-4)), workload=IMAGES).passed
 
 
 def test_a_failed_run_is_a_failed_gate() -> None:
@@ -355,3 +188,17 @@ def test_limits_grow_with_the_square_of_the_steps() -> None:
     limit = Tolerance(first=1.0, growth=2.0, most=30.0)
     assert [limit.at(step) for step in (1, 2, 4, 5)] == [1.0, 3.0, 19.0, 30.0]
     assert (limit + Tolerance(first=0.5)).at(2) == 3.5
+
+
+def test_the_band_is_as_wide_as_it_says():
+    """Equal training is refused in fewer than 2 of 100 cases, one that is off by two bands in more than 9 of 10."""
+    bands = [judged(falling(0.01, seed=2), baseline=falling(0.01, seed=1), again=falling(0.01, seed=0)).loss_tolerance]
+    num_cases, wrong, caught = 300, 0, 0
+    for case in range(num_cases):
+        baseline, again = falling(0.01, seed=3 * case), falling(0.01, seed=3 * case + 1)
+        equal = falling(0.01, seed=3 * case + 2)
+        off = falling(0.01, seed=3 * case + 2, factor=1 + 2 * bands[0])
+        wrong += judged(equal, baseline=baseline, again=again).answer == "failed"
+        caught += judged(off, baseline=baseline, again=again).answer == "failed"
+    assert wrong < 0.02 * num_cases
+    assert caught > 0.9 * num_cases

@@ -6,15 +6,17 @@ size, parameters that are not sharded, layers that are not recomputed.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import sys
 from collections import Counter
 from typing import Any, Mapping
 
+from .collective_calls import Buckets
+from .compiler import COMPILER
+from .look import LookAtStep
+from .model_facts import input_facts, model_facts
 from .roots import compiled_call, in_backward
-from .steps import STEPS, emit, guarded
+from .steps import STEPS, accelerator, emit, guarded
 from .watched_options import OPTIONS
 
 # ---- How many bytes of parameters this process holds, and how many the whole model has where that can be seen
@@ -152,8 +154,11 @@ def is_compiled(module: Any) -> bool:
 
 def any_compiled(root: Any) -> bool:
     """Whether any part of the model is compiled, or any function of the program was so far."""
-    if any(is_compiled(module) for module in root.modules()):
-        return True
+    return any(is_compiled(module) for module in root.modules()) or was_compiled()
+
+
+def was_compiled() -> bool:
+    """Whether any function of the program was compiled so far."""
     counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return bool(counters) and counters.get("frames", {}).get("ok", 0) > 0
 
@@ -182,85 +187,7 @@ def linears(root: Any) -> list[Any]:
     return [module for module in root.modules() if "Linear" in type(module).__name__][:MAX_LEAVES]
 
 
-# ---- Floating-point operations of one step, by PyTorch's own formulas: forward, backward and what is recomputed
-
-COUNT_FLOPS_VARIABLE = "TUNE_CLUSTER_COUNT_FLOPS"
-
-
-def is_wanted() -> bool:
-    """Whether the tuner asked for the number."""
-    return os.environ.get(COUNT_FLOPS_VARIABLE) == "1"
-
-
-def _mode() -> Any:
-    """A dispatch mode that adds up. PyTorch's ``FlopCounterMode`` would hook into every module."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
-
-    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Sees every operation of the step."""
-
-        def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.total = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            out = func(*args, **(kwargs or {}))
-            formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-            if formula is not None:
-                self._add(formula, args, kwargs or {}, out)
-            return out
-
-        @guarded("FLOPs")
-        def _add(self, formula: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-            self.total += int(formula(*args, **kwargs, out_val=out))
-
-    return Counting()
-
-
-def uncounted() -> Any:
-    """A context in which tensors are read as if nobody counted; some that autograd made cannot be otherwise."""
-    dispatch = sys.modules.get("torch.utils._python_dispatch")
-    pause = getattr(dispatch, "_disable_current_modes", None)
-    return contextlib.nullcontext() if pause is None or not _counting else pause()
-
-
-_counting: set[int] = set()
-"""The counting mode that is on, by identity."""
-
-
-class FlopsOfStep:
-    """Counts from one step's end to the next one's."""
-
-    def __init__(self) -> None:
-        self._counting: Any = None
-        self._done = False
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether the present step is counted."""
-        return self._counting is not None
-
-    def step_ended(self, compiled: bool) -> int | None:
-        """Begins at the end of a step; at the end of the next, the number."""
-        if self._counting is not None:
-            return self._end()
-        if not self._done and is_wanted() and not compiled and "torch" in sys.modules:
-            counting = _mode()
-            counting.__enter__()
-            self._counting = counting
-            _counting.add(id(counting))
-        self._done = True
-        return None
-
-    def _end(self) -> int:
-        counting, self._counting = self._counting, None
-        counting.__exit__(None, None, None)
-        _counting.discard(id(counting))
-        return int(counting.total)
-
+# ---- What the first steps show
 
 STEPS_SEEN = 1
 PATIENCE = 4
@@ -280,6 +207,7 @@ class Calls:
         self.backward = 0
         self.sizes: Counter[int] = Counter()
         self.shape: list[int] | None = None
+        self.input: dict[str, int] = {}
 
     def clear(self) -> None:
         """A new step begins."""
@@ -299,7 +227,8 @@ class Facts:
         self._told: dict[str, Any] = {}
         self._compiled = False
         self._steps = self._ends = 0
-        self._flops = FlopsOfStep()
+        self._look = LookAtStep()
+        self._buckets = Buckets()
 
     def root_of(self, optimizer: Any) -> Any:
         """The model that an optimiser trains."""
@@ -314,6 +243,7 @@ class Facts:
         self._root = root
         self._compiled = any_compiled(root)
         for module in spine(root):
+            self._buckets.watch(module)
             calls = Calls()
             self._spine.append(calls)
             self._on_forward(module, calls, with_input=True)
@@ -332,8 +262,9 @@ class Facts:
         is_told, is_early = OPTIONS.tell(source), self._ends <= PATIENCE
         if is_early:
             self._step_ended(source)
-        if is_early or is_told:
-            STEPS.restart_clock(is_watched=bool(self._handles) or self._flops.is_counting)
+        is_later = not is_early and self._later(source)
+        if is_early or is_told or is_later:
+            STEPS.restart_clock(is_watched=bool(self._handles) or self._look.is_on)
 
     @guarded("facts")
     def _step_ended(self, source: str) -> None:
@@ -341,18 +272,28 @@ class Facts:
         found: dict[str, Any] = {"world_size": world_size(), **STEPS.surroundings()}
         if self._ends == 1:
             found["versions"] = _versions()
+            found.update(_device() or {})
             found.update(self._of_model() or {})
         found.update(self._of_calls())
-        flops = self._flops.step_ended(self._compiled)
-        if flops is not None:
-            found["flops_per_step"] = flops
+        found.update(self._look.step_ended(self._compiled or was_compiled()))
+        found.update({**(self._buckets.read() or {}), **(COMPILER.read() or {})})
+        self._tell(source, found)
+        if self._steps >= STEPS_SEEN or self._ends > PATIENCE:
+            self._remove()
+            self._ends = PATIENCE + (0 if self._look.is_on else 1)
+
+    def _later(self, source: str) -> bool:
+        """After the first steps: what changes only now. Whether that took time."""
+        found = {**(self._buckets.read() or {}), **(COMPILER.read() or {})}
+        return bool(self._tell(source, found)) if found else self._buckets.is_read
+
+    @guarded("facts")
+    def _tell(self, source: str, found: dict[str, Any]) -> bool:
         new = {key: value for key, value in found.items() if self._told.get(key) != value}
         self._told.update(new)
         if new:
             emit(source, event="facts", **new)
-        if self._steps >= STEPS_SEEN or self._ends > PATIENCE:
-            self._remove()
-            self._ends = PATIENCE + (0 if self._flops.is_counting else 1)
+        return bool(new)
 
     @guarded("parameters")
     def _of_model(self) -> dict[str, Any]:
@@ -362,7 +303,7 @@ class Facts:
         wrappers = [type(module).__name__ for module in spine(self._root)]
         wrapper = next((name for name in wrappers if name in WRAPPERS), None)
         shown = {} if wrapper is None else {"wrapper": wrapper}
-        return {**facts(self._root), **shown, "is_compiled": int(self._compiled)}
+        return {**facts(self._root), **shown, **model_facts(self._root), "is_compiled": int(self._compiled)}
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -388,6 +329,7 @@ class Facts:
                 if tensor is not None:
                     calls.sizes[int(tensor.shape[0])] += 1
                     calls.shape = [int(size) for size in tensor.shape]
+                    calls.input = input_facts(tensor, "vocab_size" in self._told)
 
         try:
             handle = module.register_forward_pre_hook(before, with_kwargs=True)
@@ -410,6 +352,7 @@ class Facts:
             found["forwards_per_step"] = outer.forward
             found["micro_batch_size"] = outer.sizes.most_common(1)[0][0]
             found["input_shape"] = outer.shape
+            found.update(outer.input)
         found.update(self._of_layers())
         if self._dtype is not None:
             found["dtype"] = self._dtype
@@ -438,6 +381,14 @@ def _first_tensor(value: Any, depth: int = 3) -> Any:
         return None
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return next((found for found in (_first_tensor(item, depth - 1) for item in items) if found is not None), None)
+
+
+@guarded("device")
+def _device() -> dict[str, str]:
+    """What the accelerator in use calls itself."""
+    backend = accelerator()
+    name = getattr(backend, "get_device_name", None)
+    return {"device_name": str(name())} if name is not None else {}
 
 
 def _versions() -> dict[str, str]:

@@ -7,11 +7,13 @@ import math
 import os
 import sys
 import threading
-import time
 import weakref
 from typing import Any, Callable
 
-from .facts import FACTS, uncounted
+from . import step_parts
+from .facts import FACTS
+from .look import unseen
+from .step_parts import BACKWARD, DATA, OPTIMIZER, PARTS
 from .steps import (
     ENGINE,
     FOLDER_VARIABLE,
@@ -75,6 +77,7 @@ def _boundary(optimizer: Any, **values: Any) -> None:
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """The hook; leaves no trace in an optimiser step that is compiled."""
     if not is_compiling():
+        step_parts.after_step()
         _after_step(optimizer)
 
 
@@ -83,6 +86,7 @@ def optimizers(module: Any) -> None:
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is not None:
         register(after_step)
+        module.register_optimizer_step_pre_hook(step_parts.before_step)
         return
     # PyTorch 1.13 has no such hook: every optimiser's class is told when the first one is made.
     made = module.Optimizer.__init__
@@ -103,6 +107,7 @@ def _wrap_step(kind: Any) -> None:
 
     @functools.wraps(step)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        PARTS.enter(OPTIMIZER)
         result = step(self, *args, **kwargs)
         after_step(self, args, kwargs)
         return result
@@ -147,23 +152,23 @@ def _divisor(loss: Any) -> float | None:
     other = node._saved_other
     if other is None or not hasattr(other, "numel") or other.numel() != 1 or other.device.type != "cpu":
         return None
-    with uncounted():
+    with unseen():
         value = float(other)
     return value if name == "DivBackward0" else 1 / value if value else None
 
 
 def backward(module: Any) -> None:
     """``torch.autograd``: ``Tensor.backward`` comes by as well."""
-    original = module.backward
+    timed = PARTS.during(BACKWARD, module.backward)
 
-    @functools.wraps(original)
+    @functools.wraps(module.backward)
     def wrapped(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or _depth():
-            return original(tensors, grad_tensors, *args, **kwargs)
-        record_loss(tensors, grad_tensors)
-        return original(tensors, grad_tensors, *args, **kwargs)
+        if not (is_compiling() or _depth()):
+            record_loss(tensors, grad_tensors)
+        return timed(tensors, grad_tensors, *args, **kwargs)
 
     module.backward = wrapped
+    module.grad = PARTS.during(BACKWARD, module.grad)
 
 
 def grad_scaler(module: Any) -> None:
@@ -206,16 +211,15 @@ def _overflowed(scaler: Any, optimizer: Any) -> bool:
 def data_loader(module: Any) -> None:
     """``torch.utils.data.dataloader``: how long the program waits for a batch."""
     iterator = module._BaseDataLoaderIter
-    following = iterator.__next__
+    following = PARTS.during(DATA, iterator.__next__)
 
-    @functools.wraps(following)
+    @functools.wraps(iterator.__next__)
     def timed(self: Any) -> Any:
-        began = time.perf_counter()
         try:
             return following(self)
         finally:
             if threading.current_thread() is threading.main_thread():
-                STEPS.waited(time.perf_counter() - began)
+                PARTS.has_loader = True
                 _loaded(self)
 
     iterator.__next__ = timed
@@ -256,23 +260,25 @@ def engine(module: Any) -> None:
     """``deepspeed.runtime.engine``."""
     kind = module.DeepSpeedEngine
     name = "_take_model_step" if hasattr(kind, "_take_model_step") else "step"
-    step, back = getattr(kind, name), kind.backward
+    step, timed = getattr(kind, name), PARTS.during(BACKWARD, kind.backward)
 
     @functools.wraps(step)
     def step_watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         _claim()
         at_boundary = name != "step" or self.is_gradient_accumulation_boundary()
         skipped = getattr(self, "skipped_steps", 0)
+        PARTS.enter(OPTIMIZER)
         result = step(self, *args, **kwargs)
+        PARTS.leave(OPTIMIZER)
         if at_boundary:
             _after_engine_step(self, skipped)
         return result
 
-    @functools.wraps(back)
+    @functools.wraps(kind.backward)
     def backward_watched(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         record_loss(loss)
         with outer_backward():
-            return back(self, loss, *args, **kwargs)
+            return timed(self, loss, *args, **kwargs)
 
     setattr(kind, name, step_watched)
     kind.backward = backward_watched

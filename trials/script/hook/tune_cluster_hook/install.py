@@ -10,7 +10,16 @@ import sys
 import threading
 from typing import Any, Callable, Sequence
 
-from . import framework_hooks, loader_knobs, model_knobs, process_knobs, steps, watched_options
+from . import (
+    collective_calls,
+    framework_hooks,
+    loader_knobs,
+    model_knobs,
+    process_knobs,
+    step_parts,
+    steps,
+    watched_options,
+)
 from .knob_file import KNOBS, KNOBS_VARIABLE
 from .roots import ROOTS
 from .steps import STEPS
@@ -27,6 +36,8 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
     "torch.amp.grad_scaler": (framework_hooks.grad_scaler,),
     "torch.cuda.amp.grad_scaler": (framework_hooks.grad_scaler,),
     "torch.utils.data.dataloader": (framework_hooks.data_loader,),
+    "torch.utils.checkpoint": (step_parts.checkpoints,),
+    "torch.distributed.distributed_c10d": (collective_calls.functions,),
     "transformers.trainer": (framework_hooks.trainer,),
     "deepspeed.runtime.engine": (framework_hooks.engine,),
 }

@@ -193,9 +193,14 @@ class Steps:
         self.count = 0
         self.stack_signal = False
         """Whether SIGUSR1 makes this process write its stacks."""
+        self.parts: Any = None
+        """The clock of a step's parts, see :mod:`.step_parts`."""
+        self.collectives: Any = None
+        """What counts collectives, see :mod:`.collective_calls`."""
+        self.compiler: Any = None
+        """What times compilation, see :mod:`.compiler`."""
         self._last: float | None = None
-        self._data_s = 0.0
-        self._has_loader = False
+        self._last_cpu = 0.0
         self._losses: list[Any] = []
         self._divided: list[float | None] = []
         self._pending: dict[str, Any] | None = None
@@ -216,9 +221,8 @@ class Steps:
         synchronize()
         self.loaded(source)
         emit(source, event="begin", pid=os.getpid(), stack_signal=self.stack_signal, **values)
-        self._data_s = 0.0
         self.forget_losses()
-        self._last = time.perf_counter()
+        self.restart_clock()
 
     def loaded(self, source: str) -> None:
         """Says once in each process who it is: at its start where it is known to be a rank, else at its first step."""
@@ -245,21 +249,26 @@ class Steps:
             **values: What else is known of it; losses that were collected are added if there is none among them.
         """
         self.flush()
+        self.parts.close()
+        host_ended = time.perf_counter()
         synchronize()
         now = time.perf_counter()
         self.loaded(source)
         self.count += 1
         line: dict[str, Any] = {"source": source, "step": self.count}
         if self._last is not None:
-            line["step_time_s"] = now - self._last
-            if self._has_loader:
-                line["data_s"] = min(self._data_s, now - self._last)
+            step_time_s = now - self._last
+            line["step_time_s"] = step_time_s
+            line["cpu_s"] = round(max(0.0, time.thread_time() - self._last_cpu), 7)
+            line.update({name: min(seconds, step_time_s) for name, seconds in self.parts.take().items()})
+            line.update({**self.collectives.take(), **(self.compiler.take() or {})})
+            if accelerator() is not None:
+                line["ahead_s"] = round(now - host_ended, 7)
         self._backwards = len(self._losses)
         if "loss" not in values:
             line.update(self.backward_losses())
         line.update(memory())
         line.update(values)
-        self._data_s = 0.0
         self.forget_losses()
         if self._is_watched:
             line["watched"] = True
@@ -274,8 +283,9 @@ class Steps:
         Args:
             is_watched: Whether hooks on the model will make that step longer; its line says so.
         """
-        self._last = time.perf_counter()
         self._is_watched = is_watched
+        self._last, self._last_cpu = time.perf_counter(), time.thread_time()
+        self.parts.restart()
 
     def amend(self, **values: Any) -> None:
         """Adds to the line of the last step, if that was not written yet."""
@@ -291,11 +301,6 @@ class Steps:
         line, self._pending = self._pending, None
         if line is not None:
             emit(**line)
-
-    def waited(self, seconds: float) -> None:
-        """Time spent waiting for data, by a program that has a loader we see."""
-        self._has_loader = True
-        self._data_s += seconds
 
     def loads(self, num_workers: int, batch_size: Any) -> None:
         """A loader gives a batch."""

@@ -1,0 +1,197 @@
+"""Running a command before a sweep is drafted: for a few steps, then once per option that is to be proven."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from orchestrator.commands.short_run import run_once
+from orchestrator.config.sweep import load_sweep
+from orchestrator.draft.command_draft import DraftedScript
+from orchestrator.draft.machine import DraftedMachine
+from orchestrator.draft.observed import Filled, Looked, OptionChange, Proof, changes, files_of, found_options, proof
+from orchestrator.draft.program_reading import runnable
+from orchestrator.errors import ConfigError
+from orchestrator.sweep.snapshot import Home
+from trials.outcome import Measured
+from trials.reports import ScriptFacts, SeenOption
+
+LOOK_S = 180.0
+"""Seconds that a draft takes for running the program, if nothing else is asked for."""
+ROOM = 1.3
+"""Times the first run that a further one may take."""
+Tell = Callable[[str], None]
+
+
+class NotSeenError(Exception):
+    """The program did not make the steps; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneLook:
+    """What one run showed."""
+
+    facts: ScriptFacts
+    options: tuple[SeenOption, ...]
+
+
+class Looker:
+    """Runs a command as a trial does, with the reporting hook, in its own ranks.
+
+    Args:
+        script: what was read of the command.
+        machine: where it runs.
+        folder: of the runs, which is left empty.
+    """
+
+    def __init__(self, script: DraftedScript, machine: DraftedMachine, folder: Path, tell: Tell) -> None:
+        self._script = script
+        self._machine = machine
+        self._folder = folder
+        self._files = files_of(script.command.argv, Path(script.run.cwd))
+        self._tell = tell
+
+    def look(self, variant: Filled, within_s: float) -> OneLook:
+        """Run a variant of the command.
+
+        Raises:
+            NotSeenError: it failed, or took longer.
+        """
+        file = self._folder / "look.yaml"
+        file.write_text(json.dumps(self._sweep(variant)), encoding="utf-8")  # JSON is YAML
+        try:
+            spec = load_sweep(file)
+        except ConfigError as error:
+            raise NotSeenError(error.message) from None
+        ran = run_once(spec, spec.baseline_candidate, Home(self._folder), self._waits, looks_within_s=within_s)
+        if not isinstance(ran.outcome, Measured):
+            raise NotSeenError(ran.outcome.evidence.message)
+        found = ran.outcome.measurement.findings.script
+        if found is None or found.facts.samples_per_step is None:
+            raise NotSeenError("its steps were seen, its batch was not")
+        return OneLook(facts=found.facts, options=found.options)
+
+    def _waits(self, line: str) -> None:
+        """Tell why nothing happens; how far a run is does not matter."""
+        if not line.startswith("the first step"):
+            self._tell(line)
+
+    def _sweep(self, variant: Filled) -> dict[str, object]:
+        """A sweep of the command alone, of whose arguments nothing is expected."""
+        script, devices = self._script, self._machine.devices_per_node
+        starts_itself = script.command.starts_ranks or (script.command.launcher is None and devices == 1)
+        changed = {word: text for word, text in variant.files.items() if text != self._files.get(word)}
+        copies = {word: self._folder / f"{place}-{Path(word).name}" for place, word in enumerate(changed)}
+        for word, copy in copies.items():
+            copy.write_text(changed[word], encoding="utf-8")
+        pattern = script.source.log_pattern if script.source is not None else None
+        return {
+            "name": "look",
+            "workload": {
+                "recipe": "custom",
+                "run": [_escaped(str(copies.get(word, word))) for word in variant.argv],
+                "cwd": script.run.cwd,
+                "env": {name: _escaped(text) for name, text in variant.env.items()},
+                "launcher": "own" if starts_itself else "env",
+                "global_batch_size": devices,
+                **({"metrics": {"log": pattern}} if pattern else {}),
+            },
+            "cluster": {
+                "kind": "local",
+                "device": self._machine.topology.nodes[0].device_kind,
+                "devices_per_node": devices,
+            },
+            "baseline": {"dp_replicate": devices},
+            "space": {"dp_replicate": [devices]},
+        }
+
+
+def _escaped(word: str) -> str:
+    """The word without placeholders but those of a trial's own folder and its last step."""
+    doubled = word.replace("{", "{{").replace("}", "}}")
+    return doubled.replace("{{out}}", "{out}").replace("{{steps}}", "{steps}")
+
+
+def look_at(script: DraftedScript, machine: DraftedMachine, *, budget_s: float, tell: Tell) -> Looked:
+    """Run the command, then once per option that may be worth tuning, as long as the budget lasts."""
+    as_typed = _as_typed(script)
+    begun_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tune-cluster-look-") as folder:
+        looker = Looker(script, machine, Path(folder), tell)
+        tell("running it for three steps, to see what it trains")
+        try:
+            first = looker.look(as_typed, budget_s)
+        except NotSeenError as reason:
+            return Looked(problem=str(reason))
+        took_s = time.monotonic() - begun_s
+        looked = Looked(
+            facts=first.facts,
+            options=tuple(found_options(as_typed, script.source, first.options)),
+            files=as_typed.files,
+            starts_ranks=_starts_ranks(script, machine, first.facts),
+        )
+        tell(f"seen after {took_s:.0f} s: {looked.words}")
+        if not script.uses_placeholders and script.framework.name != "accelerate":  # whose options are the script's
+            return looked
+        return _with_proofs(looked, script, machine, looker, begun_s + budget_s, took_s * ROOM, tell)
+
+
+def _as_typed(script: DraftedScript) -> Filled:
+    """The command with its variables and files, as it is run."""
+    files = files_of(script.command.argv, Path(script.run.cwd))
+    return Filled(argv=runnable(script.command.argv, script.source), env=dict(script.run.env), files=files)
+
+
+def _starts_ranks(script: DraftedScript, machine: DraftedMachine, facts: ScriptFacts) -> bool:
+    return script.command.launcher is None and (facts.world_size or 1) > machine.topology.num_devices
+
+
+def _with_proofs(
+    looked: Looked,
+    script: DraftedScript,
+    machine: DraftedMachine,
+    looker: Looker,
+    until_s: float,
+    run_s: float,
+    tell: Tell,
+) -> Looked:
+    """What a changed run per option shows; options for which no time was left are named."""
+    as_typed = _as_typed(script)
+    declared = script.source.options if script.source is not None else ()
+    asked = tuple(changes(as_typed.argv, (*declared, *looked.options), looked.facts, is_gpu=machine.is_gpu))
+    proofs: dict[str, Proof] = {}
+    refuted: set[str] = set()
+    late: list[str] = []
+    for change in asked:
+        name = change.option.names[0]
+        if change.role in proofs or any(done.option.names[0] == name for done in proofs.values()):
+            continue
+        if time.monotonic() + run_s > until_s:
+            late.append(name)
+            continue
+        found = _tried(change, looker, as_typed, until_s, looked.facts)
+        if isinstance(found, Proof):
+            proofs[change.role] = found
+            tell(f"{change.words}: {found.before} became {found.after}")
+        else:
+            refuted.add(name)
+            tell(f"{change.words}: {found}")
+    problem = f"no time was left for {', '.join(dict.fromkeys(late))}" if late else ""
+    proven = {one.option.names[0] for one in proofs.values()}
+    return replace(looked, proofs=proofs, refuted=frozenset(refuted - proven), problem=problem)
+
+
+def _tried(change: OptionChange, looker: Looker, as_typed: Filled, until_s: float, before: ScriptFacts) -> Proof | str:
+    """What a changed run proves, or why it proves nothing."""
+    try:
+        after = looker.look(change.applied(as_typed), until_s - time.monotonic())
+    except NotSeenError as reason:
+        return f"does not run: {reason}"
+    unread = [one for one in after.options if change.option.names[0] in (*one.flags, one.name) and one.is_unread]
+    if unread:
+        return "the program never reads it"
+    return proof(change, before, after.facts) or "changed nothing of the kind"

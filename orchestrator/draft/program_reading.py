@@ -1,0 +1,327 @@
+"""A custom program: which words of its command and variables trials fill in, and which of its options may be tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.draft.observed import PROVABLE, Filled, Looked, template, with_value
+from orchestrator.draft.static_reading import (
+    ScriptOption,
+    SourceFile,
+    argument_of,
+    number_formats,
+    present_number,
+)
+from orchestrator.frameworks.arguments import is_given, read, read_text, write
+
+FEW_STEPS = 200
+"""Programs that end after fewer steps get ``{steps}``, so that a trial has as many as it needs."""
+_FIXED = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+}
+_TUNABLE = (
+    *_FIXED.values(),
+    *("fp16", "torch_compile"),
+)
+"""Arguments of transformers' Trainer that would be worth tuning, and that are not set within the program."""
+_TRAINER_SIZES = {"micro_batch_size": 8, "accumulation": 1}
+"""Defaults of transformers' ``TrainingArguments``."""
+Knobs = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadProgram:
+    """What a command and its script's source show."""
+
+    argv: tuple[str, ...]
+    """The command, with placeholders for what trials fill in."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables with placeholders."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Configuration files with placeholders, by the word of the command that names them."""
+    micro_batch_size: int | None = None
+    """Samples of a rank's forward pass in the command; None: not found."""
+    accumulation: int | None = None
+    """Forward passes of an optimiser step and rank; None: the program has no option for them."""
+    num_workers: int | None = None
+    """Data-loading processes in the command, where a placeholder stands for them; None: it has no such option."""
+    is_tuned_by_batch: bool = False
+    """Whether the command has placeholders for the batch, so that other sizes can be tried."""
+    seq_length: int | None = None
+    own: Knobs = field(default_factory=dict)
+    """Section ``space.own``."""
+    roles: frozenset[str] = frozenset()
+    """Roles for which it has an option."""
+    present: Knobs = field(default_factory=dict)
+    """Values that these have today, by the command or by the program's defaults, as far as known: section
+    ``baseline.own``, without which the baseline would be tried again as a candidate that spells out its defaults."""
+    remarks: tuple[str, ...] = ()
+    """What could not be read, and the consequence."""
+
+
+def read_program(
+    argv: tuple[str, ...],
+    source: SourceFile | None,
+    *,
+    is_gpu: bool,
+    cores: int,
+    ranks: int = 1,
+    looked: Looked | None = None,
+) -> ReadProgram:
+    """What the options that a program's source declares show of a command on ``ranks`` ranks, and what it was seen to
+    do: that goes before all that can be read."""
+    looked = looked or Looked()
+    if source is None or source.problem:
+        why = source.problem if source is not None else "no Python file was found in the command"
+        if not looked.is_seen:
+            return ReadProgram(argv=argv, own=_usual(is_gpu, cores), remarks=(f"{why}: its options are unknown",))
+        source = None
+    by_role = _by_role(argv, source, looked)
+    micro, accumulation = _sizes(argv, by_role, source, ranks, looked)
+    is_tuned = micro is not None and _is_tuned(argv, by_role, looked)
+    filled: dict[str, str] = {}
+    if is_tuned:
+        filled = _batch_placeholders(by_role, source, looked)
+        accumulation = accumulation or 1
+    num_workers = _workers(argv, by_role, looked)
+    if num_workers is not None:
+        filled["workers"] = "{num_workers}"
+    laid = Filled(argv=argv, files=looked.files)
+    for role, placeholder in filled.items():
+        laid = with_value(laid, by_role[role], placeholder)
+    words = _out_and_steps(laid.argv, by_role)
+    own = dict(_own(argv, by_role, is_gpu=is_gpu))
+    present = dict(_present(argv, by_role, own))
+    words = _with_own_placeholders(words, by_role, own)
+    is_something = own or is_tuned or num_workers is not None
+    return ReadProgram(
+        argv=words,
+        env=laid.env,
+        files={word: template(text) for word, text in laid.files.items() if text != looked.files[word]},
+        micro_batch_size=micro,
+        accumulation=accumulation,
+        num_workers=num_workers,
+        seq_length=_whole(argv, by_role.get("seq_length")),
+        is_tuned_by_batch=is_tuned,
+        own={_own_name(name, by_role): value for name, value in own.items()}
+        or ({} if is_something else _usual(is_gpu, cores)),
+        present={_own_name(name, by_role): value for name, value in present.items()},
+        roles=frozenset(by_role),
+        remarks=tuple(_remarks(source, by_role, micro, looked, is_tuned=is_tuned, is_gpu=is_gpu)),
+    )
+
+
+def runnable(argv: tuple[str, ...], source: SourceFile | None) -> tuple[str, ...]:
+    """The command as it is run to be looked at: it writes into a folder of its own, and logs every step."""
+    return argv if source is None or source.problem else _out_and_steps(argv, _by_role(argv, source, Looked()))
+
+
+def _sizes(
+    argv: tuple[str, ...],
+    by_role: Mapping[str, ScriptOption],
+    source: SourceFile | None,
+    ranks: int,
+    looked: Looked,
+) -> tuple[int | None, int | None]:
+    """Samples of a micro-batch, and micro-batches of a step on a rank."""
+    if looked.is_seen:
+        return looked.facts.micro_batch_size, looked.facts.micro_batches
+    micro, accumulation = (_size(argv, by_role, role, source) for role in ("micro_batch_size", "accumulation"))
+    if source is not None and source.divides_accumulation and accumulation is not None:
+        accumulation = max(1, accumulation // ranks)
+    return micro, accumulation
+
+
+def _is_tuned(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], looked: Looked) -> bool:
+    """Whether the batch can be divided otherwise without becoming another one."""
+    if "micro_batch_size" not in by_role:
+        return False
+    micro = looked.proofs.get("micro_batch_size")
+    return (micro is not None and micro.way == "balanced") or _is_count(argv, by_role.get("accumulation"))
+
+
+def _batch_placeholders(
+    by_role: Mapping[str, ScriptOption], source: SourceFile | None, looked: Looked
+) -> dict[str, str]:
+    """Placeholder by role: counts over all ranks where the program divides by their number."""
+    micro, accumulation = (looked.proofs.get(role) for role in ("micro_batch_size", "accumulation"))
+    found = {"micro_batch_size": "{micro_batch_size}"}
+    if micro is not None and micro.way == "over_ranks":
+        found["micro_batch_size"] = "{total_micro_batch_size}"
+    if "accumulation" in by_role and not (micro is not None and micro.way == "balanced"):
+        is_total = source is not None and source.divides_accumulation
+        is_total = is_total or (accumulation is not None and accumulation.way == "over_ranks")
+        found["accumulation"] = "{total_accumulation}" if is_total else "{accumulation}"
+    return found
+
+
+def _workers(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], looked: Looked) -> int | None:
+    option = by_role.get("workers")
+    if option is None or option.is_flag:
+        return None
+    return looked.facts.num_workers if "workers" in looked.proofs else present_number(argv, option)
+
+
+def _by_role(argv: tuple[str, ...], source: SourceFile | None, looked: Looked) -> dict[str, ScriptOption]:
+    """The option of each role: the one that a changed run has shown to have it; else one by its name, unless a run has
+    refuted that: one that the command has, then one that is not for evaluation, then the first."""
+    found = {role: proof.option for role, proof in looked.proofs.items()}
+    taken = {option.names[0] for option in found.values()} | looked.refuted
+    options = [*(source.options if source is not None else ()), *looked.options]
+    for option in sorted(options, key=lambda one: (not is_given(argv, argument_of(one)), not one.is_for_training)):
+        role, is_guess = option.role, looked.is_seen and option in looked.options
+        if role is not None and option.names[0] not in taken and not (is_guess and role in PROVABLE):
+            found.setdefault(role, option)
+    return found
+
+
+def _size(
+    argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], role: str, source: SourceFile | None
+) -> int | None:
+    """The number of an option, or what the script sets in code."""
+    if role in by_role:
+        return _whole(argv, by_role[role])
+    if source is None or not source.fixed:
+        return None
+    value = source.fixed.get(_FIXED[role], _TRAINER_SIZES[role])
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _remarks(
+    source: SourceFile | None,
+    by_role: Mapping[str, ScriptOption],
+    micro: int | None,
+    looked: Looked,
+    *,
+    is_tuned: bool,
+    is_gpu: bool,
+) -> Iterator[str]:
+    name = source.path.name if source is not None else "the program"
+    fixed = source.fixed if source is not None else {}
+    if set(_TUNABLE) & fixed.keys() and not is_tuned:
+        names = ", ".join(one for one in _TUNABLE if one in fixed)
+        yield (
+            f"{name} sets {names} in code, so trials cannot change them: read them from "
+            "the command line, with HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()"
+        )
+    elif (looked.facts.num_optimizers or 0) > 1:
+        yield "several optimisers step: a step of the first one counts, and the batch is that of one micro-batch"
+    elif "micro_batch_size" not in by_role:
+        what = "that was seen to set the batch size" if looked.is_seen else "with a usual name for the batch size"
+        yield (
+            f"{name} has no option {what}, which stays as it is: to tune it, add the options --batch-size and "
+            "--accumulation"
+        )
+    elif micro is not None and not is_tuned:
+        yield (
+            f"{name} has no option for gradient accumulation, so the batch size stays as it is: another size would "
+            "be another training"
+        )
+    amp = by_role.get("amp")
+    if amp is not None and amp.is_flag and not _is_amp_tried(amp, is_gpu):
+        yield f"{amp.names[0]}: not tried on CPUs, where automatic mixed precision is rarely faster"
+    if looked.is_seen:
+        unproven = [
+            option.names[0] for role, option in by_role.items() if role in PROVABLE if role not in looked.proofs
+        ]
+        if unproven:
+            yield f"by name only, no run has shown what they do: {', '.join(unproven)}"
+    if source is not None and source.has_batch_norm and is_tuned:
+        yield (
+            "the model has batch normalisation: with another micro-batch its statistics differ, which the loss gate "
+            "judges"
+        )
+
+
+def _is_count(argv: tuple[str, ...], option: ScriptOption | None) -> bool:
+    """Whether an option takes a number: it has one now, or neither a value nor a default."""
+    if option is None or option.is_flag:
+        return False
+    is_unset = option.default is None and not is_given(argv, argument_of(option))
+    return is_unset or present_number(argv, option) is not None
+
+
+def _whole(argv: tuple[str, ...], option: ScriptOption | None) -> int | None:
+    """As :func:`present_number`, but None for 0 and for flags."""
+    return None if option is None or option.is_flag else present_number(argv, option) or None
+
+
+def _out_and_steps(words: tuple[str, ...], by_role: Mapping[str, ScriptOption]) -> tuple[str, ...]:
+    """The command with a folder of the trial's own for what it writes, a line for every step, and steps enough."""
+    by_role = {role: one for role, one in by_role.items() if one.file is None and not one.is_variable}
+    out = by_role.get("out")
+    if out is not None and not out.is_flag and (is_given(words, argument_of(out)) or out.default is not None):
+        words = write(words, argument_of(out), "{out}")
+    if (every := _whole(words, by_role.get("log_interval"))) is not None and every > 1:
+        words = write(words, argument_of(by_role["log_interval"]), "1")
+    steps = _whole(words, by_role.get("steps"))
+    if steps is not None and steps < FEW_STEPS:
+        words = write(words, argument_of(by_role["steps"]), "{steps}")
+    return words
+
+
+def _own(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], *, is_gpu: bool) -> Iterator[tuple[str, Any]]:
+    """Options whose usual names show that they change the speed and not the training."""
+    if (dtype := by_role.get("dtype")) is not None and not dtype.is_flag:
+        values = number_formats(read_text(argv, argument_of(dtype)) or dtype.default, dtype.choices)
+        if values:
+            yield dtype.names[0], {"values": values, "memory": "falls"}
+    flags = {"amp": "falls", "checkpointing": "falls", **({"compile": None} if is_gpu else {})}
+    for role, memory in flags.items():
+        option = by_role.get(role)
+        if option is None or not option.is_flag or (role == "amp" and not _is_amp_tried(option, is_gpu)):
+            continue
+        if option.default is True:  # on by default: only its negative spelling changes anything
+            if option.negative:
+                yield option.negative[0], [False, True]
+            continue
+        yield option.names[0], {"values": [False, True], "memory": memory} if memory else [False, True]
+
+
+def _is_amp_tried(option: ScriptOption, is_gpu: bool) -> bool:
+    """fp16 autocast needs a GPU; bfloat16 works on CPUs."""
+    return is_gpu or "bf16" in option.names[0]
+
+
+def _own_name(name: str, by_role: Mapping[str, ScriptOption]) -> str:
+    """What the sweep file calls an own knob: its option; an identifier where a placeholder stands for the value."""
+    if any(one.is_variable and one.names[0] == name for one in by_role.values()):
+        return f"${name}"
+    is_assigned = any(one.is_assignment and one.names[0] == name for one in by_role.values())
+    return name.lstrip("-").replace("-", "_").replace(".", "_") if is_assigned else name
+
+
+def _with_own_placeholders(words: tuple[str, ...], by_role: Mapping[str, ScriptOption], own: Knobs) -> tuple[str, ...]:
+    """The command with placeholders for own knobs that are assignments, which have no other way in."""
+    for option in by_role.values():
+        if option.is_assignment and option.names[0] in own:
+            words = write(words, argument_of(option), f"{{{_own_name(option.names[0], by_role)}}}")
+    return words
+
+
+def _present(
+    argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], own: Knobs
+) -> Iterator[tuple[str, str | int | bool]]:
+    """Today's values of own knobs, if they are among those to try."""
+    options = {name: option for option in by_role.values() for name in (option.names[0], *option.negative)}
+    for name, section in own.items():
+        option, values = options[name], section["values"] if isinstance(section, Mapping) else section
+        if option.is_variable:
+            continue
+        if option.is_flag:
+            is_on = read(argv, argument_of(option)) if is_given(argv, argument_of(option)) else option.default is True
+            yield name, (not is_on) if name in option.negative else bool(is_on)
+            continue
+        text = read_text(argv, argument_of(option))
+        now = str(option.default if text is None else text)
+        yield from ((name, value) for value in values if str(value) == now)
+
+
+def _usual(is_gpu: bool, cores: int) -> Knobs:
+    """What can be tuned of any program: variables of its environment."""
+    if is_gpu:
+        return {"$PYTORCH_CUDA_ALLOC_CONF": ["backend:native", "expandable_segments:True"]}
+    return {"$OMP_NUM_THREADS": [1, max(2, cores)]}

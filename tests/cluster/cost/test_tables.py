@@ -1,0 +1,259 @@
+"""Candidates as columns: found again, judged once per combination, and inputs of the cost model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from cluster.candidate_table import CandidateTable
+from cluster.cost.cost_model import inputs_of, inputs_of_table
+from cluster.cost.inputs import CostInputs
+from cluster.cost.work import layers_params, selective_shares, tables_params, work_of
+from cluster.hardware.topology import load_cluster
+from orchestrator.space.notation import feature_columns, flat_params
+from orchestrator.space.rules import RULES, Case, first_broken
+from tests.orchestrator.space.candidate_strategies import SEEDS, random_candidate
+from tests.support.sweep_files import topology
+from trials.sizes import model_flops_per_token, num_parameters
+from trials.spec import (
+    Candidate,
+    Kernels,
+    Layout,
+    LinearModel,
+    LlamaModel,
+    Offload,
+    OwnChoice,
+    Precision,
+    RandomData,
+    Recompute,
+    SelectiveRecompute,
+    TextData,
+    Workload,
+)
+
+MODEL = LlamaModel(vocab_size=512, hidden_size=64, ffn_hidden_size=128, num_layers=4, num_heads=8, num_kv_heads=4)
+WORKLOAD = Workload(model=MODEL, data=TextData(), seq_length=64, global_batch_size=48)
+CLUSTER = load_cluster("dgx-h100")
+
+
+def has_good_shape(candidate):
+    """The cost model takes no others; some illegal patterns match for ever."""
+    ids = ("degrees", "recompute-pattern", "stage-layers", "recompute-shape")
+    case = Case(candidate=candidate, workload=WORKLOAD, topology=None)
+    return all(rule.check(case) is None for name in ids for rule in RULES if rule.id == name)
+
+
+def mixed(rng, num):
+    """Candidates of which many agree in some fields, as those of a space do, and some are the same."""
+    few = [one for one in (random_candidate(rng, fitting=True) for _ in range(40)) if has_good_shape(one)]
+    found = []
+    for _ in range(num):
+        layouts, others = rng.choice(few), rng.choice(few)
+        own = rng.choice([(), (OwnChoice(name="--flag", value=rng.randint(0, 2)),)])
+        found.append(replace(others, layout=layouts.layout, recompute=layouts.recompute, own=own))
+    return tuple(found)
+
+
+@settings(max_examples=8)
+@given(SEEDS)
+def test_a_table_is_the_sequence_of_its_candidates(rng):
+    listed = mixed(rng, 60)
+    table = CandidateTable.of(listed)
+    assert tuple(table) == listed and [table[row] for row in range(-60, 60)] == [*listed, *listed]
+    assert tuple(table[7:40:3]) == listed[7:40:3]
+    for candidate in listed:
+        assert table.row_of(candidate) == table.index(candidate) == listed.index(candidate)
+    others = mixed(rng, 40)
+    assert [row in table for row in others] == [other in listed for other in others]
+    whole = table.followed_by(others)
+    assert tuple(whole) == (*listed, *dict.fromkeys(other for other in others if other not in listed))
+    assert whole.rows_in(table).tolist() == [listed.index(one) if one in listed else -1 for one in whole]
+
+
+@settings(max_examples=8)
+@given(SEEDS)
+def test_combinations_are_those_that_occur(rng):
+    table = CandidateTable.of(mixed(rng, 60))
+    reads = rng.sample(["layout", "layout.tp", "layout.dp", "kernels.compile", "loader", "own", "recompute"], 3)
+
+    def read(candidate):
+        return tuple(
+            getattr(getattr(candidate, name.partition(".")[0]), name.partition(".")[2])
+            if "." in name
+            else getattr(candidate, name)
+            for name in reads
+        )
+
+    firsts, places = table.combinations(reads)
+    assert [read(candidate) for candidate in table.take(firsts)] == list(dict.fromkeys(map(read, table)))
+    assert [read(table[firsts[place]]) for place in places] == list(map(read, table))
+
+
+def test_so_many_combinations_that_their_numbers_overflow_are_still_told_apart():
+    rng = np.random.default_rng(0)
+    listed = [Candidate(micro_batch_size=int(size), offload=Offload()) for size in rng.integers(1, 10**9, 3000)]
+    table = CandidateTable.of(listed)
+    firsts, places = table.combinations(["micro_batch_size"] * 9)
+    assert len(firsts) == len(set(listed))
+    assert [listed[firsts[place]] for place in places] == listed
+
+
+@settings(max_examples=8)
+@given(SEEDS)
+def test_inputs_of_the_cost_model_are_those_of_single_candidates(rng):
+    listed = mixed(rng, 60)
+    rows = inputs_of([(WORKLOAD, candidate) for candidate in listed], CLUSTER)
+    found = inputs_of_table(WORKLOAD, CandidateTable.of(listed), CLUSTER)
+    some = np.array(rng.sample(range(60), 20))
+    assert len(found) == 60 and isinstance(found, CostInputs)
+    for field in fields(CostInputs):
+        expected = getattr(rows, field.name)
+        np.testing.assert_array_equal(getattr(found, field.name), expected)
+        np.testing.assert_array_equal(getattr(found.take(slice(None)), field.name), expected)
+        width = getattr(found.take(some), field.name).shape[1:]
+        np.testing.assert_array_equal(getattr(found.take(some), field.name), expected[some][(..., *map(slice, width))])
+    firsts, places = found.distinct()
+    alike = [
+        tuple(np.concatenate([np.ravel(getattr(rows.take([i]), f.name)) for f in fields(CostInputs)]))
+        for i in range(60)
+    ]
+    assert [alike[firsts[place]] for place in places] == alike and len(firsts) == len(set(alike))
+    longer = found.followed_by(rows.take(some))
+    np.testing.assert_array_equal(longer.stage_full, np.concatenate([rows.stage_full, rows.stage_full[some]]))
+
+
+class Watched(Candidate):
+    """A candidate that notes which of its fields, and which attributes of those, are read."""
+
+    __slots__ = ("seen",)
+
+    def __getattribute__(self, name):
+        value = object.__getattribute__(self, name)
+        if name in {field.name for field in fields(Candidate)}:
+            object.__getattribute__(self, "seen").add(name)
+        return value
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_rules_read_no_other_fields_than_they_declare(rule):
+    for seed in range(60):
+        candidate = random_candidate(random.Random(seed))
+        watched = Watched(**{field.name: getattr(candidate, field.name) for field in fields(Candidate)})
+        object.__setattr__(watched, "seen", set())
+        try:
+            rule.check(Case(candidate=watched, workload=WORKLOAD, topology=topology(8)))
+        except (ZeroDivisionError, ValueError):  # a rule before it would have refused that
+            continue
+        assert object.__getattribute__(watched, "seen") <= {name.partition(".")[0] for name in rule.reads}
+
+
+@settings(max_examples=8)
+@given(SEEDS)
+def test_rules_judge_a_table_as_they_judge_single_candidates(rng):
+    listed, where = mixed(rng, 60), topology(8)
+    found = first_broken(RULES, CandidateTable.of(listed), WORKLOAD, where)
+    for candidate, number in zip(listed, found, strict=True):
+        case = Case(candidate=candidate, workload=WORKLOAD, topology=where)
+        broken = next((i for i, rule in enumerate(RULES) if rule.check(case) is not None), -1)
+        assert number == broken
+
+
+@settings(max_examples=8)
+@given(SEEDS)
+def test_features_are_those_of_single_candidates(rng):
+    listed = mixed(rng, 60)
+    columns = feature_columns(CandidateTable.of(listed), flat_params)
+    for row, candidate in enumerate(listed):
+        told = {name: values[places[row]] for name, (values, places) in columns.items()}
+        assert told == {"--flag": "inherited", **flat_params(candidate)} or (told == flat_params(candidate))
+
+
+LLAMA = LlamaModel(
+    hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336, vocab_size=128256
+)
+CANDIDATES_WORKLOAD = Workload(model=LLAMA, data=TextData(), seq_length=8192, global_batch_size=64)
+BF16 = Precision(level="O2", dtype="bfloat16")
+CANDIDATES_CLUSTER = load_cluster("dgx-h100")
+
+
+def test_parameters_and_flops_agree_with_the_trial_runner():
+    x = inputs_of([(CANDIDATES_WORKLOAD, Candidate(precision=BF16))], CANDIDATES_CLUSTER)
+    work = work_of(x)
+    # The cost model counts both norms and biases as 4 h per layer and no final norm.
+    assert (layers_params(x, work) + tables_params(x)).sum() == pytest.approx(num_parameters(LLAMA), rel=1e-3)
+    forward = 32 * (work.matmul_flops + 2 * work.attention_flops) + work.head_flops
+    assert 3 * forward[0] / work.tokens[0] == pytest.approx(model_flops_per_token(LLAMA, 8192), rel=1e-3)
+
+
+def test_pipelines_keep_what_backward_passes_gather():
+    layouts = (Layout(dp_shard=2, zero_stage=3), Layout(pp=2, dp_shard=2, zero_stage=3, stage_layers=((16, 16),)))
+    x = inputs_of(
+        [(CANDIDATES_WORKLOAD, Candidate(layout=layout, precision=BF16)) for layout in layouts], CANDIDATES_CLUSTER
+    )
+    assert x.stays_gathered.tolist() == [0, 1]
+
+
+def test_layouts_and_recompute_arrive_per_stage():
+    layout = Layout(pp=2, dp_shard=2, tp=2, zero_stage=1, schedule="interleaved", num_virtual_stages=2)
+    layout = Layout(
+        **{**{f: getattr(layout, f) for f in layout.__dataclass_fields__}, "stage_layers": ((9, 8), (9, 6))}
+    )
+    recompute = Recompute(
+        full=((4, 0), (0, 2)),
+        selective=(SelectiveRecompute(pattern=r"feed_forward\.mul", num_layers=((9, 8), (9, 6))),),
+    )
+    x = inputs_of(
+        [(CANDIDATES_WORKLOAD, Candidate(layout=layout, recompute=recompute, precision=BF16))], CANDIDATES_CLUSTER
+    )
+    assert x.stage_layers.tolist() == [[18, 14]]
+    assert x.stage_full.tolist() == [[4, 2]]
+    assert 0.1 < x.selective_share[0] < 0.3
+    assert x.num_microbatches[0] == 32
+
+
+def test_selective_patterns_by_operator_and_module():
+    def shares(pattern, layers=32):
+        recompute = Recompute(selective=(SelectiveRecompute(pattern=pattern, num_layers=((layers,),)),))
+        (dropped,), (repeated,) = selective_shares(recompute, LLAMA, CANDIDATES_WORKLOAD.seq_length, ((32,),))
+        return dropped, repeated
+
+    mul, work = shares(r"feed_forward\.mul")
+    module, module_work = shares("feed_forward")
+    assert 0 < mul < module < 1
+    assert work < 0.1 < module_work
+    assert shares(r"feed_forward\.mul", 8) == pytest.approx((mul / 4, work / 4))
+    assert shares("nothing") == (0, 0)
+
+
+def test_precision_levels():
+    kernels = Kernels(matmul_precision="high")
+    rows = [Candidate(), Candidate(kernels=kernels), Candidate(precision=Precision(level="O1", dtype="bfloat16"))]
+    x = inputs_of([(CANDIDATES_WORKLOAD, c) for c in [*rows, Candidate(precision=BF16)]], CANDIDATES_CLUSTER)
+    assert x.peak_flops_per_s.tolist() == [66.9e12, 494.7e12, 989.4e12, 989.4e12]
+    assert x.cast_bytes.tolist() == [0, 0, 2, 0]
+    assert (x.weight_bytes + x.gradient_bytes + x.optimizer_bytes == 16).all()
+
+
+def test_sums_over_tp_hide_where_the_backward_pass_can_be_taken_apart():
+    local, zbv = Layout(tp=2, tp_engine="local"), {"schedule": "zbv", "num_virtual_stages": 2}
+    layouts = [local, Layout(tp=2), Layout(tp=2, tp_engine="local", pp=2, stage_layers=((8, 8), (8, 8)), **zbv)]
+    candidates = [Candidate(layout=layout, precision=BF16) for layout in layouts]
+    candidates.append(Candidate(layout=local, precision=Precision(level="O1-fp8", dtype="bfloat16")))
+    x = inputs_of([(CANDIDATES_WORKLOAD, candidate) for candidate in candidates], CANDIDATES_CLUSTER)
+    assert x.hides_sums.tolist() == [1, 0, 0, 0]
+
+
+def test_chunks_add_up_gradients_of_the_head_in_fp32():
+    candidates = [Candidate(precision=BF16, kernels=Kernels(loss_chunks=chunks)) for chunks in (1, 4)]
+    x = inputs_of([(CANDIDATES_WORKLOAD, candidate) for candidate in candidates], CANDIDATES_CLUSTER)
+    assert x.head_sums_bytes.tolist() == [0, 4]
+
+
+def test_other_models_are_refused():
+    other = Workload(model=LinearModel(), data=RandomData(), seq_length=1, global_batch_size=8)
+    with pytest.raises(NotImplementedError, match="linear"):
+        inputs_of([(other, Candidate())], CANDIDATES_CLUSTER)

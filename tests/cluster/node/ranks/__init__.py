@@ -1,1 +1,0 @@
-"""Tests of :mod:`cluster.node.ranks`, mostly with real processes."""

@@ -1,0 +1,71 @@
+"""What torch.compile counts of itself: graphs, compilations again and why, breaks and where, and how long it takes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+from .steps import STEPS, guarded
+
+MAX_REASON = 200
+_PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class Compiler:
+    """Reads the compiler's own log, where the program has loaded it."""
+
+    def __init__(self) -> None:
+        self._told = 0
+        """Entries of the log that steps have told of."""
+        self._frames = -1
+
+    @guarded("compiler")
+    def take(self) -> dict[str, float]:
+        """Seconds of compilation since the last call of this; empty where nothing was compiled."""
+        log = self._log()
+        new, self._told = log[self._told :], len(log)
+        seconds = sum((entry.duration_us or 0) / 1e6 for entry in new)
+        return {"compiling_s": seconds} if seconds else {}
+
+    @guarded("compiler")
+    def read(self) -> dict[str, Any]:
+        """Facts after a step; empty where nothing was compiled since the last one."""
+        utils: Any = sys.modules.get("torch._dynamo.utils")
+        counters: Any = getattr(utils, "counters", None)
+        frames = counters.get("frames", {}).get("total", 0) if counters else 0
+        if not frames or frames == self._frames:
+            return {}
+        self._frames = frames
+        again = [str(entry.recompile_reason) for entry in self._log() if entry.recompile_reason]
+        breaks = {reason: number for reason, number in counters["graph_break"].items() if number}
+        found: dict[str, Any] = {
+            "graphs": int(counters["stats"]["unique_graphs"]),
+            "recompilations": len(again),
+            "graph_breaks": int(sum(breaks.values())),
+        }
+        if again:
+            found["recompile_reason"] = _first_line(again[-1])
+        if breaks:
+            found["break_reason"] = _break(max(breaks, key=lambda reason: breaks[reason]))
+        return found
+
+    def _log(self) -> list[Any]:
+        utils: Any = sys.modules.get("torch._dynamo.utils")
+        read = getattr(utils, "get_compilation_metrics", None)
+        return list(read()) if read is not None else []
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:MAX_REASON]
+
+
+def _break(reason: str) -> str:
+    """The first line of a reason, with the innermost line of the program where it names one."""
+    places = _PLACE.findall(reason)
+    where = f" ({places[-1][0].rpartition('/')[2]}:{places[-1][1]})" if places else ""
+    return _first_line(reason) + where
+
+
+COMPILER = Compiler()
+STEPS.compiler = COMPILER

@@ -1,0 +1,203 @@
+"""One look at all operators of a step: how many, what they compute, copy and cast, and where the host waits for them.
+
+The step that is looked at takes longer and says so. Nothing is looked at in a program that compiles, or that watches
+its operators itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from .steps import accelerator, guarded
+
+HALF = ("torch.float16", "torch.bfloat16")
+ALIGNED = 8
+"""Sizes of 16-bit matrix products that tensor cores compute at full speed are multiples of this."""
+MIN_MASK = 16
+"""Least sequence length from which on a mask is looked at."""
+LAUNCHES = 50
+"""Products of one element in a row that are timed."""
+LAUNCHING_S = 0.005
+"""Seconds for which they are."""
+OPERATORS_OF_PRODUCT = 4
+"""Operators of a product: itself, its two gradients, and the sum of one of them with those of other products."""
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+COPIES = ("aten::_to_copy", "aten::copy_")
+ATTENTION = "scaled_dot_product"
+_BETWEEN = ("tune_cluster_hook", "_python_dispatch.py", "torch/_tensor.py", "torch/_compile.py", "torch/_dynamo/")
+"""Parts of paths of code that may lie between the line that reads a tensor and the operator."""
+_PACKAGES = ("/site-packages/", "/torch/", "/lib/python3", "<frozen")
+
+
+class SeenOperators:
+    """What was seen of one step's operators."""
+
+    def __init__(self) -> None:
+        self.flops = 0
+        self.counts: Counter[str] = Counter()
+        self.mask_bytes = 0
+        self.sites: Counter[str] = Counter()
+
+    @guarded("look")
+    def at(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, formulas: Any) -> None:
+        """One operator; ``formulas`` of FLOPs by operator."""
+        name = func._schema.name
+        self.counts["operators"] += 1
+        formula = formulas.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=out))
+        if name == "aten::_local_scalar_dense":
+            self._read(args[0])
+        elif name in COPIES:
+            self._copy(name, args, out)
+        elif name in PRODUCTS:
+            self._product(args)
+        elif name == "aten::convolution":
+            self._convolution(args[0])
+        elif ATTENTION in name:
+            self._mask(args, kwargs)
+
+    def _read(self, tensor: Any) -> None:
+        """A value that the program itself reads; where there is a device, of one that lies there."""
+        site = _site() if accelerator() is None or tensor.device.type != "cpu" else ""
+        if site:
+            self.counts["host_syncs"] += 1
+            self.sites[site] += 1
+
+    def _copy(self, name: str, args: Any, out: Any) -> None:
+        """A cast, or a copy to another device: of memory that is not pinned the host waits for it."""
+        source = args[1] if name == "aten::copy_" else args[0]
+        size = out.numel() * out.element_size()
+        if source.device == out.device:
+            if source.dtype != out.dtype and source.is_floating_point() and out.is_floating_point():
+                self.counts["casts"] += 1
+                self.counts["cast_bytes"] += size
+        elif source.device.type == "cpu" and accelerator() is not None and not source.is_pinned():
+            self.counts["pageable_copies"] += 1
+            self.counts["pageable_bytes"] += size
+
+    def _product(self, args: Any) -> None:
+        tensors = [tensor for tensor in args if hasattr(tensor, "dim") and tensor.dim() >= 2]
+        if tensors and all(str(tensor.dtype) in HALF for tensor in tensors):
+            sizes = {int(size) for tensor in tensors for size in tensor.shape[-2:]}
+            self.counts["unaligned_products"] += any(size > ALIGNED and size % ALIGNED for size in sizes)
+
+    def _convolution(self, image: Any) -> None:
+        if str(image.dtype) in HALF and image.dim() == 4 and min(image.shape[1:]) > 1:
+            self.counts["nchw_convolutions"] += image.is_contiguous()
+
+    def _mask(self, args: Any, kwargs: dict[str, Any]) -> None:
+        length = int(args[0].shape[-2])
+        masks = [value for value in (*args[3:], *kwargs.values()) if hasattr(value, "dim")]
+        for mask in masks:
+            if length >= MIN_MASK and mask.dim() >= 2 and tuple(mask.shape[-2:]) == (length, int(args[1].shape[-2])):
+                self.mask_bytes = max(self.mask_bytes, int(mask.numel() * mask.element_size()))
+
+    def facts(self) -> dict[str, Any]:
+        """By the names of facts; what did not occur is left out."""
+        found: dict[str, Any] = {name: int(number) for name, number in self.counts.items() if number}
+        if self.sites:
+            found["sync_site"] = self.sites.most_common(1)[0][0]
+        if self.mask_bytes:
+            found["mask_bytes"] = self.mask_bytes
+        return {**found, "flops_per_step": self.flops}
+
+
+def _site() -> str:
+    """File and line that runs an operator; empty where that is a line of PyTorch's or of a package."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and any(part in frame.f_code.co_filename for part in _BETWEEN):
+        frame = frame.f_back
+    path = "" if frame is None else frame.f_code.co_filename
+    return "" if not path or any(part in path for part in _PACKAGES) else f"{os.path.basename(path)}:{frame.f_lineno}"
+
+
+def _mode(look: SeenOperators) -> Any:
+    """A dispatch mode. PyTorch's ``FlopCounterMode`` would hook into every module."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    class Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Sees every operator of the step."""
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            look.at(func, args, kwargs or {}, out, flop_registry)
+            return out
+
+    return Looking()  # type: ignore[no-untyped-call]
+
+
+_looking: set[int] = set()
+"""The mode that is on, by identity."""
+
+
+def unseen() -> Any:
+    """A context in which tensors are read as if nobody looked; some that autograd made cannot be otherwise."""
+    dispatch = sys.modules.get("torch.utils._python_dispatch")
+    pause = getattr(dispatch, "_disable_current_modes", None)
+    return contextlib.nullcontext() if pause is None or not _looking else pause()
+
+
+class LookAtStep:
+    """Looks from one step's end to the next one's."""
+
+    def __init__(self) -> None:
+        self._mode: Any = None
+        self._look = SeenOperators()
+        self._done = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the present step is looked at."""
+        return self._mode is not None
+
+    def step_ended(self, compiled: bool) -> dict[str, Any]:
+        """Begins at the end of a step; at the end of the next, what was seen."""
+        if self._mode is not None:
+            return self._end()
+        if not self._done and not compiled and _is_free():
+            mode = _mode(self._look)
+            mode.__enter__()
+            self._mode = mode
+            _looking.add(id(mode))
+        self._done = True
+        return {}
+
+    def _end(self) -> dict[str, Any]:
+        mode, self._mode = self._mode, None
+        mode.__exit__(None, None, None)
+        _looking.discard(id(mode))
+        return {**self._look.facts(), "launch_s": launch_s()}
+
+
+def _is_free() -> bool:
+    """Whether no dispatch mode of the program's is on, which ours could not be told from."""
+    torch = sys.modules.get("torch")
+    count = getattr(getattr(torch, "_C", None), "_len_torch_dispatch_stack", None)
+    return torch is not None and count is not None and count() == 0
+
+
+def launch_s() -> float:
+    """Seconds of this thread's processor time that an operator on one element takes, forward and backward: nothing but
+    the host's part of it, whatever else the host does."""
+    torch = sys.modules["torch"]
+    backend = accelerator()
+    device = "cpu" if backend is None else backend.__name__.rpartition(".")[2]
+    num_operators, began = 0, time.thread_time()
+    with torch.enable_grad():
+        one = torch.ones(1, device=device, requires_grad=True)
+        while time.thread_time() - began < LAUNCHING_S:
+            product = one
+            for _ in range(LAUNCHES):
+                product = product * one
+            torch.autograd.grad(product, one)
+            num_operators += LAUNCHES * OPERATORS_OF_PRODUCT
+    return (time.thread_time() - began) / num_operators

@@ -1,0 +1,205 @@
+"""Where the time of a step goes: data, forward, backward, recompute, communication, optimiser; the rest is left over.
+
+Sections nest, and time inside of an inner one is not the outer one's: Lightning runs forward and backward inside of the
+optimiser's closure, recomputation runs inside of the backward pass. On an accelerator each change of section records an
+event in the stream, read after the step's end: nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from typing import Any, Callable
+
+from .roots import ROOTS, in_backward
+from .steps import STEPS, accelerator, guarded, is_compiling
+
+DATA, FORWARD, BACKWARD, RECOMPUTE, COMMUNICATION, OPTIMIZER, OTHER = (
+    "data",
+    "forward",
+    "backward",
+    "recompute",
+    "communication",
+    "optimizer",
+    "other",
+)
+MAX_EVENTS = 2048
+"""Changes of section in one step that are timed on an accelerator; a step with more has no parts."""
+
+
+class PartsClock:
+    """The clock of the present step's sections. Sections count in the thread whose steps are counted."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._since = 0.0
+        self._thread: int | None = None
+        self._device: Any = None
+        self._stream: Any = None
+        self._events: list[Any] = []
+        """Used again from step to step: one more than there are changes of section."""
+        self._ended: list[str] = []
+        """The section that ended with each event but the first."""
+        self.has_loader = False
+
+    # ---- Sections
+
+    def enter(self, name: str) -> None:
+        """A section begins."""
+        if self._is_ours():
+            self._change()
+            self._open.append(name)
+
+    def leave(self, name: str) -> None:
+        """The innermost open section of this name is over, and what was left open in it."""
+        if name in self._open and self._is_ours():
+            self._change()
+            while self._open.pop() != name:
+                pass
+
+    def during(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` as a section; leaves no trace in what is compiled."""
+
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return call(*args, **kwargs)
+            self.enter(name)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.leave(name)
+
+        return timed
+
+    def _is_ours(self) -> bool:
+        """Whether this thread trains, or works for it in a backward pass that it waits for."""
+        if self._thread is None or self._thread == threading.get_ident():
+            return True
+        return BACKWARD in self._open and in_backward()
+
+    def _change(self) -> None:
+        now = time.perf_counter()
+        name = self._open[-1] if self._open else OTHER
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now
+        if self._device is not None:
+            self._record(name)
+
+    @guarded("events of a step")
+    def _record(self, ended: str) -> None:
+        if len(self._ended) < MAX_EVENTS and self._device.current_stream() == self._stream:
+            self._ended.append(ended)
+            self._event(len(self._ended)).record()
+
+    def _event(self, number: int) -> Any:
+        while len(self._events) <= number:
+            self._events.append(self._device.Event(enable_timing=True))
+        return self._events[number]
+
+    # ---- Steps
+
+    def close(self) -> None:
+        """The step ends: before the device is waited for."""
+        self._change()
+
+    def take(self) -> dict[str, float]:
+        """Seconds of every section of the step that was closed, after the device was waited for."""
+        found = self._on_device() if self._device is not None else dict(self._seconds)
+        if found is None:
+            return {}
+        if self.has_loader:
+            found.setdefault(DATA, 0.0)
+        return {f"{name}_s": round(seconds, 7) for name, seconds in found.items() if name != OTHER}
+
+    @guarded("times on the device")
+    def _on_device(self) -> dict[str, float] | None:
+        if len(self._ended) >= MAX_EVENTS:
+            return None
+        found: dict[str, float] = {}
+        for number, name in enumerate(self._ended):
+            elapsed_ms = self._events[number].elapsed_time(self._events[number + 1])
+            found[name] = found.get(name, 0.0) + elapsed_ms / 1e3
+        return found
+
+    def restart(self) -> None:
+        """The next step begins now."""
+        self._open.clear()
+        self._seconds.clear()
+        self._ended.clear()
+        self._thread = threading.get_ident()
+        self._device = None
+        backend = accelerator()
+        if backend is not None and hasattr(backend, "Event") and hasattr(backend, "current_stream"):
+            self._begin_on(backend)
+        self._since = time.perf_counter()
+
+    @guarded("events of a step")
+    def _begin_on(self, backend: Any) -> None:
+        self._device, self._stream = backend, backend.current_stream()
+        try:
+            self._event(0).record()
+        except Exception:
+            self._device = None
+            raise
+
+
+PARTS = PartsClock()
+STEPS.parts = PARTS
+
+
+# ---- Where sections begin and end in PyTorch itself
+
+
+def forward_begins(root: Any, args: Any, kwargs: Any) -> None:
+    """Before the call of a root module."""
+    if root.module.training:
+        PARTS.enter(FORWARD)
+
+
+def forward_ended(root: Any, output: Any) -> None:
+    """After it."""
+    PARTS.leave(FORWARD)
+
+
+ROOTS.observe(forward_begins, forward_ended)
+
+
+def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Hook of every optimiser; what its closure computes is no part of its step."""
+    if is_compiling():
+        return None
+    PARTS.enter(OPTIMIZER)
+    return _with_closure(args, kwargs)
+
+
+@guarded("closure")
+def _with_closure(args: Any, kwargs: Any) -> Any:
+    if len(args) > 1 and callable(args[-1]):  # the first is the optimiser itself
+        return (*args[:-1], PARTS.during(OTHER, args[-1])), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": PARTS.during(OTHER, kwargs["closure"])}
+    return None
+
+
+def after_step() -> None:
+    """An optimiser step is over."""
+    PARTS.leave(OPTIMIZER)
+
+
+def checkpoints(module: Any) -> None:
+    """``torch.utils.checkpoint``: both ways to recompute, below its public functions."""
+    frame = getattr(module, "_CheckpointFrame", None)
+    if frame is not None:
+        made = frame.__init__
+
+        @functools.wraps(made)
+        def initialise(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+            made(self, PARTS.during(RECOMPUTE, recompute_fn), *args, **kwargs)
+
+        frame.__init__ = initialise
+    again = getattr(module, "CheckpointFunction", None)
+    if again is not None:
+        again.backward = staticmethod(PARTS.during(RECOMPUTE, again.backward))
