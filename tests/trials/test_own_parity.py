@@ -187,8 +187,9 @@ def spec_of(case):
 @functools.cache
 def results(world_size, few):
     names = [case for case in CASES if size_of(case) == world_size and (case in FEW) == few]
-    if world_size == 1 and few:
-        names += ["encoder/one", "convolver/one", "llama/one"]  # what the others are compared with
+    if world_size == 1:  # what the others are compared with
+        models = {case.partition("/")[0] for case in CASES if (case in FEW) == few}
+        names += [f"{model}/one" for model in sorted(models) if f"{model}/one" not in names]
     with tempfile.TemporaryDirectory() as folder:
         return dict(zip(names, run_gang([spec_of(name) for name in names], Path(folder)), strict=True))
 
