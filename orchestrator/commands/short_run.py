@@ -43,6 +43,20 @@ MIN_STARTING_S = 600.0
 """How long the program may take to start, at least, so that it can be told how long it takes."""
 ROOM = 3.0
 """Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
+_REMEDIES = {
+    "the world size": "Hold as many devices as the program starts ranks (cluster.devices_per_node), with launcher: own "
+    "where it starts them itself.",
+    "samples per micro-batch": "Correct baseline.micro_batch_size, and the argument that takes {micro_batch_size}: "
+    "`tune-cluster init -- COMMAND` finds the one that acts.",
+    "forward passes per step": "Correct global_batch_size, and the argument that takes {accumulation}, or "
+    "{total_accumulation} where the program divides it by the ranks.",
+    "samples per optimiser step": "Write the program's number into workload.global_batch_size.",
+    "the number format": "Correct baseline.precision, or leave precision out where the program decides.",
+    "data loading processes": "Correct the argument that takes {num_workers}, or leave num_workers out.",
+    "to be recomputed": "Leave recompute out, or correct the argument that switches it.",
+    "never reads": "Correct the name of the option, or remove it from space.own and baseline.own.",
+}
+"""What to do about a knob that does not act, by words of the reason."""
 SILENCE_S = 30.0
 """After so long without a step, each time, the end of the program's output is told."""
 MAX_LOG_LINES = 20
@@ -195,7 +209,9 @@ class Checked:
 
     @property
     def remedy(self) -> str | None:
-        """What to do about another batch, or a module that is missing in the Python that PATH gives."""
+        """What to do about a number that is another one, or a module that is missing in the Python that PATH gives."""
+        if self.is_not_applied and self.evidence is not None:
+            return next((words for sign, words in _REMEDIES.items() if sign in self.evidence.message), None)
         if self.measurement is not None and self.other_batch:
             return f"Write workload.global_batch_size: {self.seen_batch}, or correct the baseline's micro_batch_size."
         if not self.command or self.command[0] not in PYTHONS or self.evidence is None:

@@ -716,8 +716,10 @@ Rank = Annotated[int, Field(ge=0, lt=2**20)]
 Ranks = Annotated[list[Rank], Word("stages", []), PlainSerializer(lambda ranks: ranks or "stages")]
 
 
-class ProfileSection(Section):
+class ProfileSection(Switchable):
     """Trials run once more, at the end, under torch's profiler."""
+
+    _is_auto: bool = PrivateAttr(default=False)
 
     trials: list[Literal["winner", "baseline"]] = Field(
         default=["winner"],
@@ -763,6 +765,11 @@ class ProfileSection(Section):
                 raise fault(key, "the same one is listed twice", "Leave one out.")
         return self
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether baseline and winner are profiled unasked, where that costs little of what the sweep has cost."""
+        return self._is_auto
+
     def to_spec(self) -> ProfileSpec:
         return ProfileSpec(
             start_step=self.start_step,
@@ -772,6 +779,30 @@ class ProfileSection(Section):
             stack=self.stack,
             communication=self.communication,
         )
+
+
+def _auto_profile() -> ProfileSection:
+    section = ProfileSection(trials=["baseline", "winner"])
+    section._is_auto = True
+    return section
+
+
+def _profile_json(value: ProfileSection) -> Any:
+    if not value.is_on:
+        return "off"
+    return "auto" if value.is_auto else value.model_dump(mode="json", by_alias=True)
+
+
+AUTO_PROFILE = _auto_profile()
+_NO_PROFILE = ProfileSection()
+_NO_PROFILE._is_on = False
+ProfileValue = Annotated[
+    ProfileSection,
+    ShortForms({}, others=("auto", "off")),
+    Word("off", _NO_PROFILE),
+    Word("auto", AUTO_PROFILE),
+    PlainSerializer(_profile_json),
+]
 
 
 # Section ``notify``: who is told when something happens to the sweep

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, Val
 from cluster.base import Deadlines
 from cluster.hardware.topology import Topology
 from orchestrator.config.settings import (
+    AUTO_PROFILE,
     BaselineSection,
     BudgetSection,
     ClusterSection,
@@ -23,7 +24,7 @@ from orchestrator.config.settings import (
     Identifier,
     MeasureSection,
     NotifySection,
-    ProfileSection,
+    ProfileValue,
     SearchSection,
     SpaceSection,
     TrackingSection,
@@ -99,8 +100,10 @@ class SweepSpec(Section):
     gate: GateValue = Field(
         default=GateSection(), description="Whether the winner trains the same model; off: nobody looks."
     )
-    profile: ProfileSection | None = Field(
-        default=None, description="Trials to run once more with the profiler on; null: none."
+    profile: ProfileValue = Field(
+        default=AUTO_PROFILE,
+        description="Trials to run once more with the profiler on; auto: baseline and winner, if the sweep took ten "
+        "minutes or more; off: none.",
     )
     deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="How long a trial may take.")
     runner: Annotated[str, AfterValidator(check_runner)] = Field(

@@ -155,8 +155,8 @@ def refuse_for_scripts(spec: Any) -> None:
         raise fault("cluster.kind", "a simulated cluster cannot run a program", "Use local or ray.")
     if spec.runner != type(spec).model_fields["runner"].default:
         raise fault("runner", "a training program of your own has no other runner", "Leave it out.")
-    if spec.profile is not None:
-        raise fault("profile", "the profiler knows models of our runner only", "Leave it out.")
+    if spec.profile.is_on and not spec.profile.is_auto and not spec.workload.metrics.hook:
+        raise fault("profile", "the hook records a training program, and metrics.hook is off", "Switch the hook on.")
     if spec.space.balance:
         raise fault("space.balance", "the balancer knows models of our runner only", "Leave it out.")
 

@@ -29,8 +29,9 @@ from orchestrator.space.inside import knobs_set
 from orchestrator.space.knobs import INSIDE, OwnKnob, OwnScalar, argument_text, is_inside
 from orchestrator.space.rules import Case, Rule
 from trials import sizes
+from trials.profiling.traces import long_enough_program, program_ranks
 from trials.script.command import KNOBS_VARIABLE, CommandFile, ScriptCommand, hook_files, is_seen_anyway
-from trials.spec import Candidate, Protocol
+from trials.spec import Candidate, ProfileSpec, Protocol
 
 START, CHANGES, LINES = "train.sh", "changes.diff", "lines.txt"
 """Files that are exported beside copies: what starts the training, what differs from the user's own, and what to write
@@ -298,17 +299,22 @@ def script_command(
     cache_dir: str | None = None,
     env_pass: tuple[str, ...] = (),
     fewest_steps: int | None = None,
+    profile: ProfileSpec | None = None,
 ) -> ScriptCommand:
     """The command of one trial: the candidate laid over the user's own, in trial mode.
 
     Args:
         env_pass: variables of the ranks' environment that the program sees besides those that the file names.
         fewest_steps: measured steps that are enough where the program ends by itself; None: all that it should run.
+        profile: what the hook records of the run; None: nothing.
 
     Raises:
         ConfigError: a file of the user's that cannot be changed.
     """
-    workload, shape = script.workload, script.model.shape
+    workload, shape, world_size = script.workload, script.model.shape, candidate.layout.world_size
+    if profile is not None:
+        protocol = long_enough_program(protocol, profile)
+        profile = dataclasses.replace(profile, ranks=program_ranks(profile, world_size))
     laid = render(script, candidate, last_step=last_step(protocol), device=device)
     names = file_names(script, laid.files)
     return ScriptCommand(
@@ -322,7 +328,8 @@ def script_command(
         hook=script.hook,
         protocol=protocol,
         fewest_steps=fewest_steps,
-        num_devices=candidate.layout.world_size,
+        profile=profile,
+        num_devices=world_size,
         tokens_per_step=workload.tokens_per_step,
         samples_per_step=workload.global_batch_size,
         expected=script.training.expected(request_of(script, candidate, device)),

@@ -269,6 +269,8 @@ def _effects(effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
 
 
 def _interval(effect: KnobEffect) -> str:
+    if effect.is_without_effect:
+        return "no effect seen"
     if not effect.low or not effect.high:
         return "no interval"
     low, high = f"{units.floor(effect.low)}", f"{units.ceil(effect.high)}"

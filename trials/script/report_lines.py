@@ -20,7 +20,7 @@ from typing import Any
 
 from trials.files import canonical_json
 from trials.outcome import Elapsed
-from trials.reports import MAX_NOTES, MAX_OPTIONS, ScriptFacts, SeenOption, option_of
+from trials.reports import MAX_NOTES, MAX_OPTIONS, ScriptFacts, SeenOption
 from trials.script.command import ScriptCommand
 from trials.script.logs import LogRecord, LogValue, number
 
@@ -525,7 +525,7 @@ VALUES = (
     *("loss", "grad_norm", "tokens", "samples", "step_time_s"),
     *PARTS,
     *PER_STEP,
-    *("allocated_bytes", "reserved_bytes", "rss_bytes"),
+    *("allocated_bytes", "reserved_bytes", "rss_bytes", "sample_length"),
 )
 """Keys of report lines that are values of a step."""
 _KNOWN = frozenset((*VALUES, "v", "source", "t", "step", "event", "versions", "pid", "stack_signal"))
@@ -647,7 +647,7 @@ class StepBook:
     def _take_options(self, told: dict[str, Any]) -> None:
         options = told.get("options")
         for one in options if isinstance(options, list) else ():
-            option = option_of(one)
+            option = _option_of(one)
             if option is not None and (option.key in self.options or len(self.options) < MAX_OPTIONS):
                 before = self.options.get(option.key)
                 self.options[option.key] = option if before is None else before.merged(option)
@@ -682,6 +682,21 @@ class StepBook:
         if key not in self.series and len(self.series) < MAX_SERIES:
             self.series[key] = StepSeries(kind, source, self._limit)
         return self.series.get(key)
+
+
+def _option_of(told: Any) -> SeenOption | None:
+    """An option as a hook reports it; None if that is none."""
+    if not isinstance(told, dict) or not isinstance(told.get("kind"), str) or not isinstance(told.get("name"), str):
+        return None
+    value, flags = told.get("value"), told.get("flags")
+    return SeenOption(
+        kind=told["kind"][:32],
+        name=told["name"][:200],
+        value=value if isinstance(value, int | float) and math.isfinite(value) else None,
+        flags=tuple(str(flag)[:200] for flag in flags[:16]) if isinstance(flags, list) else (),
+        is_read=told.get("is_read") is True,
+        at_once=told.get("at_once") is True,
+    )
 
 
 def _number(value: Any) -> LogValue | None:

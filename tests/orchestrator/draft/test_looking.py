@@ -12,7 +12,17 @@ import yaml
 from click.testing import CliRunner
 
 from orchestrator.cli.main import main
-from orchestrator.draft.observed import Filled, OptionChange, changes, found_options, proof, template, with_value
+from orchestrator.draft.observed import (
+    Filled,
+    Looked,
+    OptionChange,
+    changes,
+    found_options,
+    proof,
+    template,
+    with_value,
+)
+from orchestrator.draft.program_reading import read_program
 from orchestrator.draft.static_reading import ScriptOption
 from trials.reports import ScriptFacts, SeenOption
 
@@ -136,6 +146,16 @@ def test_what_moves_in_a_changed_run_decides_what_an_option_is(role, value, afte
     change = OptionChange(role=role, option=ScriptOption(names=("--x",)), value=value)
     found = proof(change, facts(dtype="float32"), facts(**{"dtype": "float32", **after}))
     assert (found.way if found else None) == way
+
+
+def test_a_proven_option_has_the_role_of_the_knob_that_it_is(folder):
+    option = ScriptOption(names=("--bf16-on",), is_flag=True)
+    change = OptionChange(role="amp", option=option, value=True)
+    shown = proof(change, facts(dtype="float32"), facts(dtype="bfloat16"))
+    looked = Looked(facts=FACTS, options=(option,), proofs={"amp": shown})
+    found = read_program(("python", "t.py"), None, is_gpu=True, cores=2, ranks=2, looked=looked)
+    assert found.own == {"--bf16-on": {"values": [False, True], "memory": "falls", "role": "precision"}}
+    assert (found.micro_batch_size, found.accumulation) == (8, 2)
 
 
 @pytest.mark.parametrize(
