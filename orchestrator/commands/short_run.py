@@ -24,6 +24,7 @@ from orchestrator.planning.dry_runs import cluster_request, known_topology
 from orchestrator.planning.planner import make_plan
 from orchestrator.proof.confirmation import MIN_SOAK_S
 from orchestrator.search.search import Search
+from orchestrator.space.inside import knobs_set
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.sweep.events import Budget, Hardware, SweepCreated
 from orchestrator.sweep.ledger import Ledger
@@ -340,12 +341,14 @@ def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int
         ConfigError: as :func:`orchestrator.planning.planner.make_plan`.
     """
     plan = make_plan(spec, topology)
+    today = {} if spec.script is None else spec.script.inside
     devices = topology.nodes[0].num_devices if topology is not None else 8
 
     def needs(candidate: Candidate) -> tuple[Any, ...]:
         layout = candidate.layout
         return (
             layout.world_size > devices,
+            len(knobs_set(candidate, today)),  # what is set within a program, it may not be able to take
             candidate.kernels.compile != "off",
             candidate.micro_batch_size,
             layout.zero_stage == 0,
