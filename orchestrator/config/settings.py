@@ -30,6 +30,7 @@ from cluster.gang.environment import owner_of
 from cluster.hardware.topology import DeviceChoice, catalogue
 from orchestrator.mlflow_urls import URI_PATTERN
 from orchestrator.space.file_types import OneOrMany, Section, ShortForms, Word, fault, off_is_false, show
+from orchestrator.space.inside import InsideSection
 from orchestrator.space.knobs import (
     KNOB_NAMES,
     KNOBS,
@@ -245,6 +246,10 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
         description="Knobs of your own training program: `--flag`, `file:dotted.key`, `$NAME`, or a placeholder of its "
         "command, each with a value, a list, or a mapping of values, flag, memory and when.",
     )
+    inside: InsideSection | None = Field(
+        default=None,
+        description="Knobs that your own training program has no option for, set within it by our hook.",
+    )
     forbid: Patterns = Field(default=(), description="Candidates matching any of these patterns are left out.")
     require: Patterns = Field(default=(), description="Candidates must match all of these patterns.")
     balance: bool = Field(
@@ -255,7 +260,7 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
 
     def choices(self, baseline: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         """Values of every knob; those left out take the one of ``baseline``."""
-        given = {name: getattr(self, name) for name in KNOB_NAMES}
+        given = {name: getattr(self, name) for name in KNOB_NAMES} | self.set_inside.choices()
         return {name: (baseline[name],) if values is None else values for name, values in given.items()}
 
     @model_validator(mode="after")
@@ -266,6 +271,11 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
     def own_knobs(self) -> tuple[OwnKnob, ...]:
         """The user's own knobs, each after those that its conditions name."""
         return own_knobs(self.own or {})
+
+    @property
+    def set_inside(self) -> InsideSection:
+        """What is set within the program; nothing where the file has no such section."""
+        return self.inside or InsideSection()
 
 
 # Sections ``cluster``, ``search``, ``measure``, ``budget``, ``deadlines`` and ``tracking``
@@ -695,8 +705,10 @@ Rank = Annotated[int, Field(ge=0, lt=2**20)]
 Ranks = Annotated[list[Rank], Word("stages", []), PlainSerializer(lambda ranks: ranks or "stages")]
 
 
-class ProfileSection(Section):
+class ProfileSection(Switchable):
     """Trials run once more, at the end, under torch's profiler."""
+
+    _is_auto: bool = PrivateAttr(default=False)
 
     trials: list[Literal["winner", "baseline"]] = Field(
         default=["winner"],
@@ -742,8 +754,37 @@ class ProfileSection(Section):
                 raise fault(key, "the same one is listed twice", "Leave one out.")
         return self
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether baseline and winner are profiled unasked, where that costs little of what the sweep has cost."""
+        return self._is_auto
+
     def to_spec(self) -> ProfileSpec:
         return self.to(ProfileSpec)
+
+
+def _auto_profile() -> ProfileSection:
+    section = ProfileSection(trials=["baseline", "winner"])
+    section._is_auto = True
+    return section
+
+
+def _profile_json(value: ProfileSection) -> Any:
+    if not value.is_on:
+        return "off"
+    return "auto" if value.is_auto else value.model_dump(mode="json", by_alias=True)
+
+
+AUTO_PROFILE = _auto_profile()
+_NO_PROFILE = ProfileSection()
+_NO_PROFILE._is_on = False
+ProfileValue = Annotated[
+    ProfileSection,
+    ShortForms({}, others=("auto", "off")),
+    Word("off", _NO_PROFILE),
+    Word("auto", AUTO_PROFILE),
+    PlainSerializer(_profile_json),
+]
 
 
 # Section ``notify``: who is told when something happens to the sweep

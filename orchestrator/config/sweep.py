@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, Val
 from cluster.base import Deadlines
 from cluster.hardware.topology import Topology
 from orchestrator.config.settings import (
+    AUTO_PROFILE,
     BaselineSection,
     BudgetSection,
     ClusterSection,
@@ -23,7 +24,7 @@ from orchestrator.config.settings import (
     Identifier,
     MeasureSection,
     NotifySection,
-    ProfileSection,
+    ProfileValue,
     SearchSection,
     SpaceSection,
     TrackingSection,
@@ -99,8 +100,10 @@ class SweepSpec(Section):
     gate: GateValue = Field(
         default=GateSection(), description="Whether the winner trains the same model; off: nobody looks."
     )
-    profile: ProfileSection | None = Field(
-        default=None, description="Trials to run once more with the profiler on; null: none."
+    profile: ProfileValue = Field(
+        default=AUTO_PROFILE,
+        description="Trials to run once more with the profiler on; auto: baseline and winner, if the sweep took ten "
+        "minutes or more; off: none.",
     )
     deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="How long a trial may take.")
     runner: Annotated[str, AfterValidator(check_runner)] = Field(
@@ -146,6 +149,9 @@ class SweepSpec(Section):
         if not isinstance(self.workload, ScriptSection):
             if own := next((name for name in ("space", "baseline") if getattr(self, name).own), None):
                 raise fault(f"{own}.own", "is for a training program of your own", "Remove it.")
+            if self.space.inside is not None:
+                message = "is for a training program of your own; our runner has every knob itself"
+                raise fault("space.inside", message, "Write these knobs under space.")
             return self
         refuse_for_scripts(self)
         num_devices = self.cluster.devices_per_node
