@@ -7,7 +7,6 @@ processors is one whole processor. None means unknown: the system does not tell,
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -320,14 +319,51 @@ class Redundancy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IdleGap:
+    """Time in which nothing is computed or communicated, by the operator or kernel before it and the one after it."""
+
+    after: str
+    before: str
+    num_gaps: float
+    """Per step."""
+    time_s: float
+    """Seconds per step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileEvent:
+    """Why torch.compile broke a graph, or compiled code again, at one place of the source."""
+
+    kind: Literal["graph break", "recompilation"]
+    place: str
+    """``FILE:LINE``."""
+    reason: str
+    num_times: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakTensor:
+    """Tensors of one module that are alive at the memory peak, those of equal layers together."""
+
+    module: str
+    what: str
+    """``weights``, ``gradients``, ``optimizer state``, else the operator that made them."""
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
     """When most memory is allocated within the profiled steps, on the device trained on."""
 
     peak_bytes: int
     start_bytes: int
-    """Allocated when recording began. On CPUs nobody knows: there it is 0, and the peak counts from then on."""
+    """Allocated when recording began. On CPUs it is the weights, gradients and optimizer state of a training program;
+    of our own models 0, and the peak counts from then on."""
     phase: str
     """Phase of the step in which the peak came."""
+    tensors: tuple[PeakTensor, ...] = ()
+    """The largest at the peak, the largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +392,14 @@ class RankProfile:
     counted: bool = False
     """Whether collectives were counted: if so, an empty ``collectives`` means that there are none."""
     memory: MemoryPeak | None = None
+    gaps: tuple[IdleGap, ...] = ()
+    """Where nothing is computed or communicated, the longest first."""
+    cast_share: float = 0.0
+    """Share of the operators' time that changes number formats, 0 to 1."""
+    num_waits: float = 0.0
+    """Times per step that the host waits for the device, or on CPUs reads a tensor's value."""
+    compilations: tuple[CompileEvent, ...] = ()
+    """Graph breaks and recompilations since the program began."""
     folder: str = ""
     """Absolute path on the rank's node; empty where no files were written."""
     files: tuple[ProfileFile, ...] = ()
@@ -685,21 +729,6 @@ class SeenOption:
         return replace(later, is_read=self.is_read or later.is_read, at_once=self.at_once or later.at_once)
 
 
-def option_of(told: Any) -> SeenOption | None:
-    """An option as a hook reports it; None if that is none."""
-    if not isinstance(told, dict) or not isinstance(told.get("kind"), str) or not isinstance(told.get("name"), str):
-        return None
-    value, flags = told.get("value"), told.get("flags")
-    return SeenOption(
-        kind=told["kind"][:32],
-        name=told["name"][:200],
-        value=value if isinstance(value, int | float) and math.isfinite(value) else None,
-        flags=tuple(str(flag)[:200] for flag in flags[:16]) if isinstance(flags, list) else (),
-        is_read=told.get("is_read") is True,
-        at_once=told.get("at_once") is True,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptReport:
     """How a rank's figures were come by, for people and for later decisions; figures themselves are elsewhere."""
@@ -716,10 +745,16 @@ class ScriptReport:
     """The same for samples."""
     num_steps_seen: int = 0
     """Optimiser steps that it told of, those beyond the required ones included."""
+    longest_sample: int = 0
+    """Tokens of the longest samples that the program's loaders gave; 0: not known."""
     exit_code: int | None = None
     """How the command ended, negative for a signal; None where it was still running and was ended."""
     extras: tuple[tuple[str, ...], ...] = ()
     """Pairs of name and last value of what else it reported."""
+    knobs: tuple[tuple[str, ...], ...] = ()
+    """Pairs of each knob that the hook set within the program, and what was seen of it."""
+    fingerprint: str | None = None
+    """What identifies the program to which those knobs apply, as JSON."""
     notes: tuple[str, ...] = ()
     """What was left out, ignored or unusual, as sentences."""
 
@@ -751,7 +786,10 @@ def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
         samples_per_step=next((r.samples_per_step for r in ranks if r.samples_per_step is not None), None),
         num_steps_seen=max(rank.num_steps_seen for rank in ranks),
         exit_code=speaking.exit_code,
+        longest_sample=max(rank.longest_sample for rank in ranks),
         extras=speaking.extras,
+        knobs=next((rank.knobs for rank in ranks if rank.knobs), ()),
+        fingerprint=next((rank.fingerprint for rank in ranks if rank.fingerprint), None),
         notes=tuple(notes)[:MAX_NOTES],
     )
 

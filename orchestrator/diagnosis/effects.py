@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,14 @@ from scipy import stats
 from orchestrator import statistics
 from orchestrator.diagnosis.values import KnobEffect
 from orchestrator.objective import Objective
+from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.notation import aligned_params
 from orchestrator.sweep.state import Trial, weighted_step_s
 from trials.outcome import Measurement
+from trials.reports import ScriptFacts
 
+SAME_MEMORY = 0.02
+"""Share by which peaks of memory may differ from run to run."""
 IMPLIED = ("world_size",)
 """Knobs that follow from others."""
 
@@ -130,7 +134,32 @@ def _effect(
         low=None if low is None else math.exp(low),
         high=None if high is None else math.exp(high),
         num_pairs=len(pairs),
+        is_same_training=_is_custom(table.knobs[index]) and _are_same(pairs),
     )
+
+
+def _is_custom(knobs: Sequence[str]) -> bool:
+    return not any(name in KNOB_NAMES or name in IMPLIED for name in knobs)
+
+
+def _are_same(pairs: Sequence[tuple[Observation, Observation]]) -> bool:
+    """Whether the trials of each pair trained the same in the same way, as far as it was seen."""
+    return bool(pairs) and all(_is_same(one.measurement, other.measurement) for one, other in pairs)
+
+
+def _is_same(one: Measurement, other: Measurement) -> bool:
+    scripts = one.findings.script, other.findings.script
+    if scripts[0] is None or scripts[1] is None or scripts[0].facts == ScriptFacts() or not one.losses:
+        return False
+    peaks = [max(found.peak_allocated_bytes, default=0) for found in (one, other)]
+    is_same_memory = abs(peaks[0] - peaks[1]) <= SAME_MEMORY * max(peaks)
+    is_same_step = _untimed(scripts[0].facts) == _untimed(scripts[1].facts)
+    return is_same_step and one.losses == other.losses and is_same_memory
+
+
+def _untimed(facts: ScriptFacts) -> dict[str, Any]:
+    """The facts without those that are seconds, which differ from run to run."""
+    return {one.name: getattr(facts, one.name) for one in fields(facts) if not one.name.endswith("_s")}
 
 
 def _pairs(rows: Sequence[Observation], index: int, one: Value, other: Value) -> list[tuple[Observation, Observation]]:

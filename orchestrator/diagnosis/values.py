@@ -237,6 +237,14 @@ class KnobEffect:
     """95 % interval of the ratio; None where a single pair of trials says nothing about it."""
     num_pairs: int
     """Pairs of trials that differ in nothing else; 0 where it comes from a regression over all trials."""
+    is_same_training: bool = False
+    """Whether all that was seen of the program in these pairs is equal, losses to the last bit."""
+
+    @property
+    def is_without_effect(self) -> bool:
+        """Whether nothing shows that the program acts on the knob: equal facts, losses and memory, and times within the
+        noise."""
+        return self.is_same_training and not self.is_shown
 
     @property
     def is_shown(self) -> bool:
@@ -252,6 +260,7 @@ class KnobEffect:
             "low": self.low,
             "high": self.high,
             "num_pairs": self.num_pairs,
+            "no_effect_seen": self.is_without_effect,
         }
 
 

@@ -18,15 +18,17 @@ from orchestrator.frameworks.arguments import is_given, read, read_text, write
 
 FEW_STEPS = 200
 """Programs that end after fewer steps get ``{steps}``, so that a trial has as many as it needs."""
+KNOB_OF_ROLE = {"dtype": "precision", "amp": "precision", "checkpointing": "recompute", "compile": "compile"}
+"""The built-in knob that an option of a role stands for."""
 _FIXED = {
     "micro_batch_size": "per_device_train_batch_size",
     "accumulation": "gradient_accumulation_steps",
 }
 _TUNABLE = (
     *_FIXED.values(),
-    *("bf16", "fp16", "gradient_checkpointing", "dataloader_num_workers", "torch_compile"),
+    *("fp16", "torch_compile"),
 )
-"""Arguments of transformers' Trainer that would be worth tuning."""
+"""Arguments of transformers' Trainer that would be worth tuning, and that are not set within the program."""
 _TRAINER_SIZES = {"micro_batch_size": 8, "accumulation": 1}
 """Defaults of transformers' ``TrainingArguments``."""
 Knobs = Mapping[str, Any]
@@ -53,6 +55,8 @@ class ReadProgram:
     seq_length: int | None = None
     own: Knobs = field(default_factory=dict)
     """Section ``space.own``."""
+    roles: frozenset[str] = frozenset()
+    """Roles for which it has an option."""
     present: Knobs = field(default_factory=dict)
     """Values that these have today, by the command or by the program's defaults, as far as known: section
     ``baseline.own``, without which the baseline would be tried again as a candidate that spells out its defaults."""
@@ -91,7 +95,7 @@ def read_program(
     for role, placeholder in filled.items():
         laid = with_value(laid, by_role[role], placeholder)
     words = _out_and_steps(laid.argv, by_role)
-    own = dict(_own(argv, by_role, is_gpu=is_gpu))
+    own = _with_roles(dict(_own(argv, by_role, is_gpu=is_gpu)), looked)
     present = dict(_present(argv, by_role, own))
     words = _with_own_placeholders(words, by_role, own)
     is_something = own or is_tuned or num_workers is not None
@@ -107,6 +111,7 @@ def read_program(
         own={_own_name(name, by_role): value for name, value in own.items()}
         or ({} if is_something else _usual(is_gpu, cores)),
         present={_own_name(name, by_role): value for name, value in present.items()},
+        roles=frozenset(by_role),
         remarks=tuple(_remarks(source, by_role, micro, looked, is_tuned=is_tuned, is_gpu=is_gpu)),
     )
 
@@ -276,6 +281,18 @@ def _own(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], *, is_gpu: 
                 yield option.negative[0], [False, True]
             continue
         yield option.names[0], {"values": [False, True], "memory": memory} if memory else [False, True]
+
+
+def _with_roles(own: Knobs, looked: Looked) -> dict[str, Any]:
+    """The knobs, with the built-in knob that each stands for where a changed run has shown it."""
+    found = dict(own)
+    for role, knob in KNOB_OF_ROLE.items():
+        option = looked.proofs[role].option if role in looked.proofs else None
+        for name in (option.names[0], *option.negative) if option is not None else ():
+            if name in found:
+                section = found[name]
+                found[name] = {**(section if isinstance(section, Mapping) else {"values": section}), "role": knob}
+    return found
 
 
 def _is_amp_tried(option: ScriptOption, is_gpu: bool) -> bool:

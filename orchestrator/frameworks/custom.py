@@ -11,7 +11,7 @@ from orchestrator.frameworks.edit import Overlay, OverlayRequest, Reading, Run, 
 from orchestrator.frameworks.spelling import Note
 from trials.script.command import Expected, LogFormat
 
-MICRO_BATCH = "micro_batch_size"
+MICRO_BATCH, WORKERS = "micro_batch_size", "loader.num_workers"
 ACCUMULATIONS = ("accumulation", "total_accumulation")
 """Placeholders for the micro-batches of an optimiser step: on a rank, and over all ranks."""
 
@@ -38,12 +38,13 @@ def trial_mode(laid: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - {ste
 
 
 def expected(request: OverlayRequest) -> Expected:
-    """The number of ranks, and the batches where the command is told of them."""
-    is_told = MICRO_BATCH in request.named
+    """The number of ranks, and the batches and loader workers where the command is told of them."""
+    is_told, has_workers = MICRO_BATCH in request.named, WORKERS in request.told
     return Expected(
         world_size=request.world_size,
         micro_batch_size=request.candidate.micro_batch_size if is_told else None,
         num_microbatches=request.num_microbatches if is_told and request.candidate.layout.pp == 1 else None,
+        num_workers=request.candidate.loader.num_workers if has_workers else None,
     )
 
 

@@ -129,3 +129,9 @@ def test_the_same_seed_tells_the_same_story():
 
     assert story(1) == story(1)
     assert story(1) != story(2)
+
+
+def test_a_gang_trains_as_many_steps_as_its_protocol_asks_for(cluster):
+    measurement = run(cluster, "x", spec=trial()).outcome.measurement
+    assert len(measurement.step_times_s) == 5
+    assert measurement.tokens_per_step == 16 * 32

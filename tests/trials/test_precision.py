@@ -469,3 +469,11 @@ def test_updates_are_torchs_own_by_the_fused_kernel_in_bounded_memory(dtype, mon
     assert all(options["fused"] and not options["foreach"] for _, options in calls)
     if dtype != torch.float32:
         assert len(calls) > 3 and max(num_bytes for num_bytes, _ in calls) <= WORKSPACE_BYTES
+
+
+@given(FLAGS)
+def test_fixed_scale_stays(flags):
+    scaler = LossScaler(LossScale(initial=7.0, growth_interval=1, backoff_interval=1, dynamic=False))
+    for finite in flags:
+        scaler.update(finite=finite)
+    assert scaler.scale == 7.0

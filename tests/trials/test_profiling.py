@@ -21,7 +21,7 @@ from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE, tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.profiling.collectives import CollectiveCounter, Flow, StartedCollective
-from trials.profiling.profiler import (
+from trials.profiling.traces import (
     MARK,
     MAX_OPERATORS,
     check_profile,
@@ -434,3 +434,15 @@ def test_one_rank_of_every_stage_is_recorded_unless_others_are_asked_for():
     assert profiled_ranks(ProfileSpec(), layout) == (0, 4)
     assert profiled_ranks(ProfileSpec(ranks=(5, 1, 99)), layout) == (1, 5)
     assert profiled_ranks(ProfileSpec(ranks=(99,)), layout) == (0, 4)
+
+
+def test_the_same_tensor_gathered_twice_is_known_through_copies_and_views():
+    flow = Flow()
+    for copy in ("first", "second"):
+        flow.move("transpose", (0, 1), [("x", 4)], [("t", 4)])
+        flow.move("clone", (), [("t", 4)], [(copy, 4)])
+        collective(flow, "all_gather", copy, f"all of {copy}")
+        flow.compute([(f"all of {copy}", 8)])
+    (found,) = flow.redundancies()
+    assert "starts the same all_gather" in found.problem
+    assert (found.num_calls, found.num_bytes) == (1, 8)

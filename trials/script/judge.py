@@ -20,7 +20,7 @@ from typing import Any
 from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
 from trials.outcome import SLACK_S, TOLERANCE, Contradiction, StepBreakdown, contradicted
 from trials.reports import ScriptFacts, ScriptReport, ScriptSource, SeenOption
-from trials.script.command import Expected, ScriptCommand
+from trials.script.command import Expected, ScriptCommand, inside_knobs
 from trials.script.logs import LogValue
 from trials.script.report_lines import (
     FILE,
@@ -366,6 +366,26 @@ class Judge:
             if found and all(one.is_unread for one in found):
                 raise NotApplied(f"not applied: the program never reads {wanted}")
 
+    def check_knobs(self, *, is_last: bool = False) -> None:
+        """Compares what the hook was to set within the program with what it says of it.
+
+        Args:
+            is_last: whether a knob that nothing was heard of is an error.
+
+        Raises:
+            NotApplied: a knob is refused, or has no effect, on any rank.
+        """
+        for origin, knobs in self._book.knobs.items():
+            for name, (state, detail) in knobs.items():
+                if state != "applied":
+                    how = "is refused" if state == "refused" else "has no effect"
+                    raise NotApplied(f"not applied: {name} {how}: {detail} (seen by {origin})")
+        for name in inside_knobs(self._command) if is_last else ():
+            silent = [origin for origin, knobs in self._book.knobs.items() if name not in knobs]
+            if silent or not self._book.knobs:
+                who = silent[0] if silent else "the program"
+                raise NotApplied(f"not applied: {name}: {who} reports nothing of it")
+
     def _is_wanted(self, option: SeenOption) -> bool:
         return self._command.is_look or any(map(option.is_called, self._command.options))
 
@@ -456,6 +476,12 @@ class Judge:
         found = (v.value for s in self._book.series.values() for v in s.values.get(name, {}).values())
         return int(max((value for value in found if 0 <= value < 1e18), default=0))
 
+    def peaks(self, name: str) -> tuple[int, ...]:
+        """The largest value of any process by every step from the first on; empty where one of them is missing."""
+        steps = range(1, self._command.num_required_steps + 1)
+        tables = [table for s in self._book.series.values() if _is_full(table := s.by_step(name), steps)]
+        return tuple(max(int(table[step].value) for table in tables) for step in steps) if tables else ()
+
     def report(self, times: MeasuredSteps | None, exit_code: int | None) -> ScriptReport:
         """What is told of the program besides figures."""
         clean = redactor()
@@ -463,11 +489,14 @@ class Judge:
             sources=tuple(self.sources(times)) if times is not None else (),
             facts=ScriptFacts(**self._facts()),
             options=tuple(one for one in self._book.options.values() if self._is_wanted(one)),
+            knobs=tuple((name, detail) for name, (_, detail) in next(iter(self._book.knobs.values()), {}).items()),
+            fingerprint=self._book.fingerprint,
             versions=tuple(self._book.versions.items()),
             tokens_per_step=self.mean("tokens"),
             samples_per_step=self.mean("samples"),
             num_steps_seen=self.num_steps,
             exit_code=exit_code,
+            longest_sample=self.peak("sample_length"),
             extras=tuple((clean(name), clean(value)) for name, value in self._book.extras.items()),
             notes=tuple(map(clean, self._book.notes)),
         )
@@ -542,6 +571,7 @@ def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
         ("samples per micro-batch", expected.micro_batch_size, facts.get("micro_batch_size")),
         ("forward passes per step and rank", expected.num_microbatches, facts.get("forwards_per_step")),
         ("the number format of the first linear layer", expected.dtype, facts.get("dtype")),
+        ("data loading processes", expected.num_workers, facts.get("num_workers")),
     )
     for knob, wanted, seen in pairs:
         if wanted is not None and seen is not None and seen != wanted:

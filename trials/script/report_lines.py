@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trials.files import canonical_json
 from trials.outcome import Elapsed
-from trials.reports import MAX_NOTES, MAX_OPTIONS, ScriptFacts, SeenOption, option_of
+from trials.reports import MAX_NOTES, MAX_OPTIONS, ScriptFacts, SeenOption
 from trials.script.command import ScriptCommand
 from trials.script.logs import LogRecord, LogValue, number
 
@@ -514,6 +515,7 @@ MAX_REPORT_LINE = 8192
 MAX_SERIES = 1024
 MAX_EXTRAS = 32
 MAX_TEXT = 200
+MAX_DETAIL = 400
 
 PARTS = ("data_s", "forward_s", "backward_s", "recompute_s", "communication_s", "optimizer_s")
 """Values of a step that are parts of its time, none inside of another: fields of a breakdown by these names."""
@@ -523,7 +525,7 @@ VALUES = (
     *("loss", "grad_norm", "tokens", "samples", "step_time_s"),
     *PARTS,
     *PER_STEP,
-    *("allocated_bytes", "reserved_bytes", "rss_bytes"),
+    *("allocated_bytes", "reserved_bytes", "rss_bytes", "sample_length"),
 )
 """Keys of report lines that are values of a step."""
 _KNOWN = frozenset((*VALUES, "v", "source", "t", "step", "event", "versions", "pid", "stack_signal"))
@@ -552,6 +554,10 @@ class StepBook:
         """By origin."""
         self.options: dict[tuple[str, str], SeenOption] = {}
         """By kind and name."""
+        self.knobs: dict[str, dict[str, tuple[str, str]]] = {}
+        """State of each knob that the hook was to set, and what was seen, by origin and name."""
+        self.fingerprint: str | None = None
+        """What identifies the program, as JSON, where the hook sets knobs."""
         self.errors: list[ToldError] = []
         self.versions: dict[str, str] = {}
         self.extras: dict[str, str] = {}
@@ -603,6 +609,9 @@ class StepBook:
         if event == "options":
             self._take_options(told)
             return
+        if event in ("knob", "fingerprint"):
+            self._take_knob(told, origin)
+            return
         if event == "note":
             self.note(f"{origin}: {str(told.get('text'))[:MAX_TEXT]}")
             return
@@ -626,10 +635,19 @@ class StepBook:
             type_name, message = told.get("type"), told.get("message")
             self.errors.append(ToldError(str(type_name or "Error")[:MAX_TEXT], str(message or "")[:MAX_REPORT_LINE]))
 
+    def _take_knob(self, told: dict[str, Any], origin: str) -> None:
+        if isinstance(fingerprint := told.get("fingerprint"), dict) and self.fingerprint is None:
+            self.fingerprint = canonical_json(fingerprint)
+        name, state = told.get("name"), told.get("state")
+        if isinstance(name, str) and isinstance(state, str) and len(self.knobs) < MAX_SERIES:
+            found = self.knobs.setdefault(origin, {})
+            if name in found or len(found) < MAX_EXTRAS:
+                found[name] = state, str(told.get("detail") or "")[:MAX_DETAIL]
+
     def _take_options(self, told: dict[str, Any]) -> None:
         options = told.get("options")
         for one in options if isinstance(options, list) else ():
-            option = option_of(one)
+            option = _option_of(one)
             if option is not None and (option.key in self.options or len(self.options) < MAX_OPTIONS):
                 before = self.options.get(option.key)
                 self.options[option.key] = option if before is None else before.merged(option)
@@ -664,6 +682,21 @@ class StepBook:
         if key not in self.series and len(self.series) < MAX_SERIES:
             self.series[key] = StepSeries(kind, source, self._limit)
         return self.series.get(key)
+
+
+def _option_of(told: Any) -> SeenOption | None:
+    """An option as a hook reports it; None if that is none."""
+    if not isinstance(told, dict) or not isinstance(told.get("kind"), str) or not isinstance(told.get("name"), str):
+        return None
+    value, flags = told.get("value"), told.get("flags")
+    return SeenOption(
+        kind=told["kind"][:32],
+        name=told["name"][:200],
+        value=value if isinstance(value, int | float) and math.isfinite(value) else None,
+        flags=tuple(str(flag)[:200] for flag in flags[:16]) if isinstance(flags, list) else (),
+        is_read=told.get("is_read") is True,
+        at_once=told.get("at_once") is True,
+    )
 
 
 def _number(value: Any) -> LogValue | None:

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.cost_model import inputs_of, inputs_of_table
+from cluster.cost.cost_model import cost_model, inputs_of, inputs_of_table
+from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.inputs import CostInputs
+from cluster.cost.usual import KnobColumns
 from cluster.cost.work import layers_params, selective_shares, tables_params, work_of
 from cluster.hardware.topology import load_cluster
 from orchestrator.space.notation import feature_columns, flat_params
@@ -21,6 +23,7 @@ from tests.support.sweep_files import topology
 from trials.sizes import model_flops_per_token, num_parameters
 from trials.spec import (
     Candidate,
+    ImageFolderData,
     Kernels,
     Layout,
     LinearModel,
@@ -30,6 +33,7 @@ from trials.spec import (
     Precision,
     RandomData,
     Recompute,
+    ResNetModel,
     SelectiveRecompute,
     TextData,
     Workload,
@@ -257,3 +261,33 @@ def test_other_models_are_refused():
     other = Workload(model=LinearModel(), data=RandomData(), seq_length=1, global_batch_size=8)
     with pytest.raises(NotImplementedError, match="linear"):
         inputs_of([(other, Candidate())], CANDIDATES_CLUSTER)
+
+
+def test_generic_workloads():
+    names = GenericInputs.__dataclass_fields__.keys() - {"knobs", "kind"}
+    ones = {name: np.ones(2) for name in names}
+    workload = Workload(model=ResNetModel(), data=ImageFolderData(), seq_length=1, global_batch_size=8)
+    x = GenericInputs(
+        **{
+            **ones,
+            "knobs": KnobColumns.of_pairs([(workload, Candidate())] * 2),
+            "kind": "accelerator",
+            "forward_flops": np.full(2, 4e9),
+            "activation_bytes": np.full(2, 1e8),
+            "num_params": np.full(2, 25e6),
+            "num_kernels": np.full(2, 160.0),
+            "param_bytes": np.full(2, 16.0),
+            "micro_batch_size": np.array([1.0, 1024.0]),
+            "dp": np.full(2, 8.0),
+            "peak_flops_per_s": np.full(2, 125e12),
+            "memory_bytes_per_s": np.full(2, 900e9),
+            "link_bytes_per_s": np.full(2, 150e9),
+        }
+    )
+    model = cost_model()
+    seconds = generic_step_seconds(x, model.time.coefficients)
+    assert seconds["launch"][0] > seconds["compute"][0], "one image is bound by launches"
+    assert seconds["launch"][1] < 1e-3 * seconds["compute"][1], "1024 are not"
+    assert seconds["compute"][1] == pytest.approx(1024 * seconds["compute"][0])
+    peaks = generic_peak_bytes(x, model.memory.coefficients)
+    assert peaks["activations"][1] == pytest.approx(1024 * peaks["activations"][0])

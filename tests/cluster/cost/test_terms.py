@@ -26,6 +26,7 @@ from cluster.cost.work import (
     _operations,
     _simulate,
     closed_form_seconds,
+    exchanged_bytes,
     experts_params,
     in_flight,
     in_flight_peaks,
@@ -459,3 +460,20 @@ def test_the_total_is_the_largest_sum_over_chunks(layout):
     peaks = in_flight_peaks(schedule, pp=pp, num_virtual_stages=v, num_microbatches=m)
     largest = [max(sum(moment) for moment in moments) / v for moments in peaks]
     np.testing.assert_allclose(in_flight(x)[0, :pp], largest)
+
+
+def test_short_gradients_are_copied_for_the_optimizer_step():
+    alone = {"recompute": "full", "dp_shard": 1, "seq_length": 256}
+    short, long = row(**alone, gradient_bytes=2, weight_bytes=4), row(**alone, gradient_bytes=4, weight_bytes=4)
+    workspace = estimate(short, long).peak_terms_bytes["workspace"]
+    assert workspace[0] - workspace[1] == pytest.approx(4 * 6.74e9, rel=0.01)
+
+
+def test_a_token_goes_to_another_domain_once():
+    x = inputs(
+        row(**MIXTRAL, ep=8, domain_size=8), row(**MIXTRAL, ep=8, domain_size=1), row(**MIXTRAL, ep=8, domain_size=2)
+    )
+    inside, beyond = exchanged_bytes(x, np.full(3, 1000.0))
+    vector = 1000.0 * 4096 * 2
+    assert inside == pytest.approx([vector * 2 * 7 / 8, 0, vector * 2 / 2])
+    assert beyond == pytest.approx([0, vector * 7 * (1 - (7 / 8) ** 2), vector * 3 * (1 - (3 / 4) ** 2)])

@@ -41,8 +41,8 @@ def progress(step, phase="measuring"):
     return GangProgress(attempt_id="x", token="t", phase=phase, step=step, step_time_s=0.5)
 
 
-def test_a_hang_and_a_compilation_on_one_node_are_told_to_the_others():
-    """Whose ranks may be to blame for the one, and wait for the other."""
+def test_what_happens_on_one_node_is_told_to_the_others_and_a_kill_to_all():
+    """Their ranks may be to blame for a hang, and wait for a compilation."""
     orders = []
     made = GangTracker(order=lambda node, attempt_id, order: orders.append((node, order)))
     made.launched(LAUNCH, log_dir="/logs", now_s=10.0)
@@ -50,6 +50,10 @@ def test_a_hang_and_a_compilation_on_one_node_are_told_to_the_others():
     made.handle("b", NodeFailing(attempt_id="x", token="t", reason="no progress", is_hang=True), now_s=11.0)
     stop = StopGang(reason="b: no progress", is_cause=False, is_hang=True)
     assert orders == [("b", PeerCompiles(seconds=5.0)), ("a", stop)]
+    orders.clear()
+    made.kill("x", "enough")
+    made.kill("unknown", "enough")
+    assert orders == [(node, StopGang(reason="enough", is_cause=True)) for node in "ab"]
 
 
 def test_a_lost_node_stops_the_others_and_is_the_cause():

@@ -4,6 +4,7 @@ import io
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from orchestrator.terminal.explain_screen import render_sweep_explanation
 from tests.orchestrator.diagnosis.diagnosed import O1, basis, llama, simulate, sweep
 from tests.support.story import evidence, measured
 from trials.outcome import OutOfMemory
+from trials.reports import Findings, ScriptFacts, ScriptReport
 from trials.spec import Candidate, Kernels, Layout, Loader, OwnChoice, Precision
 
 LOG_GAIN = 0.7
@@ -89,6 +91,31 @@ def test_own_knobs_that_a_trial_inherits_are_a_value_of_theirs():
         assert {group[0] for group in table.knobs} == {"micro_batch_size", "--dtype"}
         assert [effect.num_pairs for effect in main_effects(table, Objective())] == [1, 1]
         assert set(coordinates(state).knobs) == {"micro_batch_size", "--dtype"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_without_effect"),
+    [
+        ({}, True),
+        ({"facts": ScriptFacts(micro_batch_size=8, cpu_s=0.2)}, True),
+        ({"losses": (1.0, 0.8)}, False),
+        ({"facts": ScriptFacts(micro_batch_size=8, num_workers=2)}, False),
+        ({"peak": 2 << 30}, False),
+        ({"step_s": 0.5}, False),
+    ],
+)
+def test_an_option_that_changes_nothing_that_was_seen_has_no_effect(changed, is_without_effect):
+    def outcome(*, losses=(1.0, 0.9), facts=None, peak=1 << 30, step_s=1.0):
+        found = measured(step_s)
+        findings = Findings(script=ScriptReport(facts=facts or ScriptFacts(micro_batch_size=8)))
+        changes = {"losses": losses, "findings": findings, "peak_allocated_bytes": (peak,)}
+        return replace(found, measurement=replace(found.measurement, **changes))
+
+    candidates = [Candidate(own=(OwnChoice(name="--unused", value=value),)) for value in (4, 8)]
+    state = sweep(candidates, [outcome(), outcome(**changed)])
+    (effect,) = main_effects(tabulate(state.searched(), Objective()), Objective())
+    assert effect.is_without_effect is is_without_effect
+    assert effect.to_json()["no_effect_seen"] is is_without_effect
 
 
 def expectation(step_s, peak=2e8, spread=0.05, fits=1.0):

@@ -12,8 +12,21 @@ import yaml
 from click.testing import CliRunner
 
 from orchestrator.cli.main import main
-from orchestrator.draft.observed import Filled, OptionChange, changes, found_options, proof, template, with_value
-from orchestrator.draft.static_reading import ScriptOption
+from orchestrator.draft.command_draft import draft_script, read_command
+from orchestrator.draft.machine import machine_here
+from orchestrator.draft.observed import (
+    Filled,
+    Looked,
+    OptionChange,
+    changes,
+    found_options,
+    proof,
+    template,
+    with_value,
+)
+from orchestrator.draft.program_reading import read_program
+from orchestrator.draft.static_reading import ScriptOption, take_apart
+from orchestrator.errors import ConfigError
 from trials.reports import ScriptFacts, SeenOption
 
 STRANGERS = Path(__file__).parents[2] / "data/programs/strangers"
@@ -95,6 +108,17 @@ def test_a_draft_has_the_true_batch_and_the_options_that_act(folder, name):
     assert run("plan", "sweep.yaml").exit_code == 0
 
 
+def test_another_batch_than_was_seen_is_an_error_with_the_right_number(folder):
+    command = take_apart(shlex.split("python from_json.py settings.json"), folder)
+    looked = Looked(facts=FACTS)
+    script = read_command(command, folder, recipe=None, is_gpu=False, ranks=2, looked=looked)
+    machine = machine_here(2)
+    assert draft_script(script, machine, folder=folder).global_batch_size == 32
+    assert draft_script(script, machine, folder=folder, global_batch_size=32).global_batch_size == 32
+    with pytest.raises(ConfigError, match="trains 32 samples, not 7"):
+        draft_script(script, machine, folder=folder, global_batch_size=7)
+
+
 def test_what_cannot_run_is_drafted_from_its_source_and_marked(folder):
     (folder / "broken.py").write_text("import argparse, nowhere_to_be_found\np.add_argument('--bs', default=4)\n")
     result = run("init", "--json", "--", "python", "broken.py")
@@ -136,6 +160,16 @@ def test_what_moves_in_a_changed_run_decides_what_an_option_is(role, value, afte
     change = OptionChange(role=role, option=ScriptOption(names=("--x",)), value=value)
     found = proof(change, facts(dtype="float32"), facts(**{"dtype": "float32", **after}))
     assert (found.way if found else None) == way
+
+
+def test_a_proven_option_has_the_role_of_the_knob_that_it_is(folder):
+    option = ScriptOption(names=("--bf16-on",), is_flag=True)
+    change = OptionChange(role="amp", option=option, value=True)
+    shown = proof(change, facts(dtype="float32"), facts(dtype="bfloat16"))
+    looked = Looked(facts=FACTS, options=(option,), proofs={"amp": shown})
+    found = read_program(("python", "t.py"), None, is_gpu=True, cores=2, ranks=2, looked=looked)
+    assert found.own == {"--bf16-on": {"values": [False, True], "memory": "falls", "role": "precision"}}
+    assert (found.micro_batch_size, found.accumulation) == (8, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Python imports this at start when its folder is on PYTHONPATH: lets an unchanged training program report.
+"""Python imports this at start when its folder is on PYTHONPATH: an unchanged training program reports, and is tuned.
 
-Silent unless ``TUNE_CLUSTER_REPORT`` names a folder. A ``sitecustomize`` that this one hides is run as if this one were
-not there. Runs in whatever Python (3.8 or later) the program has, without any package of ours or of others.
+Silent unless ``TUNE_CLUSTER_REPORT`` names a folder or ``TUNE_CLUSTER_KNOBS`` a file. A ``sitecustomize`` that this one
+hides is run as if this one were not there. Runs in whatever Python (3.8 or later) the program has, without any package
+of ours or of others.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _run_hidden() -> None:
     spec.loader.exec_module(module)
 
 
-if os.environ.get("TUNE_CLUSTER_REPORT"):
+if os.environ.get("TUNE_CLUSTER_REPORT") or os.environ.get("TUNE_CLUSTER_KNOBS"):
     _install()
 if __name__ == "sitecustomize":
     _run_hidden()

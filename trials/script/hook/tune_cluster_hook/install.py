@@ -10,7 +10,18 @@ import sys
 import threading
 from typing import Any, Callable, Sequence
 
-from . import collective_calls, framework_hooks, step_parts, steps, watched_options
+from . import (
+    collective_calls,
+    framework_hooks,
+    loader_knobs,
+    model_knobs,
+    process_knobs,
+    step_parts,
+    steps,
+    watched_options,
+    window,
+)
+from .knob_file import KNOBS, KNOBS_VARIABLE
 from .roots import ROOTS
 from .steps import STEPS
 from .watched_options import OPTIONS
@@ -21,7 +32,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
     "omegaconf.dictconfig": (watched_options.omegaconf,),
     "torch": (steps.limit_memory,),
     "torch.nn.modules.module": (ROOTS.arm,),
-    "torch.optim.optimizer": (framework_hooks.optimizers, ROOTS.count_steps),
+    "torch.optim.optimizer": (ROOTS.count_steps, framework_hooks.optimizers),
     "torch.autograd": (framework_hooks.backward,),
     "torch.amp.grad_scaler": (framework_hooks.grad_scaler,),
     "torch.cuda.amp.grad_scaler": (framework_hooks.grad_scaler,),
@@ -33,17 +44,32 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
 }
 """What happens when the program has imported a module. Lightning needs none, see :mod:`.framework_hooks`."""
 
+KNOB_HOOKS: dict[str, Hook] = {
+    "torch.amp.autocast_mode": model_knobs.autocast,
+    "torch.amp.grad_scaler": model_knobs.grad_scaler,
+    "torch.cuda.amp.grad_scaler": model_knobs.grad_scaler,
+    "torch.nn.modules.module": ROOTS.arm,
+    "torch.nn.parallel.distributed": process_knobs.data_parallel,
+    "torch.optim.optimizer": ROOTS.count_steps,
+    "torch.utils.checkpoint": model_knobs.checkpointing,
+    "torch.utils.data.dataloader": loader_knobs.data_loader,
+    "transformers.training_args": process_knobs.training_arguments,
+}
+"""The same for knobs, where a file of them is named."""
 
 LAUNCHERS_ERRORS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
 """What launchers raise when a process of theirs has failed, which tells of itself."""
 
 
 class AfterImport:
-    """Finds the modules of :data:`HOOKS` as Python does, and runs their hooks once they are imported."""
+    """Finds modules that have hooks as Python does, and runs the hooks once they are imported."""
+
+    def __init__(self, hooks: dict[str, tuple[Hook, ...]]) -> None:
+        self._hooks = hooks
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         """The usual spec, with a loader that runs the hook as well; None for all other modules."""
-        hooks = HOOKS.get(name)
+        hooks = self._hooks.get(name)
         if hooks is None:
             return None
         spec = self._usual(name, path, target)
@@ -75,7 +101,16 @@ class AfterImport:
 
 def install() -> None:
     """Called by ``sitecustomize`` in every Python that the trial starts, launchers and helpers among them."""
-    sys.meta_path.insert(0, AfterImport())
+    hooks = dict(HOOKS) if os.environ.get(steps.FOLDER_VARIABLE) else {}
+    if os.environ.get(KNOBS_VARIABLE):
+        for name, hook in _knob_hooks().items():
+            hooks[name] = tuple(dict.fromkeys((hook, *hooks.get(name, ()))))
+    if os.environ.get(window.VARIABLE):
+        hooks.update(window.HOOKS)
+        steps.guarded("profile")(window.install)()
+    sys.meta_path.insert(0, AfterImport(hooks))
+    if not os.environ.get(steps.FOLDER_VARIABLE):
+        return
     if "argparse" in sys.modules:  # other start-up files of Python may have imported it
         steps.guarded("argparse")(watched_options.argparse)(sys.modules["argparse"])
     steps.guarded("environment")(watched_options.environment)()
@@ -84,6 +119,24 @@ def install() -> None:
     atexit.register(_at_exit)
     if os.environ.get("RANK"):
         STEPS.loaded("hook:torch")
+
+
+def _knob_hooks() -> dict[str, Hook]:
+    """Reads the file of knobs; without one that can be read, the program trains unchanged and says so."""
+    try:
+        KNOBS.read(os.environ[KNOBS_VARIABLE])
+    except (OSError, ValueError) as error:
+        steps.note(f"no knobs are applied: {error}")
+        print(f"tune-cluster: WARNING: no knobs are applied: {error}", file=sys.stderr)  # noqa: T201
+        return {}
+    process_knobs.allocator()
+    ROOTS.before_first_call(KNOBS.meet)
+    for module in (loader_knobs.LOADERS.feeds, model_knobs.before_first_call, process_knobs.before_first_call):
+        ROOTS.before_first_call(module)
+    ROOTS.after_first_steps(KNOBS.tell)
+    ROOTS.after_first_steps(model_knobs.LEAVES.remove)
+    atexit.register(KNOBS.tell)
+    return KNOB_HOOKS
 
 
 def _register_stacks() -> bool:

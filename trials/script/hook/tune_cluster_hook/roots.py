@@ -22,7 +22,7 @@ from .steps import guarded, is_compiling
 FIRST_STEPS = 2
 """Optimiser steps after which the search for roots ends."""
 PATIENCE = 10
-"""Optimiser steps after which it ends although there is none."""
+"""Optimiser steps after which it ends although none was found."""
 MAX_CALLS = 20_000
 """Calls of roots after which it ends in a program without an optimiser step."""
 LEAST_SHARE = 0.3
@@ -107,6 +107,11 @@ class Root:
         self.rebuild()
         return undo
 
+    def compile(self) -> None:
+        """Has PyTorch compile the module's call, below what is around it."""
+        self._interceptor.compiled = sys.modules["torch"].compile(self.module._call_impl)
+        self.rebuild()
+
     def rebuild(self) -> None:
         """Composes the call from what is registered now."""
         call = self._interceptor.compiled or functools.partial(_call_impl, self._module)
@@ -175,7 +180,7 @@ class Roots:
 
     def before_first_call(self, callback: Callable[[Root, Any, Any], None]) -> None:
         """Calls ``callback(root, args, kwargs)`` before the first call of each root, in the thread of that call."""
-        self._first.append(callback)
+        self._first.append(guarded(f"root {callback.__module__}")(callback))
 
     def after_first_steps(self, callback: Callable[[], None]) -> None:
         """Calls ``callback()`` once, at the end of optimiser step :data:`FIRST_STEPS`."""
@@ -265,7 +270,9 @@ class Roots:
         if not self._is_counting or is_compiling():
             return
         self._steps[id(optimizer)] += 1
-        if self._steps[id(optimizer)] >= (FIRST_STEPS if self.found else PATIENCE):
+        # Putting PyTorch's own call back makes a function that was compiled with ours compile again: then at once.
+        is_enough = self.found or "torch._dynamo" in sys.modules
+        if self._steps[id(optimizer)] >= (FIRST_STEPS if is_enough else PATIENCE):
             self._end_first_steps()
 
     @guarded("first steps")

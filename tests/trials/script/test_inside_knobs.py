@@ -1,0 +1,268 @@
+"""Knobs that programs have no flag for, set within unchanged programs: each acts or is refused by name, and training
+stays what it was: losses to the last bit, or as close as the number format allows."""
+
+import json
+
+import pytest
+
+from tests.trials.script.hooked import launch
+from trials.reports import ScriptReport, merge_scripts
+from trials.script.command import KNOBS_VARIABLE, CommandFile, ScriptCommand, inside_knobs
+from trials.script.judge import Judge, NotApplied
+from trials.script.report_lines import StepBook
+from trials.spec import Protocol
+
+EXACT, ROUNDED, BF16 = 0.0, 2e-5, 5e-3
+"""How far the first two losses may be off: nothing, another order of sums, 8 bits of mantissa."""
+RECOMPUTED = {"recompute": "3 of 3 x Layer run again"}
+
+CASES = {
+    "constants": (
+        {
+            "num_workers": 2,
+            "prefetch_factor": 3,
+            "persistent_workers": True,
+            "recompute": "full",
+            "attention": "math",
+            "pin_memory": True,
+            "cudnn_benchmark": True,
+            "allocator": "expandable_segments:True",
+            "ddp_bucket_mb": 1,
+            "memory_format": "nhwc",
+            "color": "blue",
+        },
+        {
+            "num_workers": "2 worker processes alive",
+            "prefetch_factor": "3 batches per worker",
+            "persistent_workers": "kept",
+            **RECOMPUTED,
+            "attention": "3 calls, fused operators: none",
+        },
+        {
+            "pin_memory": "no accelerator",
+            "cudnn_benchmark": "no accelerator",
+            "allocator": "no accelerator",
+            "ddp_bucket_mb": "makes no DistributedDataParallel",
+            "memory_format": "Decoder has no Conv2d",
+            "color": "no such knob",
+        },
+        ROUNDED,
+    ),
+    "constants autocast": ({"precision": "O1-bf16"}, {}, {"precision": "autocast of its own"}, EXACT),
+    "constants scaler": ({"precision": "O1-fp16"}, {}, {"precision": "gradient scaler"}, EXACT),
+    "constants recomputes": (
+        {"recompute": "full", "precision": "O1-bf16"},
+        {"precision": "in bfloat16"},
+        {"recompute": "recomputes by itself"},
+        BF16,
+    ),
+    "constants counts": ({"recompute": "full"}, {}, {"recompute": "changes its buffer calls"}, EXACT),
+    "constants compiles": (
+        {"recompute": "full", "compile": "model", "num_workers": 1},
+        {"num_workers": "1 worker"},
+        {"recompute": "compile", "compile": "compiles by itself"},
+        EXACT,
+    ),
+    "constants iterable": (
+        {"num_workers": 2, "precision": "O1-bf16"},
+        {"precision": "in bfloat16"},
+        {"num_workers": "iterable data set"},
+        BF16,
+    ),
+    "constants draws": ({"num_workers": 1}, {"num_workers": "items draw random numbers"}, {}, 0.2),
+    "constants draws_early": ({"num_workers": 1}, {}, {"num_workers": "draws random numbers between"}, 0.2),
+    "epochs": (
+        {"num_workers": 1, "persistent_workers": True},
+        {"num_workers": "1 worker"},
+        {"persistent_workers": "changes its data set"},
+        EXACT,
+    ),
+    "gan": (
+        {"memory_format": "nhwc", "recompute": "full", "num_workers": "auto"},
+        {"memory_format": "2 of 2 weights", "num_workers": "ms per batch by workers 0: "},
+        {"recompute": "no repeated block"},
+        ROUNDED,
+    ),
+    "images": (
+        {"memory_format": "nhwc", "recompute": "full"},
+        {"memory_format": "4 of 4 weights"},
+        {"recompute": "BatchNorm2d"},
+        ROUNDED,
+    ),
+    "parallel": (
+        {"ddp_bucket_mb": 0.02, "ddp_gradient_as_bucket_view": True, "ddp_static_graph": True, "recompute": "full"},
+        {
+            "ddp_bucket_mb": "0.02 MiB",
+            "ddp_gradient_as_bucket_view": "true",
+            "ddp_static_graph": "true",
+            **RECOMPUTED,
+        },
+        {},
+        EXACT,
+    ),
+    "parallel no_sync": (
+        {"ddp_static_graph": True, "precision": "O1-bf16"},
+        {"precision": "in bfloat16"},
+        {"ddp_static_graph": "accumulates under no_sync"},
+        BF16,
+    ),
+    "lightning_fit.py": (
+        {"num_workers": 1, "recompute": "full", "precision": "O1-bf16"},
+        {"num_workers": "1 worker", "recompute": "2 of 2 x TransformerEncoderLayer", "precision": "in bfloat16"},
+        {},
+        BF16,
+    ),
+    "accelerate_loop.py": ({"num_workers": 1, "recompute": "full"}, {"num_workers": "1 worker"}, None, EXACT),
+}
+"""By program: what is wanted, what is seen of what is applied, and why the rest is refused (None: as it comes)."""
+
+
+def knob_file(path, knobs, **more):
+    path.write_text(json.dumps({"version": 1, "knobs": knobs, "fingerprint": None, "expect": None, **more}))
+    return str(path)
+
+
+def run(program, folder, *, knobs=None, **more):
+    name, _, kind = program.partition(" ")
+    argv = [program] if name.endswith(".py") else ["stranger.py", name, *filter(None, [kind])]
+    env = {KNOBS_VARIABLE: knob_file(folder.parent / f"{folder.name}.json", knobs)} if knobs else {}
+    told = launch(argv, folder, ranks=2 if name == "parallel" else 1, **env, **more)
+    assert [rank.code for rank in told] == [0] * len(told), told[0].errors
+    return told
+
+
+def states(rank):
+    """The last word on each knob: state and detail."""
+    return {line["name"]: (line["state"], line["detail"]) for line in rank.events("knob")}
+
+
+@pytest.mark.slow
+@pytest.mark.representative("constants")
+@pytest.mark.parametrize("program", CASES)
+def test_each_knob_acts_or_is_refused_and_training_stays_what_it_was(tmp_path, program):
+    knobs, seen, refused, tolerance = CASES[program]
+    plain = run(program, tmp_path / "plain")
+    tuned = run(program, tmp_path / "tuned", knobs=knobs)
+    for rank, before in zip(tuned, plain, strict=True):
+        told = states(rank)
+        assert set(told) == set(knobs)
+        assert rank.events("note") == []
+        for name, words in seen.items():
+            assert told[name][0] == "applied" and words in told[name][1], told[name]
+        for name, words in (refused or {}).items():
+            assert told[name][0] == "refused" and words in told[name][1], told[name]
+        assert rank.losses[:2] == pytest.approx(before.losses[:2], rel=0, abs=tolerance)
+        if tolerance == EXACT:
+            assert rank.losses == before.losses
+        assert len(rank.events("fingerprint")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_trainer_of_transformers_takes_arguments_and_recomputes_by_its_own_switch(tmp_path):
+    argv = [
+        "trainer_loop.py",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_steps",
+        "4",
+        "--use_cpu",
+        "--logging_steps",
+    ]
+    argv += ["1", "--report_to", "none", "--save_strategy", "no", "--per_device_train_batch_size", "8"]
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    knobs = {"num_workers": 1, "recompute": "full", "training_arguments": arguments}
+    (plain,) = launch(argv, tmp_path / "plain")
+    (tuned,) = launch(argv, tmp_path / "tuned", **{KNOBS_VARIABLE: knob_file(tmp_path / "knobs.json", knobs)})
+    told = states(tuned)
+    assert {name: state for name, (state, _) in told.items()} == dict.fromkeys(knobs, "applied"), told
+    assert (
+        "2 of 2 x LlamaDecoderLayer run again in the backward pass, by the model's own switch" in told["recompute"][1]
+    )
+    assert tuned.facts == tuned.facts | {"micro_batch_size": 4, "forwards_per_step": 2}
+    assert tuned.losses == pytest.approx(plain.losses, abs=1e-5)  # the same global batch
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_in_production_another_program_trains_unchanged_and_says_so(tmp_path):
+    (plain,) = run("constants", tmp_path / "plain")
+    (trial,) = run("constants", tmp_path / "trial", knobs={"recompute": "full", "num_workers": 1})
+    (line,) = trial.events("fingerprint")
+    outside = {"TUNE_CLUSTER_REPORT": ""}
+    for changed, words in ({}, "applied"), ({"roots": ["GPT, 1 parameters"]}, "WARNING: recompute is not applied"):
+        path = knob_file(
+            tmp_path / "knobs.json",
+            {"recompute": "full", "num_workers": 1},
+            fingerprint={**line["fingerprint"], **changed},
+            expect={"recompute": "3 of 3"},
+        )
+        (told,) = launch(["stranger.py", "constants"], tmp_path / "out", **{KNOBS_VARIABLE: path}, **outside)
+        assert told.code == 0
+        assert told.printed_losses == plain.printed_losses
+        assert f"tune-cluster: {words}" in told.errors
+        assert told.lines == []
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("text", ["{", '{"version": 2, "knobs": {}}', None])
+def test_a_file_that_cannot_be_read_leaves_the_program_alone(tmp_path, text):
+    path = tmp_path / "knobs.json"
+    if text is not None:
+        path.write_text(text)
+    told = launch(["-c", "print('on')"], tmp_path / "out", TUNE_CLUSTER_REPORT="", **{KNOBS_VARIABLE: str(path)})
+    assert (told[0].code, told[0].output) == (0, "on\n")
+    assert "no knobs are applied" in told[0].errors
+
+
+# ---- What the judge makes of it
+
+
+def command(knobs):
+    return ScriptCommand(
+        argv=("python", "train.py"),
+        cwd="/",
+        env=((KNOBS_VARIABLE, "{knobs}"),),
+        files=(CommandFile(name="knobs", file_name="knobs.json", text=json.dumps({"version": 1, "knobs": knobs})),),
+        protocol=Protocol(),
+        num_devices=2,
+        tokens_per_step=8,
+        samples_per_step=8,
+    )
+
+
+def judge_of(knobs, *told):
+    """A judge that has heard lines of (rank, name, state)."""
+    book = StepBook(command(knobs))
+    for rank, name, state in told:
+        line = {"source": "hook:torch", "event": "knob", "name": name, "state": state, "detail": "as seen"}
+        book.hear_report(json.dumps(line), origin=f"rank{rank}.jsonl", arrived_s=0.0)
+    return Judge(command(knobs), book)
+
+
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [
+        ([(0, "recompute", "applied"), (1, "recompute", "applied")], None),
+        ([(0, "recompute", "applied"), (1, "recompute", "refused")], "recompute is refused: as seen .*rank1"),
+        ([(0, "recompute", "no_effect")], "recompute has no effect: as seen"),
+        ([], "recompute: the program reports nothing of it"),
+        ([(0, "recompute", "applied"), (1, "compile", "applied")], "recompute: rank1.jsonl reports nothing of it"),
+    ],
+)
+def test_a_knob_that_does_not_act_on_every_rank_is_not_applied(told, problem):
+    judge = judge_of({"recompute": "full"}, *told)
+    assert inside_knobs(command({"recompute": "full"})) == ("recompute",)
+    if problem is None:
+        judge.check_knobs(is_last=True)
+        assert judge.report(None, None).knobs == (("recompute", "as seen"),)
+        return
+    with pytest.raises(NotApplied, match=problem):
+        judge.check_knobs(is_last=True)
+
+
+def test_reports_keep_what_was_seen_and_the_fingerprint():
+    silent, speaking = ScriptReport(), ScriptReport(knobs=(("recompute", "3 of 3"),), fingerprint='{"torch":"2.13"}')
+    merged = merge_scripts((silent, speaking))
+    assert (merged.knobs, merged.fingerprint) == (speaking.knobs, speaking.fingerprint)

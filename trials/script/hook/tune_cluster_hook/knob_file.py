@@ -1,0 +1,288 @@
+"""Knobs for which the program has no flag: what is wanted, what became of each, and whether the program is the one.
+
+``TUNE_CLUSTER_KNOBS`` is the path of a JSON file: ``{"version": 1, "knobs": {...}, "fingerprint": {...} or null,
+"expect": {...} or null, "on_mismatch": "train_unchanged"}``. Values are spelled as in a sweep file:
+
+==========================  =========================================  =================================================
+name                        value                                      seen to act by
+==========================  =========================================  =================================================
+num_workers                 number, or "auto": hill climb in place     worker processes alive
+prefetch_factor             number                                     the iterator's setting
+pin_memory                  true, false                                page-locked tensors in a batch
+persistent_workers          true, false                                the iterator's setting
+precision                   "O0", "O1-bf16" ("O1-fp16" is refused)     number format of the first linear outputs
+memory_format               "nhwc", "nchw"                             layout of the convolutions' weights and outputs
+recompute                   "none", "full" (the repeated block)        blocks that run again in the backward pass
+compile                     "off", "block", "model"                    graphs compiled
+attention                   "auto", "math", "flash", "efficient",      operators of the first forward pass
+                            "cudnn"
+ddp_bucket_mb               number                                     the reducer's buckets
+ddp_gradient_as_bucket_view true, false                                the reducer's setting
+ddp_static_graph            true, false                                the reducer's setting
+cudnn_benchmark             true, false                                read back
+matmul_precision            "highest", "high", "medium"                another result of a product, read back
+allocator                   text for PYTORCH_CUDA_ALLOC_CONF           read back
+training_arguments          {name: value}                              read back
+==========================  =========================================  =================================================
+
+Each knob ends as ``applied``, ``refused`` or ``no_effect`` with what was seen or why not: a report line (``event:
+knob``) in a trial, one line on stderr elsewhere. Whatever happens, the program trains on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, Callable
+
+from .facts import world_size
+from .roots import ROOTS, Root, repeated_block
+from .steps import FOLDER_VARIABLE, emit, guarded
+
+KNOBS_VARIABLE = "TUNE_CLUSTER_KNOBS"
+VERSION = 1
+SOURCE = "hook:torch"
+APPLIED, REFUSED, NO_EFFECT = "applied", "refused", "no_effect"
+
+NAMES = (
+    *("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "precision", "memory_format", "recompute"),
+    *("compile", "attention", "ddp_bucket_mb", "ddp_gradient_as_bucket_view", "ddp_static_graph", "cudnn_benchmark"),
+    *("matmul_precision", "allocator", "training_arguments"),
+)
+Seen = Callable[[], "tuple[str, str]"]
+"""Gives a knob's state and what was seen, after the first steps."""
+
+
+class ProgramTraits:
+    """What the program does by itself, and what identifies it."""
+
+    def __init__(self) -> None:
+        self.has_autocast = False
+        self.has_scaler = False
+        self.has_no_sync = False
+        self.has_checkpoint = False
+        self.loader: str | None = None
+        """Where the loader that feeds training is made: file, line, and which of several made there."""
+        self.roots: list[str] = []
+
+    def met(self, root: Root) -> str:
+        """Notes a root. Returns its description."""
+        model = root.model
+        block = repeated_block(model)
+        told = f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters())} parameters"
+        told += f", {len(block.members)} x {block.name}" if block else ""
+        self.roots.append(told)
+        return told
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All of it, after the first steps."""
+        return {
+            "torch": torch_version(),
+            "roots": self.roots,
+            "loader": self.loader,
+            "world_size": world_size(),
+            "autocast": self.has_autocast,
+            "scaler": self.has_scaler,
+            "no_sync": self.has_no_sync,
+        }
+
+
+def torch_version() -> str:
+    """Major and minor version of PyTorch."""
+    return ".".join(str(sys.modules["torch"].__version__).split(".")[:2])
+
+
+class Knobs:
+    """The knobs of this process."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, Any] = {}
+        self.traits = ProgramTraits()
+        self.mismatch: str | None = None
+        """Why the program is not the one that the file was written for."""
+        self._fingerprint: dict[str, Any] | None = None
+        self._expect: dict[str, Any] = {}
+        self._refused: dict[str, str] = {}
+        self._undo: dict[str, list[Callable[[], None]]] = {}
+        self._seen: dict[str, list[Seen]] = {}
+        self._is_told = False
+
+    def read(self, path: str) -> None:
+        """Reads the file.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It is no such file.
+        """
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("knobs"), dict):
+            raise ValueError(f"{path} is no file of knobs of version {VERSION}")
+        self._fingerprint, self._expect = found.get("fingerprint"), found.get("expect") or {}
+        self.wanted = found["knobs"]
+        for name in self.wanted:
+            if name not in NAMES:
+                self.refuse(name, "there is no such knob")
+
+    def value(self, name: str) -> Any:
+        """What is wanted of a knob that was not refused; None: nothing."""
+        return None if name in self._refused or self.mismatch is not None else self.wanted.get(name)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """The program cannot take a knob: what was done of it is undone after the first steps, with no backward pass
+        under way that expects it."""
+        if name not in self.wanted or name in self._refused:
+            return
+        self._refused[name] = reason
+        if self._is_told:
+            emit(SOURCE, event="knob", name=name, state=REFUSED, detail=reason)
+            self._notice({name: (REFUSED, reason)})
+
+    def attempt(self, name: str, apply: Callable[..., str | None], *args: Any) -> None:
+        """Applies a knob: refused for the reason that ``apply`` returns, or the error that it raises."""
+        try:
+            reason = apply(*args)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+        if reason:
+            self.refuse(name, reason)
+
+    def applied(self, name: str, seen: Seen, undo: Callable[[], None] | None = None) -> None:
+        """A knob is set, once for each root that it is set for.
+
+        Args:
+            seen: Whether it acts, to be called after the first steps.
+            undo: Takes it back, if that turns out to be needed.
+        """
+        self._seen.setdefault(name, []).append(seen)
+        if undo is not None:
+            self._undo.setdefault(name, []).append(undo)
+
+    def is_expected(self, **found: Any) -> bool:
+        """Compares what is known so far with the file's fingerprint; nothing is applied from the first difference on.
+
+        Values of lists are looked up in the fingerprint's list.
+        """
+        for name, value in found.items() if self._fingerprint else ():
+            wanted = (self._fingerprint or {}).get(name)
+            same = value in wanted if isinstance(wanted, list) else value == wanted
+            if not same and wanted is not None and self.mismatch is None:
+                self.mismatch = f"{name} is {value!r}, and was {wanted!r} where these knobs were measured"
+        return self.mismatch is None
+
+    def is_loader_expected(self, site: str) -> bool:
+        """Whether a loader made there is the one that the file is for; True if it names none."""
+        wanted = (self._fingerprint or {}).get("loader")
+        return wanted is None or site == wanted
+
+    def meet(self, root: Root, args: Any, kwargs: Any) -> None:
+        """A root before its first call: is it the program's model?"""
+        torch = sys.modules["torch"]
+        self.traits.has_autocast = self.traits.has_autocast or is_autocast_on(torch)
+        self.is_expected(
+            torch=torch_version(),
+            world_size=world_size(),
+            roots=self.traits.met(root),
+            autocast=self.traits.has_autocast,
+            scaler=self.traits.has_scaler,
+        )
+
+    @guarded("knobs told")
+    def tell(self) -> None:
+        """Reports what became of each knob, once; in a process that trains nothing, nothing."""
+        if self._is_told or not ROOTS.found:
+            return
+        self._is_told = True
+        for undo in (undo for name in self._refused for undo in self._undo.get(name, [])):
+            undo()
+        outcomes = {name: self._outcome(name) for name in self.wanted}
+        for name, (state, detail) in outcomes.items():
+            emit(SOURCE, event="knob", name=name, state=state, detail=detail)
+        emit(SOURCE, event="fingerprint", fingerprint=self.traits.fingerprint())
+        self._notice(outcomes)
+        self._seen.clear()
+        self._undo.clear()
+
+    def _outcome(self, name: str) -> tuple[str, str]:
+        if self.mismatch is not None and name not in self._seen:
+            return REFUSED, f"another program: {self.mismatch}"
+        if name in self._refused:
+            return REFUSED, self._refused[name]
+        if name not in self._seen:
+            return REFUSED, MISSING.get(name, "the program has nothing that it applies to")
+        try:
+            seen = [one() for one in self._seen[name]]
+        except Exception as error:
+            return NO_EFFECT, f"cannot be seen: {type(error).__name__}: {str(error)[:200]}"
+        state = APPLIED if all(state == APPLIED for state, _ in seen) else NO_EFFECT
+        return state, "; ".join(dict.fromkeys(detail for _, detail in seen))
+
+    def _notice(self, outcomes: dict[str, tuple[str, str]]) -> None:
+        """Outside of trials, one line on stderr for what is applied, and one for each knob that is not."""
+        if os.environ.get(FOLDER_VARIABLE) or os.environ.get("RANK", "0") != "0":
+            return
+        done = [f"{name} ({detail})" for name, (state, detail) in outcomes.items() if state == APPLIED]
+        if done:
+            _say("applied " + "; ".join(done))
+        for name, (state, detail) in outcomes.items():
+            if state != APPLIED:
+                before = self._expect.get(name)
+                _say(
+                    f"WARNING: {name} is not applied: {detail}. Training goes on without it"
+                    + (f"; measured with: {before}" if before else "")
+                )
+        now = self.traits.fingerprint()
+        changed = [key for key, value in (self._fingerprint or {}).items() if value is not None and now[key] != value]
+        if changed and self.mismatch is None:
+            _say(f"WARNING: the program is not the one that was measured: {', '.join(changed)} changed")
+
+
+MISSING = dict.fromkeys(
+    ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers"), "no DataLoader feeds the training"
+)
+MISSING.update(
+    dict.fromkeys(
+        ("ddp_bucket_mb", "ddp_gradient_as_bucket_view", "ddp_static_graph"),
+        "the program makes no DistributedDataParallel",
+    ),
+    training_arguments="the program makes no TrainingArguments",
+)
+
+
+def is_autocast_on(torch: Any) -> bool:
+    """Whether any autocast is on, of whatever device."""
+    if torch.is_autocast_enabled():
+        return True
+    return hasattr(torch, "is_autocast_cpu_enabled") and _cpu_autocast(torch)
+
+
+def _cpu_autocast(torch: Any) -> bool:
+    try:
+        return bool(torch.is_autocast_enabled("cpu"))
+    except TypeError:  # before PyTorch 2.4
+        return bool(torch.is_autocast_cpu_enabled())
+
+
+def _say(text: str) -> None:
+    print(f"tune-cluster: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+KNOBS = Knobs()
+
+
+def accelerator_missing(torch: Any) -> str | None:
+    """Why a knob of GPUs cannot act; None: there is one."""
+    return None if torch.cuda.is_available() else "no accelerator"
+
+
+def sharded(model: Any) -> str | None:
+    """Why knobs of the model are refused for it; None: it is whole on this rank."""
+    for module in model.modules():
+        name = type(module).__name__
+        if name in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule"):
+            return f"the model is wrapped in {name}"
+    for parameter in model.parameters():
+        if hasattr(parameter, "_local_tensor") or hasattr(parameter, "ds_numel"):
+            return "the model's parameters are sharded"
+    return None
