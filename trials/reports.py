@@ -319,14 +319,51 @@ class Redundancy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IdleGap:
+    """Time in which nothing is computed or communicated, by the operator or kernel before it and the one after it."""
+
+    after: str
+    before: str
+    num_gaps: float
+    """Per step."""
+    time_s: float
+    """Seconds per step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileEvent:
+    """Why torch.compile broke a graph, or compiled code again, at one place of the source."""
+
+    kind: Literal["graph break", "recompilation"]
+    place: str
+    """``FILE:LINE``."""
+    reason: str
+    num_times: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakTensor:
+    """Tensors of one module that are alive at the memory peak, those of equal layers together."""
+
+    module: str
+    what: str
+    """``weights``, ``gradients``, ``optimizer state``, else the operator that made them."""
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
     """When most memory is allocated within the profiled steps, on the device trained on."""
 
     peak_bytes: int
     start_bytes: int
-    """Allocated when recording began. On CPUs nobody knows: there it is 0, and the peak counts from then on."""
+    """Allocated when recording began. On CPUs it is the weights, gradients and optimizer state of a training program;
+    of our own models 0, and the peak counts from then on."""
     phase: str
     """Phase of the step in which the peak came."""
+    tensors: tuple[PeakTensor, ...] = ()
+    """The largest at the peak, the largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +392,14 @@ class RankProfile:
     counted: bool = False
     """Whether collectives were counted: if so, an empty ``collectives`` means that there are none."""
     memory: MemoryPeak | None = None
+    gaps: tuple[IdleGap, ...] = ()
+    """Where nothing is computed or communicated, the longest first."""
+    cast_share: float = 0.0
+    """Share of the operators' time that changes number formats, 0 to 1."""
+    num_waits: float = 0.0
+    """Times per step that the host waits for the device, or on CPUs reads a tensor's value."""
+    compilations: tuple[CompileEvent, ...] = ()
+    """Graph breaks and recompilations since the program began."""
     folder: str = ""
     """Absolute path on the rank's node; empty where no files were written."""
     files: tuple[ProfileFile, ...] = ()
@@ -700,6 +745,8 @@ class ScriptReport:
     """The same for samples."""
     num_steps_seen: int = 0
     """Optimiser steps that it told of, those beyond the required ones included."""
+    longest_sample: int = 0
+    """Tokens of the longest samples that the program's loaders gave; 0: not known."""
     exit_code: int | None = None
     """How the command ended, negative for a signal; None where it was still running and was ended."""
     extras: tuple[tuple[str, ...], ...] = ()
@@ -739,6 +786,7 @@ def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
         samples_per_step=next((r.samples_per_step for r in ranks if r.samples_per_step is not None), None),
         num_steps_seen=max(rank.num_steps_seen for rank in ranks),
         exit_code=speaking.exit_code,
+        longest_sample=max(rank.longest_sample for rank in ranks),
         extras=speaking.extras,
         knobs=next((rank.knobs for rank in ranks if rank.knobs), ()),
         fingerprint=next((rank.fingerprint for rank in ranks if rank.fingerprint), None),

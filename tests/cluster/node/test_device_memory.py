@@ -23,7 +23,7 @@ from trials.outcome import GangLost, Measured
 SCRIPT = """#!/bin/sh
 echo "$1" >> {folder}/asked
 case "$1" in
---query-gpu=index,uuid,clocks*) echo '1, GPU-0001-abcd, 0x4, 1, 1, 30, 7000' ;;
+--query-gpu=index,uuid,clocks*) echo '1, GPU-0001-abcd, 0x4, 1, 1, 30, 7000, 90, 300.0' ;;
 --query-gpu=index,*) . {folder}/gpus ;;
 --query-compute-apps=*) . {folder}/apps ;;
 esac

@@ -31,6 +31,8 @@ def _load_api() -> Any:
 
 _api = _load_api()
 _channel = _api.Channel()
+rank: Callable[[], str] = _api.rank
+"""Number of this process among all of the training, as text."""
 _noted: set[str] = set()
 
 
@@ -206,9 +208,13 @@ class Steps:
         self._pending: dict[str, Any] | None = None
         self._said_by = 0
         self._is_watched = False
+        self.after_step: Callable[[int], None] | None = None
+        """Called with the number of steps that are over, before the line of the last one is written."""
         self._backwards = 0
         self._optimizers: set[int] = set()
         self._loader: dict[str, int] = {}
+        self._length = 0
+        """Tokens of the longest samples since the last step."""
 
     def claim(self, level: int) -> bool:
         """Silences sources that know less. Whether this one may speak."""
@@ -267,12 +273,16 @@ class Steps:
         self._backwards = len(self._losses)
         if "loss" not in values:
             line.update(self.backward_losses())
+        if self._length:
+            line["sample_length"], self._length = self._length, 0
         line.update(memory())
         line.update(values)
         self.forget_losses()
         if self._is_watched:
             line["watched"] = True
         self._pending = line
+        if self.after_step is not None:
+            self.after_step(self.count)
         if not hold:
             self.flush()
         self.restart_clock()
@@ -307,6 +317,10 @@ class Steps:
         self._loader = {"num_workers": num_workers}
         if isinstance(batch_size, int):
             self._loader["loader_batch_size"] = batch_size
+
+    def saw_length(self, length: int) -> None:
+        """A batch has come whose samples have so many tokens; 0: it is none of sequences."""
+        self._length = max(self._length, length)
 
     def saw(self, optimizer: Any) -> None:
         """An optimiser steps; wrappers of one share its parameters."""
