@@ -149,6 +149,9 @@ class SweepSpec(Section):
         if not isinstance(self.workload, ScriptSection):
             if own := next((name for name in ("space", "baseline") if getattr(self, name).own), None):
                 raise fault(f"{own}.own", "is for a training program of your own", "Remove it.")
+            if self.space.inside is not None:
+                message = "is for a training program of your own; our runner has every knob itself"
+                raise fault("space.inside", message, "Write these knobs under space.")
             return self
         refuse_for_scripts(self)
         num_devices = self.cluster.devices_per_node
@@ -245,14 +248,7 @@ class SweepSpec(Section):
 
     def to_budget(self) -> Budget:
         """When the sweep ends."""
-        return Budget(
-            max_trials=self.budget.max_trials,
-            device_hours=self.budget.device_hours,
-            wall_time_s=self.budget.wall_time_s,
-            consecutive_failures=self.budget.consecutive_failures,
-            strikes_per_node=self.budget.strikes_per_node,
-            patience=self.search.patience,
-        )
+        return self.budget.to(Budget, patience=self.search.patience)
 
     def to_protocol(self) -> Protocol:
         return self.measure.to_protocol()

@@ -27,9 +27,9 @@ _FIXED = {
 }
 _TUNABLE = (
     *_FIXED.values(),
-    *("bf16", "fp16", "gradient_checkpointing", "dataloader_num_workers", "torch_compile"),
+    *("fp16", "torch_compile"),
 )
-"""Arguments of transformers' Trainer that would be worth tuning."""
+"""Arguments of transformers' Trainer that would be worth tuning, and that are not set within the program."""
 _TRAINER_SIZES = {"micro_batch_size": 8, "accumulation": 1}
 """Defaults of transformers' ``TrainingArguments``."""
 Knobs = Mapping[str, Any]
@@ -56,6 +56,8 @@ class ReadProgram:
     seq_length: int | None = None
     own: Knobs = field(default_factory=dict)
     """Section ``space.own``."""
+    roles: frozenset[str] = frozenset()
+    """Roles for which it has an option."""
     present: Knobs = field(default_factory=dict)
     """Values that these have today, by the command or by the program's defaults, as far as known: section
     ``baseline.own``, without which the baseline would be tried again as a candidate that spells out its defaults."""
@@ -110,6 +112,7 @@ def read_program(
         own={_own_name(name, by_role): value for name, value in own.items()}
         or ({} if is_something else _usual(is_gpu, cores)),
         present={_own_name(name, by_role): value for name, value in present.items()},
+        roles=frozenset(by_role),
         remarks=tuple(_remarks(source, by_role, micro, looked, is_tuned=is_tuned, is_gpu=is_gpu)),
     )
 

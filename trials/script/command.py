@@ -154,6 +154,17 @@ def hook_path(*, hook: bool = True) -> tuple[str, ...]:
     return (str(HOOK_FOLDER), str(API_FOLDER)) if hook else (str(API_FOLDER),)
 
 
+def hook_files() -> dict[str, str]:
+    """Text of the files that the hook consists of, by path, to lie beside a promoted command; the folder ``hook`` goes
+    first on PYTHONPATH."""
+    paths = sorted(path for folder in (HOOK_FOLDER, API_FOLDER) for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(HOOK_FOLDER.parent)): path.read_text(encoding="utf-8")
+        for path in paths
+        if "__pycache__" not in path.parts
+    }
+
+
 def with_hook(python_path: str | None, *, hook: bool = True) -> str:
     """The value of PYTHONPATH for a training program.
 
