@@ -581,26 +581,17 @@ class ScriptSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptFacts:
-    """What was seen inside the program, by which a knob shows that it acts; None: not seen."""
+    """What was seen inside the program, described in docs/report-api.md: by it a knob shows that it acts. None: not seen."""
 
     world_size: int | None = None
     micro_batch_size: int | None = None
-    """Samples of a forward pass on this rank."""
     forwards_per_step: float | None = None
-    """Forward passes of an optimiser step on this rank."""
     dtype: str | None = None
-    """Number format of the first linear layer's output."""
     parameter_bytes_local: int | None = None
-    """Bytes of parameters that this rank holds."""
     parameter_bytes_global: int | None = None
-    """Bytes of all parameters of the model, each counted once."""
     layer_calls_per_forward: float | None = None
-    """How often a layer runs per forward pass: more than once where it is recomputed."""
     flops_per_step: float | None = None
-    """FLOPs of an optimiser step over all ranks, recomputation left out."""
     parameters: int | None = None
-    """Number of the model's parameters."""
-    # What these mean: docs/report-api.md
     layers: int | None = None
     hidden_size: int | None = None
     vocab_size: int | None = None
@@ -634,15 +625,11 @@ class ScriptFacts:
     graph_breaks: int | None = None
     break_reason: str | None = None
     backwards_per_step: int | None = None
-    """Backward passes of an optimiser step on this rank."""
     num_optimizers: int | None = None
     """Optimisers that stepped: with several, a step of one is not a step of the program."""
     num_workers: int | None = None
-    """Processes of the loader that feeds the training."""
     loader_batch_size: int | None = None
-    """Samples of a batch of that loader."""
     is_compiled: bool | None = None
-    """Whether any part of the model is compiled."""
     wrapper: str | None = None
     """Class that wraps the model, such as ``DistributedDataParallel``."""
 
