@@ -581,7 +581,7 @@ class ScriptSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptFacts:
-    """What was seen inside the program, described in docs/report-api.md: by it a knob shows that it acts. None: not seen."""
+    """What was seen inside the program, as docs/report-api.md has it; it shows whether knobs act. None: not seen."""
 
     world_size: int | None = None
     micro_batch_size: int | None = None
