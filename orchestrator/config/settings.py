@@ -493,7 +493,7 @@ class MeasureSection(Section):
         return self
 
     def to_protocol(self) -> Protocol:
-        return Protocol(**self.model_dump())
+        return self.to(Protocol)
 
 
 class BudgetSection(Section):
@@ -528,7 +528,7 @@ class DeadlinesSection(Section):
     )
 
     def to_deadlines(self) -> Deadlines:
-        return Deadlines(**self.model_dump(exclude={"placing_s"}))
+        return self.to(Deadlines)
 
 
 class TrackingSection(Section):
@@ -591,9 +591,7 @@ class PromotedSection(Section):
         return self
 
     def to_settings(self) -> PromotedRounds:
-        return PromotedRounds(
-            own=tuple(self.own), baseline=tuple(self.baseline), tolerance=self.tolerance, hardware=self.hardware
-        )
+        return self.to(PromotedRounds)
 
 
 class ConfirmSection(Switchable):
@@ -636,12 +634,9 @@ class ConfirmSection(Switchable):
         return self
 
     def to_settings(self) -> ConfirmSettings:
-        return ConfirmSettings(
+        return self.to(
+            ConfirmSettings,
             num_finalists=self.finalists,
-            min_rounds=self.min_rounds,
-            max_rounds=self.max_rounds,
-            budget_share=self.budget_share,
-            always=self.always,
             soak_s=_SOAKS[self.soak] if isinstance(self.soak, str) else self.soak,
             promoted=self.promoted.to_settings() if self.promoted else None,
         )
@@ -681,13 +676,7 @@ class GateSection(Switchable):
         return self
 
     def to_settings(self) -> GateSettings:
-        return GateSettings(
-            num_steps=self.num_steps,
-            loss_tolerance=self.loss_tolerance,
-            grad_norm_tolerance=self.grad_norm_tolerance,
-            command=tuple(self.command),
-            command_timeout_s=self.command_timeout_s,
-        )
+        return self.to(GateSettings)
 
 
 def _off(section: Switchable) -> Any:
@@ -771,14 +760,7 @@ class ProfileSection(Switchable):
         return self._is_auto
 
     def to_spec(self) -> ProfileSpec:
-        return ProfileSpec(
-            start_step=self.start_step,
-            stop_step=self.stop_step,
-            ranks=tuple(self.ranks),
-            memory=self.memory,
-            stack=self.stack,
-            communication=self.communication,
-        )
+        return self.to(ProfileSpec)
 
 
 def _auto_profile() -> ProfileSection:

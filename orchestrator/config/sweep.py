@@ -248,14 +248,7 @@ class SweepSpec(Section):
 
     def to_budget(self) -> Budget:
         """When the sweep ends."""
-        return Budget(
-            max_trials=self.budget.max_trials,
-            device_hours=self.budget.device_hours,
-            wall_time_s=self.budget.wall_time_s,
-            consecutive_failures=self.budget.consecutive_failures,
-            strikes_per_node=self.budget.strikes_per_node,
-            patience=self.search.patience,
-        )
+        return self.budget.to(Budget, patience=self.search.patience)
 
     def to_protocol(self) -> Protocol:
         return self.measure.to_protocol()

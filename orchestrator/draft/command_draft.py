@@ -179,7 +179,7 @@ def draft_script(
         ConfigError: the batch is not known and was not given.
     """
     devices = machine.topology.num_devices
-    batch = global_batch_size or _batch(script, devices)
+    batch = _batch(script, devices, global_batch_size)
     trials = max_trials or (25 if machine.is_gpu else 12)
     inside = InsideDraft()
     if script.is_custom:
@@ -250,11 +250,25 @@ def _name(script: DraftedScript) -> str:
     return safe_name(f"{path.parent.name}-{path.stem}" if path.stem.lower() in GENERIC_STEMS else path.stem)
 
 
-def _batch(script: DraftedScript, devices: int) -> int:
-    """Samples of an optimiser step in the command: micro-batch x accumulation x data-parallel ranks."""
+def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
+    """Samples of an optimiser step: those that were seen, else those that are given, else those in the command:
+    micro-batch x accumulation x data-parallel ranks.
+
+    Raises:
+        ConfigError: other ones are given than were seen, or they are not known.
+    """
     reading = script.reading
     if (seen := script.looked.facts.samples_per_step) is not None:
-        return seen * max(1, devices // _model_parallel(reading))
+        batch = seen * max(1, devices // _model_parallel(reading))
+        if given not in (None, batch):
+            raise ConfigError(
+                f"an optimiser step of the program trains {batch} samples, not {given}: {script.looked.words}",
+                key="--global-batch-size",
+                remedy=f"Write {batch}, or leave it out; --no-run takes the number as it is.",
+            )
+        return batch
+    if given is not None:
+        return given
     if reading.global_batch_size is not None:
         return reading.global_batch_size
     if (micro := script.micro_batch_size) is None:

@@ -38,10 +38,6 @@ def changed(content, path, value):
     return content
 
 
-def with_sections(content, **sections):
-    return {**content, **sections}
-
-
 def topology(*num_devices, kind="cpu", name="some CPU"):
     """Nodes with that many devices each."""
     alike = {"device_kind": kind, "device_name": name, "device_memory_bytes": 2**30, "threads_per_device": 1}
