@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
-from trials.reports import CompileCache, DeviceMemory, Disturbance, Findings, RankRates
+from trials.health import DeviceMemory, Disturbance
+from trials.reports import CompileCache, Findings, RankRates
 
 # ---- Whether step times can be believed: against another clock, and against themselves
 

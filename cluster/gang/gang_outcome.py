@@ -33,6 +33,15 @@ from cluster.gang.messages import (
 from cluster.hardware.topology import dense_peak
 from trials.failure import TREATMENTS, Treatment
 from trials.files import CodecError, from_json
+from trials.health import (
+    LOAD_SUFFIX,
+    DeviceHealth,
+    Disturbance,
+    most_disturbed,
+    most_noteworthy,
+    with_throttling,
+    worst_memory,
+)
 from trials.outcome import (
     SLACK_S,
     Contradiction,
@@ -54,20 +63,7 @@ from trials.outcome import (
     TimedOut,
     contradicted,
 )
-from trials.reports import (
-    LOAD_SUFFIX,
-    DeviceHealth,
-    Disturbance,
-    Findings,
-    GraphReport,
-    OperatorCast,
-    PatternEffect,
-    merge_scripts,
-    most_disturbed,
-    most_noteworthy,
-    with_throttling,
-    worst_memory,
-)
+from trials.reports import Findings, GraphReport, OperatorCast, PatternEffect, merge_scripts
 from trials.secrets import redact
 
 # ---- Whether what the ranks of a gang report can be true

@@ -13,8 +13,8 @@ from cluster.gang.blame import RankSight
 from cluster.hardware.topology import DeviceHandle, Node
 from trials.accelerator.kinds import DeviceKind
 from trials.files import to_json
+from trials.health import Disturbance
 from trials.outcome import Phase, RankReport
-from trials.reports import Disturbance
 
 SCRIPT_RUNNERS = "trials.script."
 """How the names of runners begin whose work is a program of the user's own."""

@@ -21,8 +21,8 @@ from cluster.hardware.topology import DeviceHandle, read_or_empty
 from cluster.processes import descendants
 from trials.accelerator.kinds import DeviceKind
 from trials.files import to_json, write_atomically
+from trials.health import LOAD_SUFFIX, Disturbance, Usage, UsageKind, reasons_in
 from trials.outcome import Phase
-from trials.reports import LOAD_SUFFIX, Disturbance, Usage, UsageKind, reasons_in
 
 # ---- How busy a node's processors are, and with whose processes
 #

@@ -21,13 +21,10 @@ from orchestrator.sweep.events import (
     StepsJudged,
 )
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
+from trials.health import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, DeviceHealth, Disturbance, UsageKind
 from trials.outcome import Measurement
 from trials.reports import (
-    FOREIGN_CPU_LIMIT,
-    STOLEN_LIMIT,
     CompileCache,
-    DeviceHealth,
-    Disturbance,
     Findings,
     GraphReport,
     KernelTuningReport,
@@ -36,7 +33,6 @@ from trials.reports import (
     MemoryFormatReport,
     OperatorCast,
     PatternEffect,
-    UsageKind,
 )
 
 if TYPE_CHECKING:

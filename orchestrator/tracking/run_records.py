@@ -32,8 +32,9 @@ from orchestrator.sweep.ledger import Ledger, MeasuredProgram
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.units import rounded, watermark, watermark_line
 from trials.files import to_json
+from trials.health import UsageKind
 from trials.outcome import Measured, Measurement, Outcome, StoppedEarly
-from trials.reports import Findings, UsageKind
+from trials.reports import Findings
 from trials.secrets import redact_all
 from trials.spec import HuggingFaceModel, LinearModel, LlamaModel, Model, PythonModel, ResNetModel, ScriptModel
 

@@ -48,11 +48,10 @@ from tests.goldens import outside
 from tests.support import cli_homes, proof_story
 from tests.support.long_story import START_S, all_kinds, candidate, events, speeds
 from tests.support.story import FOUND, created, ended, evidence, failures, launched, measured, not_believed, proposed
+from trials.health import DeviceMemory, Disturbance
 from trials.outcome import Crashed, GangLost, HostOutOfMemory, Measured, StepBreakdown, StoppedEarly, TimedOut
 from trials.reports import (
     CollectiveCount,
-    DeviceMemory,
-    Disturbance,
     Findings,
     GraphReport,
     MemoryPeak,

@@ -36,8 +36,7 @@ from trials.accelerator.kinds import FAMILIES, HealthWatch, sample, without_devi
 from trials.dryrun.estimate import DryRunRequest
 from trials.failure import classify
 from trials.files import from_json, to_json
-from trials.outcome import GangLost, Measured, RankReport
-from trials.reports import (
+from trials.health import (
     THROTTLED_BY,
     DeviceHealth,
     DeviceMemory,
@@ -48,6 +47,7 @@ from trials.reports import (
     with_throttling,
     worst_memory,
 )
+from trials.outcome import GangLost, Measured, RankReport
 from trials.spec import Kernels, Layout
 from trials.training import measure
 from trials.training import measure as device_memory

@@ -41,15 +41,7 @@ from trials.profiling.traces import (
     top_operators,
     union,
 )
-from trials.reports import (
-    CollectiveCount,
-    CompileEvent,
-    MemoryPeak,
-    PeakTensor,
-    PhaseTime,
-    ProfileFile,
-    RankProfile,
-)
+from trials.reports import CollectiveCount, CompileEvent, MemoryPeak, PeakTensor, PhaseTime, ProfileFile, RankProfile
 
 WINDOW, STEPS_TRACE, MODULES_TRACE, SNAPSHOT = "window.json", "steps.json", "modules.json", "memory.pickle"
 """What the hook writes, each behind ``rankN.``; the window comes last, when the rest is there."""

@@ -37,8 +37,8 @@ from trials.accelerator.device import (
 )
 from trials.accelerator.kinds import HealthWatch
 from trials.datasets import Batch
+from trials.health import DeviceHealth, DeviceMemory, device_health
 from trials.outcome import Phase, ProgressSink, StepBreakdown
-from trials.reports import DeviceHealth, DeviceMemory, device_health
 from trials.spec import Protocol, TrialSpec
 from trials.training.loop import GangMaximum, StepResult, Trainer, in_format
 

@@ -25,6 +25,7 @@ from orchestrator.report.words import disturbed, findings_lines, findings_metric
 from orchestrator.sweep.fold import blamed_node
 from orchestrator.sweep.state import describe_failure
 from trials.failure import TREATMENTS
+from trials.health import DeviceHealth, DeviceMemory
 from trials.outcome import (
     Contradiction,
     Crashed,
@@ -40,8 +41,6 @@ from trials.outcome import (
     TimedOut,
 )
 from trials.reports import (
-    DeviceHealth,
-    DeviceMemory,
     Findings,
     GraphReport,
     LossScaleState,

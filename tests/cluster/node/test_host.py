@@ -33,8 +33,8 @@ from cluster.node.load_watch import (
 from tests.cluster.gangs import PRELOAD, living, run
 from tests.support import ROOT
 from trials.failure import classify
+from trials.health import FOREIGN_CPU_LIMIT, Disturbance, most_disturbed
 from trials.outcome import GangLost, HostOutOfMemory
-from trials.reports import FOREIGN_CPU_LIMIT, Disturbance, most_disturbed
 
 BURN = "import sys, time\nend = time.monotonic() + 3\nwhile time.monotonic() < end: pass"
 CLOCKS = """\

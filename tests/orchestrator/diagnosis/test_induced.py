@@ -28,8 +28,9 @@ from tests.orchestrator.diagnosis.diagnosed import (
 from tests.orchestrator.terminal.test_report import text
 from tests.support.story import measured
 from tests.trials.script.hooked import launch
+from trials.health import DeviceMemory
 from trials.outcome import StepBreakdown
-from trials.reports import DeviceMemory, Findings, GraphReport, ScriptFacts, ScriptReport
+from trials.reports import Findings, GraphReport, ScriptFacts, ScriptReport
 from trials.script.command import ScriptCommand, ScriptRank
 from trials.script.judge import Judge
 from trials.script.report_lines import StepBook

@@ -31,8 +31,8 @@ from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import SweepState
 from tests.support.story import created, failures, measured, not_believed, proposed
 from trials.files import from_json, to_json
+from trials.health import Disturbance
 from trials.outcome import GangLost, StoppedEarly
-from trials.reports import Disturbance
 from trials.spec import Candidate, OwnChoice
 
 PROOF = ProofSettings(confirm=ConfirmSettings(max_rounds=6), gate=GateSettings(num_steps=20))

@@ -17,7 +17,7 @@ from orchestrator.space.rules import check
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from tests.support.story import created, ended, failures, launched, measured, proposed, ruled_out
-from trials.reports import DeviceMemory
+from trials.health import DeviceMemory
 from trials.spec import Candidate, Layout, LlamaModel, Loader, Precision, Recompute, TextData, Workload
 
 MODEL = LlamaModel(

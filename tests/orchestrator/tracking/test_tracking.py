@@ -29,8 +29,8 @@ from tests.support.mlflow_store import new_store
 from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
 from tests.support.virtual_sweeps import SWEEP, home, submit
 from trials.files import from_json
+from trials.health import Disturbance, Usage
 from trials.outcome import Crashed
-from trials.reports import Disturbance, Usage
 from trials.spec import Candidate, LinearModel, OwnChoice, RandomData, ResNetModel, Workload
 
 
