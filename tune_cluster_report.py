@@ -41,7 +41,14 @@ def rank() -> str:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return str(dist.get_rank())
-    return next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), "0")
+    process = os.getpid()
+    if process not in _launched:
+        _launched[process] = next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), "0")
+    return _launched[process]
+
+
+_launched: dict[int, str] = {}
+"""Rank by process, from the variables of other launchers, which stand when a process starts."""
 
 
 def plain(value: Any, depth: int = 3) -> Any:

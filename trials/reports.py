@@ -319,14 +319,51 @@ class Redundancy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IdleGap:
+    """Time in which nothing is computed or communicated, by the operator or kernel before it and the one after it."""
+
+    after: str
+    before: str
+    num_gaps: float
+    """Per step."""
+    time_s: float
+    """Seconds per step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileEvent:
+    """Why torch.compile broke a graph, or compiled code again, at one place of the source."""
+
+    kind: Literal["graph break", "recompilation"]
+    place: str
+    """``FILE:LINE``."""
+    reason: str
+    num_times: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakTensor:
+    """Tensors of one module that are alive at the memory peak, those of equal layers together."""
+
+    module: str
+    what: str
+    """``weights``, ``gradients``, ``optimizer state``, else the operator that made them."""
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
     """When most memory is allocated within the profiled steps, on the device trained on."""
 
     peak_bytes: int
     start_bytes: int
-    """Allocated when recording began. On CPUs nobody knows: there it is 0, and the peak counts from then on."""
+    """Allocated when recording began. On CPUs it is the weights, gradients and optimizer state of a training program;
+    of our own models 0, and the peak counts from then on."""
     phase: str
     """Phase of the step in which the peak came."""
+    tensors: tuple[PeakTensor, ...] = ()
+    """The largest at the peak, the largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +392,14 @@ class RankProfile:
     counted: bool = False
     """Whether collectives were counted: if so, an empty ``collectives`` means that there are none."""
     memory: MemoryPeak | None = None
+    gaps: tuple[IdleGap, ...] = ()
+    """Where nothing is computed or communicated, the longest first."""
+    cast_share: float = 0.0
+    """Share of the operators' time that changes number formats, 0 to 1."""
+    num_waits: float = 0.0
+    """Times per step that the host waits for the device, or on CPUs reads a tensor's value."""
+    compilations: tuple[CompileEvent, ...] = ()
+    """Graph breaks and recompilations since the program began."""
     folder: str = ""
     """Absolute path on the rank's node; empty where no files were written."""
     files: tuple[ProfileFile, ...] = ()
@@ -536,94 +581,55 @@ class ScriptSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptFacts:
-    """What was seen inside the program, by which a knob shows that it acts; None: not seen."""
+    """What was seen inside the program, as docs/report-api.md has it; it shows whether knobs act. None: not seen."""
 
     world_size: int | None = None
     micro_batch_size: int | None = None
-    """Samples of a forward pass on this rank."""
     forwards_per_step: float | None = None
-    """Forward passes of an optimiser step on this rank."""
     dtype: str | None = None
-    """Number format of the first linear layer's output."""
     parameter_bytes_local: int | None = None
-    """Bytes of parameters that this rank holds."""
     parameter_bytes_global: int | None = None
-    """Bytes of all parameters of the model, each counted once."""
     layer_calls_per_forward: float | None = None
-    """How often a layer runs per forward pass: more than once where it is recomputed."""
     flops_per_step: float | None = None
-    """FLOPs of an optimiser step over all ranks, recomputation left out."""
     parameters: int | None = None
-    """Number of the model's parameters."""
     layers: int | None = None
-    """Repeated layers, as far as they ran."""
     hidden_size: int | None = None
-    """Width of the token embedding."""
     vocab_size: int | None = None
-    """Rows of the largest token embedding."""
     heads: int | None = None
-    """Attention heads of a layer, by the module's own attribute."""
     seq_length: int | None = None
-    """Tokens of a sample, where the input is token ids."""
     device_name: str | None = None
-    """What the accelerator calls itself."""
     image_size: int | None = None
-    """Height of an image, where the input is images."""
     batch_norms: int | None = None
-    """Layers whose statistics depend on the samples of a micro-batch."""
     operators: int | None = None
-    """Operators of a step that PyTorch dispatched."""
     launch_s: float | None = None
-    """Seconds of the host's processor time for an operator on one element."""
     cpu_s: float | None = None
-    """Seconds of a step in which the thread that trains had the processor."""
     ahead_s: float | None = None
-    """Seconds by which the host was ahead of the device at a step's end; about 0: the device waits for the host."""
     host_syncs: int | None = None
-    """Values of a step that the host read from a device's memory, or from a tensor on the CPU: ``.item()``."""
     sync_site: str | None = None
-    """File and line of the program that read most of them."""
     casts: int | None = None
-    """Copies of a step that change the number format only."""
     cast_bytes: int | None = None
-    """Bytes that these wrote."""
     pageable_copies: int | None = None
-    """Copies of a step from host memory that is not pinned to a device."""
     pageable_bytes: int | None = None
     mask_bytes: int | None = None
-    """Bytes of the largest attention mask of a step that grows with the square of the sequence."""
     unaligned_products: int | None = None
-    """Matrix products of a step in 16 bits with a size that is no multiple of 8."""
     nchw_convolutions: int | None = None
-    """Convolutions of a step in 16 bits whose input lies channels first."""
     collectives: float | None = None
-    """Calls of collectives in a step, gradient buckets included."""
     collective_bytes: float | None = None
-    """Bytes that this rank gave them."""
     buckets: int | None = None
-    """Buckets in which DistributedDataParallel reduces gradients."""
     bucket_bytes: int | None = None
-    """Bytes of all of them."""
     bucket_exposed_s: float | None = None
-    """Seconds from the end of the backward pass's computation to the end of their reduction."""
     graphs: int | None = None
-    """Graphs that torch.compile made."""
     recompilations: int | None = None
     recompile_reason: str | None = None
     compiling_s: float | None = None
-    """Seconds of a measured step in which graphs were compiled."""
     graph_breaks: int | None = None
     break_reason: str | None = None
     backwards_per_step: int | None = None
-    """Backward passes of an optimiser step on this rank."""
     num_optimizers: int | None = None
     """Optimisers that stepped: with several, a step of one is not a step of the program."""
     num_workers: int | None = None
-    """Processes of the loader that feeds the training."""
     loader_batch_size: int | None = None
-    """Samples of a batch of that loader."""
     is_compiled: bool | None = None
-    """Whether any part of the model is compiled."""
     wrapper: str | None = None
     """Class that wraps the model, such as ``DistributedDataParallel``."""
 
@@ -700,6 +706,8 @@ class ScriptReport:
     """The same for samples."""
     num_steps_seen: int = 0
     """Optimiser steps that it told of, those beyond the required ones included."""
+    longest_sample: int = 0
+    """Tokens of the longest samples that the program's loaders gave; 0: not known."""
     exit_code: int | None = None
     """How the command ended, negative for a signal; None where it was still running and was ended."""
     extras: tuple[tuple[str, ...], ...] = ()
@@ -739,6 +747,7 @@ def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
         samples_per_step=next((r.samples_per_step for r in ranks if r.samples_per_step is not None), None),
         num_steps_seen=max(rank.num_steps_seen for rank in ranks),
         exit_code=speaking.exit_code,
+        longest_sample=max(rank.longest_sample for rank in ranks),
         extras=speaking.extras,
         knobs=next((rank.knobs for rank in ranks if rank.knobs), ()),
         fingerprint=next((rank.fingerprint for rank in ranks if rank.fingerprint), None),

@@ -42,7 +42,8 @@ from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group
 from trials.precision import check_device, check_float8
-from trials.profiling.profiler import Profiler, check_profile, folder_of_environment, long_enough
+from trials.profiling.profiler import Profiler, folder_of_environment
+from trials.profiling.traces import check_profile, long_enough
 from trials.reports import FOLDER_VARIABLE, Findings, LoaderTuningReport
 from trials.sizes import coordinates, data_parallel_rank
 from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload

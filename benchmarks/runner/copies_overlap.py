@@ -1,7 +1,7 @@
 """How much of tensor-parallel communication computation hides, with the micro-batch whole and in two copies.
 
 A gang of gloo ranks trains a model under the local tensor-parallel engine; torch's profiler records its steps, and
-:mod:`trials.profiling.profiler` tells the time with a collective in flight from the time with an operator at work.
+:mod:`trials.profiling.traces` tells the time with a collective in flight from the time with an operator at work.
 
     python -m benchmarks.runner.copies_overlap --json
 """
@@ -79,7 +79,7 @@ def _profile_rank(pipe: Connection, layout: Layout, num_steps: int, folder: str)
 
 
 def _step_times(trace: Path) -> list[dict[str, Any]]:
-    from trials.profiling.profiler import lasting, load_trace, step_times
+    from trials.profiling.traces import lasting, load_trace, step_times
 
     return [{**asdict(times), "overlap": times.overlap} for times in step_times(lasting(load_trace(trace)))]
 

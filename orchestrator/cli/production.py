@@ -348,6 +348,14 @@ COMMAND = "command"
 @click.option(
     "--allow-lossy", is_flag=True, help="Export even if the framework cannot express everything; warnings list what."
 )
+@click.option(
+    "--as",
+    "form",
+    type=click.Choice(["hook", "diff"]),
+    default="hook",
+    show_default=True,
+    help="Knobs without a flag: set by the hook, shipped beside the command, or as lines to write into the program.",
+)
 @home_option
 @click.option("--tracking-uri", help="MLflow store to look in, if it is not the one in --home.")
 @json_option
@@ -357,6 +365,7 @@ def export(
     lists: bool,
     out: Path | None,
     allow_lossy: bool,
+    form: str,
     home: Path,
     tracking_uri: str | None,
     as_json: bool,
@@ -374,6 +383,7 @@ def export(
       tune-cluster export llama-quickstart@production --format deepspeed --out train
       tune-cluster export quickstart:winner --format accelerate
       tune-cluster export my-script@production --out train
+      tune-cluster export my-script@production --as diff
     """
     from orchestrator.frameworks import catalog
 
@@ -389,7 +399,7 @@ def export(
     from orchestrator.sweep.snapshot import Home
 
     described = references.describe(reference, Home(home), tracking_uri)
-    made = _with_variables(_made(described, name, allow_lossy=allow_lossy), described)
+    made = _with_variables(_made(described, name, allow_lossy=allow_lossy, as_lines=form == "diff"), described)
     written = [] if out is None else _write(made, out)
     if as_json:
         print_result(
@@ -409,7 +419,7 @@ def export(
     echo(f"how it was proven: {described.verdict}{doubt}", err=True)
 
 
-def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool) -> Export:
+def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool, as_lines: bool) -> Export:
     """The export in that format; a training program of the user's own is exported as its own command by default."""
     from orchestrator.errors import ConfigError
     from orchestrator.frameworks import catalog
@@ -426,7 +436,7 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool)
         raise click.UsageError("missing --format; --formats lists the formats")
     if script is None or name not in (None, COMMAND):
         return catalog.export(str(name), described.candidate, described.workload, allow_lossy=allow_lossy)
-    made = artifact(script, described.candidate, described.label)
+    made = artifact(script, described.candidate, described.label, seen=described.seen, as_lines=as_lines)
     notes = tuple(Note(knob=script.training.name, message=note, severity="warning") for note in made.notes)
     return Export(format=COMMAND, files=made.files, command=f"sh {START}", notes=notes)
 

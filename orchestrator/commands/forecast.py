@@ -43,7 +43,7 @@ from orchestrator.space.notation import describe, short_name
 from orchestrator.sweep.snapshot import Home
 from trials.accelerator.kinds import DeviceKind
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, Mode, RunFailure, context_bytes
-from trials.files import to_json
+from trials.files import fields_json, to_json
 from trials.reports import Link
 from trials.spec import Candidate, OwnModel, Workload
 
@@ -169,9 +169,7 @@ class DryRunVerdict:
             "trial": self.name,
             **describe(self.candidate),
             "world_size": self.candidate.layout.world_size,
-            "limit_bytes": self.limit_bytes,
-            "fragmentation": self.fragmentation,
-            "context_bytes": self.context_bytes,
+            **fields_json(self, "limit_bytes", "fragmentation", "context_bytes"),
             "counts": "tensors" if self.on_cpu else "device memory",
             "fits": self.fits,
         }
@@ -381,8 +379,7 @@ class Probed:
         """The documented JSON form of ``probe --json``."""
         profile = self.profile
         return {
-            "hardware": profile.hardware,
-            "measured_at_s": profile.measured_at_s,
+            **fields_json(profile, "hardware", "measured_at_s"),
             "profile": str(self.file),
             "nodes": [{**_node_json(node), "excluded": node.node in self.excluded} for node in profile.nodes],
             "networks": [
@@ -390,8 +387,7 @@ class Probed:
                 for network in profile.networks
             ],
             "slow": [
-                {"node": s.node, "figure": s.figure, "per_s": s.per_s, "usual_per_s": s.usual_per_s, "ratio": s.ratio}
-                for s in profile.slow_figures
+                fields_json(one, "node", "figure", "per_s", "usual_per_s", "ratio") for one in profile.slow_figures
             ],
         }
 
@@ -422,8 +418,7 @@ def probe_file(file: Path, home: Home, progress: probing_Progress) -> Probed:
 
 def _node_json(node: NodeRates) -> dict[str, Any]:
     return {
-        "node": node.node,
-        "num_devices": node.num_devices,
+        **fields_json(node, "node", "num_devices"),
         "matmul_flops_per_s": {name: rate.per_s for name, rate in node.matmul_flops_per_s.items()},
         "copy_bytes_per_s": {name: rate.per_s for name, rate in node.copy_bytes_per_s.items()},
         "all_reduce": _link_json(node.all_reduce, bus=True),
@@ -436,8 +431,7 @@ def _link_json(link: Link | None, *, bus: bool) -> dict[str, Any] | None:
     if link is None:
         return None
     return {
-        "world_size": link.world_size,
-        "latency_s": link.latency_s,
+        **fields_json(link, "world_size", "latency_s"),
         "bytes_per_s": link.bus_bytes_per_s if bus else link.bytes_per_s,
         "times_s": {str(point.num_bytes): point.time_s for point in link.times},
     }

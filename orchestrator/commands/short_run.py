@@ -24,6 +24,7 @@ from orchestrator.planning.dry_runs import cluster_request, known_topology
 from orchestrator.planning.planner import make_plan
 from orchestrator.proof.confirmation import MIN_SOAK_S
 from orchestrator.search.search import Search
+from orchestrator.space.inside import knobs_set
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.sweep.events import Budget, Hardware, SweepCreated
 from orchestrator.sweep.ledger import Ledger
@@ -125,6 +126,8 @@ class Checked:
     """How long the sweep would take; None where no step was measured."""
     global_batch_size: int = 0
     """Samples of an optimiser step in the sweep file."""
+    seq_length: int = 1
+    """Tokens of a sample in the sweep file; 1: they are not counted."""
     data_parallel: int = 1
     """Ranks that the batch is divided among."""
 
@@ -143,7 +146,7 @@ class Checked:
     @property
     def contradiction(self) -> str:
         """What the program showed that contradicts the sweep file or its recipe; empty if nothing does."""
-        return self.other_batch or self.unknown_release
+        return self.other_batch or self.longer_samples or self.unknown_release
 
     @property
     def seen_batch(self) -> int | None:
@@ -166,6 +169,15 @@ class Checked:
             f"samples ({facts.micro_batch_size} per micro-batch, {facts.micro_batches} micro-batches, "
             f"{self.data_parallel} data-parallel ranks)"
         )
+
+    @property
+    def longer_samples(self) -> str:
+        """That samples have more tokens than ``workload.seq_length``; empty if they do not. Shorter ones may be those
+        of this batch only, and one more is the label of the last token."""
+        seen = self.seen.facts.seq_length
+        if seen is None or self.seq_length <= 1 or seen <= self.seq_length + 1:
+            return ""
+        return f"seq_length is {self.seq_length}, but samples of the program have {seen} tokens"
 
     @property
     def unknown_release(self) -> str:
@@ -213,6 +225,8 @@ class Checked:
             return next((words for sign, words in _REMEDIES.items() if sign in self.evidence.message), None)
         if self.measurement is not None and self.other_batch:
             return f"Write workload.global_batch_size: {self.seen_batch}, or correct the baseline's micro_batch_size."
+        if self.longer_samples:
+            return f"Write workload.seq_length: {self.seen.facts.seq_length}."
         if not self.command or self.command[0] not in PYTHONS or self.evidence is None:
             return None
         if "No module named" not in self.evidence.message:
@@ -296,6 +310,7 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell
         training=None if spec.script is None else spec.script.training,
         expected=expected,
         global_batch_size=spec.to_workload().global_batch_size,
+        seq_length=spec.to_workload().seq_length,
         data_parallel=candidate.layout.dp,
     )
 
@@ -326,12 +341,14 @@ def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int
         ConfigError: as :func:`orchestrator.planning.planner.make_plan`.
     """
     plan = make_plan(spec, topology)
+    today = {} if spec.script is None else spec.script.inside
     devices = topology.nodes[0].num_devices if topology is not None else 8
 
     def needs(candidate: Candidate) -> tuple[Any, ...]:
         layout = candidate.layout
         return (
             layout.world_size > devices,
+            len(knobs_set(candidate, today)),  # what is set within a program, it may not be able to take
             candidate.kernels.compile != "off",
             candidate.micro_batch_size,
             layout.zero_stage == 0,

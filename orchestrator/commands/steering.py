@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from orchestrator import units
+from orchestrator.config.sweep import SweepSpec
 from orchestrator.console import SafeConsole
 from orchestrator.controller.step import apply_requests
 from orchestrator.errors import ConfigError
@@ -31,7 +32,6 @@ from orchestrator.text import one_line, plain
 from orchestrator.tracking.mlflow_tracker import Tracker
 from orchestrator.units import trial_id
 from trials.files import fields_json
-from trials.spec import ScriptModel
 
 # Asks something of a sweep from outside its controller: pause, drain, cancel, retry, confirm, profile.
 
@@ -114,7 +114,8 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
         ConfigError: there is no such sweep or trial, it was not measured, or the sweep failed or was cancelled.
     """
     with home.open(name, read_only=False) as ledger:
-        state = read_snapshot(ledger).state
+        seen = read_snapshot(ledger)
+        state = seen.state
         if state.status in ("cancelled", "failed"):
             raise ConfigError(
                 f"the sweep {name!r} is {state.status}: {state.finish_reason}", remedy="Submit another one."
@@ -123,10 +124,11 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
         if chosen_trial is not None and chosen_trial.check is not None:
             of = trial_id(chosen_trial.check.of)
             raise ConfigError(f"{trial} of {name!r} is a check of {of}", remedy=f"Name {of} itself.")
-        if what == "profile" and isinstance(state.sweep.workload.model, ScriptModel):
+        script = SweepSpec.from_json(seen.spec).script if what == "profile" and seen.spec else None
+        if script is not None and not script.hook:
             raise ConfigError(
-                f"{name!r} tunes a training program of your own, which our profiler does not know",
-                remedy="Profile it by its framework's own means.",
+                f"the hook records a training program, and metrics.hook is off in {name!r}",
+                remedy="Submit a sweep with the hook on.",
             )
         if chosen_trial is None or chosen_trial.measurement is None:
             raise ConfigError(f"{trial or 'the best trial'} of {name!r} was not measured", remedy="Name another trial.")

@@ -79,7 +79,7 @@ def _kind(properties: dict[str, Any]) -> str:
 def _sections(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Sections below ``node`` with their dotted paths, knobs' own mappings described once, under ``baseline``."""
     for key, value in node["properties"].items():
-        if prefix == "space.":  # its knobs are those of the baseline
+        if prefix.startswith("space.") and prefix + key != "space.inside":  # knobs are those of the baseline
             continue
         names = [name for name in definitions if f'/{name}"' in json.dumps(_without_lists(value))]
         for name in names:

@@ -30,6 +30,7 @@ from cluster.gang.environment import owner_of
 from cluster.hardware.topology import DeviceChoice, catalogue
 from orchestrator.mlflow_urls import URI_PATTERN
 from orchestrator.space.file_types import OneOrMany, Section, ShortForms, Word, fault, off_is_false, show
+from orchestrator.space.inside import InsideSection
 from orchestrator.space.knobs import (
     KNOB_NAMES,
     KNOBS,
@@ -245,6 +246,10 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
         description="Knobs of your own training program: `--flag`, `file:dotted.key`, `$NAME`, or a placeholder of its "
         "command, each with a value, a list, or a mapping of values, flag, memory and when.",
     )
+    inside: InsideSection | None = Field(
+        default=None,
+        description="Knobs that your own training program has no option for, set within it by our hook.",
+    )
     forbid: Patterns = Field(default=(), description="Candidates matching any of these patterns are left out.")
     require: Patterns = Field(default=(), description="Candidates must match all of these patterns.")
     balance: bool = Field(
@@ -255,7 +260,7 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
 
     def choices(self, baseline: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         """Values of every knob; those left out take the one of ``baseline``."""
-        given = {name: getattr(self, name) for name in KNOB_NAMES}
+        given = {name: getattr(self, name) for name in KNOB_NAMES} | self.set_inside.choices()
         return {name: (baseline[name],) if values is None else values for name, values in given.items()}
 
     @model_validator(mode="after")
@@ -266,6 +271,11 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
     def own_knobs(self) -> tuple[OwnKnob, ...]:
         """The user's own knobs, each after those that its conditions name."""
         return own_knobs(self.own or {})
+
+    @property
+    def set_inside(self) -> InsideSection:
+        """What is set within the program; nothing where the file has no such section."""
+        return self.inside or InsideSection()
 
 
 # Sections ``cluster``, ``search``, ``measure``, ``budget``, ``deadlines`` and ``tracking``
@@ -483,7 +493,7 @@ class MeasureSection(Section):
         return self
 
     def to_protocol(self) -> Protocol:
-        return Protocol(**self.model_dump())
+        return self.to(Protocol)
 
 
 class BudgetSection(Section):
@@ -518,7 +528,7 @@ class DeadlinesSection(Section):
     )
 
     def to_deadlines(self) -> Deadlines:
-        return Deadlines(**self.model_dump(exclude={"placing_s"}))
+        return self.to(Deadlines)
 
 
 class TrackingSection(Section):
@@ -581,9 +591,7 @@ class PromotedSection(Section):
         return self
 
     def to_settings(self) -> PromotedRounds:
-        return PromotedRounds(
-            own=tuple(self.own), baseline=tuple(self.baseline), tolerance=self.tolerance, hardware=self.hardware
-        )
+        return self.to(PromotedRounds)
 
 
 class ConfirmSection(Switchable):
@@ -626,12 +634,9 @@ class ConfirmSection(Switchable):
         return self
 
     def to_settings(self) -> ConfirmSettings:
-        return ConfirmSettings(
+        return self.to(
+            ConfirmSettings,
             num_finalists=self.finalists,
-            min_rounds=self.min_rounds,
-            max_rounds=self.max_rounds,
-            budget_share=self.budget_share,
-            always=self.always,
             soak_s=_SOAKS[self.soak] if isinstance(self.soak, str) else self.soak,
             promoted=self.promoted.to_settings() if self.promoted else None,
         )
@@ -671,13 +676,7 @@ class GateSection(Switchable):
         return self
 
     def to_settings(self) -> GateSettings:
-        return GateSettings(
-            num_steps=self.num_steps,
-            loss_tolerance=self.loss_tolerance,
-            grad_norm_tolerance=self.grad_norm_tolerance,
-            command=tuple(self.command),
-            command_timeout_s=self.command_timeout_s,
-        )
+        return self.to(GateSettings)
 
 
 def _off(section: Switchable) -> Any:
@@ -706,8 +705,10 @@ Rank = Annotated[int, Field(ge=0, lt=2**20)]
 Ranks = Annotated[list[Rank], Word("stages", []), PlainSerializer(lambda ranks: ranks or "stages")]
 
 
-class ProfileSection(Section):
+class ProfileSection(Switchable):
     """Trials run once more, at the end, under torch's profiler."""
+
+    _is_auto: bool = PrivateAttr(default=False)
 
     trials: list[Literal["winner", "baseline"]] = Field(
         default=["winner"],
@@ -753,15 +754,37 @@ class ProfileSection(Section):
                 raise fault(key, "the same one is listed twice", "Leave one out.")
         return self
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether baseline and winner are profiled unasked, where that costs little of what the sweep has cost."""
+        return self._is_auto
+
     def to_spec(self) -> ProfileSpec:
-        return ProfileSpec(
-            start_step=self.start_step,
-            stop_step=self.stop_step,
-            ranks=tuple(self.ranks),
-            memory=self.memory,
-            stack=self.stack,
-            communication=self.communication,
-        )
+        return self.to(ProfileSpec)
+
+
+def _auto_profile() -> ProfileSection:
+    section = ProfileSection(trials=["baseline", "winner"])
+    section._is_auto = True
+    return section
+
+
+def _profile_json(value: ProfileSection) -> Any:
+    if not value.is_on:
+        return "off"
+    return "auto" if value.is_auto else value.model_dump(mode="json", by_alias=True)
+
+
+AUTO_PROFILE = _auto_profile()
+_NO_PROFILE = ProfileSection()
+_NO_PROFILE._is_on = False
+ProfileValue = Annotated[
+    ProfileSection,
+    ShortForms({}, others=("auto", "off")),
+    Word("off", _NO_PROFILE),
+    Word("auto", AUTO_PROFILE),
+    PlainSerializer(_profile_json),
+]
 
 
 # Section ``notify``: who is told when something happens to the sweep

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, Val
 from cluster.base import Deadlines
 from cluster.hardware.topology import Topology
 from orchestrator.config.settings import (
+    AUTO_PROFILE,
     BaselineSection,
     BudgetSection,
     ClusterSection,
@@ -23,7 +24,7 @@ from orchestrator.config.settings import (
     Identifier,
     MeasureSection,
     NotifySection,
-    ProfileSection,
+    ProfileValue,
     SearchSection,
     SpaceSection,
     TrackingSection,
@@ -99,8 +100,10 @@ class SweepSpec(Section):
     gate: GateValue = Field(
         default=GateSection(), description="Whether the winner trains the same model; off: nobody looks."
     )
-    profile: ProfileSection | None = Field(
-        default=None, description="Trials to run once more with the profiler on; null: none."
+    profile: ProfileValue = Field(
+        default=AUTO_PROFILE,
+        description="Trials to run once more with the profiler on; auto: baseline and winner, if the sweep took ten "
+        "minutes or more; off: none.",
     )
     deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="How long a trial may take.")
     runner: Annotated[str, AfterValidator(check_runner)] = Field(
@@ -146,6 +149,9 @@ class SweepSpec(Section):
         if not isinstance(self.workload, ScriptSection):
             if own := next((name for name in ("space", "baseline") if getattr(self, name).own), None):
                 raise fault(f"{own}.own", "is for a training program of your own", "Remove it.")
+            if self.space.inside is not None:
+                message = "is for a training program of your own; our runner has every knob itself"
+                raise fault("space.inside", message, "Write these knobs under space.")
             return self
         refuse_for_scripts(self)
         num_devices = self.cluster.devices_per_node
@@ -242,14 +248,7 @@ class SweepSpec(Section):
 
     def to_budget(self) -> Budget:
         """When the sweep ends."""
-        return Budget(
-            max_trials=self.budget.max_trials,
-            device_hours=self.budget.device_hours,
-            wall_time_s=self.budget.wall_time_s,
-            consecutive_failures=self.budget.consecutive_failures,
-            strikes_per_node=self.budget.strikes_per_node,
-            patience=self.search.patience,
-        )
+        return self.budget.to(Budget, patience=self.search.patience)
 
     def to_protocol(self) -> Protocol:
         return self.measure.to_protocol()

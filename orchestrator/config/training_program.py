@@ -53,7 +53,8 @@ from orchestrator.program.user_program import (
     values_of,
 )
 from orchestrator.space.file_types import Section, fault, show
-from orchestrator.space.knobs import KNOB_NAMES, OwnKnob, OwnScalar, in_order
+from orchestrator.space.inside import BUILT_IN
+from orchestrator.space.knobs import INSIDE, KNOB_NAMES, KNOBS, OwnKnob, OwnScalar, in_order
 from orchestrator.space.space import Rest, build_candidate
 from trials.files import open_regular
 from trials.script.command import LogFormat, is_seen_anyway
@@ -154,8 +155,8 @@ def refuse_for_scripts(spec: Any) -> None:
         raise fault("cluster.kind", "a simulated cluster cannot run a program", "Use local or ray.")
     if spec.runner != type(spec).model_fields["runner"].default:
         raise fault("runner", "a training program of your own has no other runner", "Leave it out.")
-    if spec.profile is not None:
-        raise fault("profile", "the profiler knows models of our runner only", "Leave it out.")
+    if spec.profile.is_on and not spec.profile.is_auto and not spec.workload.metrics.hook:
+        raise fault("profile", "the hook records a training program, and metrics.hook is off", "Switch the hook on.")
     if spec.space.balance:
         raise fault("space.balance", "the balancer knows models of our runner only", "Leave it out.")
 
@@ -345,12 +346,17 @@ def resolve_script(
     run = workload.to_run()
     own = _own_knobs(space, baseline)
     given = {name: getattr(baseline, name) for name in KNOB_NAMES if name in baseline.model_fields_set}
+    _check_inside(workload, space, run)
     _check_placeholders(workload, run, own)
     _check_told(workload, space, run, given)
-    _check_own(workload, run, own, baseline)
+    set_inside = {knob.name for knob in space.set_inside.own_knobs()}
+    _check_own(workload, run, tuple(knob for knob in own if knob.name not in set_inside), baseline)
     reading = workload.to_training().read(run)
     model = _model(workload, reading)
+    inside = space.set_inside.choices()
+    _check_no_setting(workload, reading, inside)
     said_values = values_of(reading, num_layers=model.num_layers, num_devices=num_devices)
+    said_values |= {name: given[name] for name in inside if name in given}  # nothing in the command says it
     values = {**said_values, **given}
     choices = _choices(space, values, given, num_devices)
     _check_devices(reading, given, num_devices)
@@ -368,7 +374,8 @@ def resolve_script(
         hook=workload.metrics.hook,
         env_pass=tuple(workload.env_pass),
         own=own,
-        named=_named(space, run, given),
+        inside={knob.name: knob.read(trial_0) for knob in KNOBS if knob.name in inside},
+        named=_named(space, run, {name: value for name, value in given.items() if name not in inside}),
         unchanged=None if _has_knobs(run, own) else as_said,
         seed=workload.seed,
         device=device,
@@ -397,7 +404,7 @@ def _own_knobs(space: SpaceSection, baseline: BaselineSection) -> tuple[OwnKnob,
         for name, value in (baseline.own or {}).items()
         if name not in (space.own or {})
     ]
-    return in_order((*space.own_knobs(), *fixed))
+    return in_order((*space.own_knobs(), *space.set_inside.own_knobs(), *fixed))
 
 
 def _own_value(knob: OwnKnob, baseline: BaselineSection, run: Run) -> OwnScalar | None:
@@ -433,11 +440,35 @@ def _check_told(workload: ScriptSection, space: SpaceSection, run: Run, given: M
         for name in KNOB_NAMES:
             if getattr(space, name) is not None and name not in told | LAYOUT_WITHOUT_PLACEHOLDER:
                 message = "the command is not told of it, so it would change nothing"
-                raise fault(f"space.{name}", message, f"Put {{{name}}} into workload.run.")
+                or_inside = f", or write it under space.{INSIDE}" if name in BUILT_IN else ""
+                raise fault(f"space.{name}", message, f"Put {{{name}}} into workload.run{or_inside}.")
     for name in sorted(told - LAYOUT_WITHOUT_PLACEHOLDER):
         if name not in given:
             message = f"the command has {{{name}}}, so nobody knows what it runs with today"
             raise fault(f"baseline.{name}", message, f"Add baseline: {{{name}: VALUE}} with today's value.")
+
+
+def _check_inside(workload: ScriptSection, space: SpaceSection, run: Run) -> None:
+    """Refuse knobs within the program that nothing would set, and those that the command sets as well."""
+    if space.inside is None:
+        return
+    if not workload.metrics.hook:
+        message = "the hook sets these knobs, and workload.metrics.hook is false"
+        raise fault(f"space.{INSIDE}", message, "Remove that key.")
+    if INSIDE in run.files:
+        raise fault(f"workload.files.{INSIDE}", "the file of the knobs has that name", "Give this one another name.")
+    for name in space.inside.choices():
+        if getattr(space, name) is not None or name in _told(run):
+            where = f"space.{name}" if getattr(space, name) is not None else f"the command, as {{{name}}}"
+            raise fault(f"space.{INSIDE}.{name}", f"it is in {where} as well", "Keep one of the two.")
+
+
+def _check_no_setting(workload: ScriptSection, reading: Reading, inside: Mapping[str, Any]) -> None:
+    """Refuse knobs within the program for which its framework has a setting."""
+    for name in inside:
+        if not paths_of(name).isdisjoint(reading.values):
+            message = f"{workload.to_training().title} has a setting for it, which the command changes"
+            raise fault(f"space.{INSIDE}.{name}", message, f"Write space.{name}.")
 
 
 def _check_own(workload: ScriptSection, run: Run, own: tuple[OwnKnob, ...], baseline: BaselineSection) -> None:

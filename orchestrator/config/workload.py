@@ -78,7 +78,7 @@ class CountedSection(Section):
     )
 
     def to_facts(self) -> ModuleFacts:
-        return ModuleFacts(**self.model_dump(exclude={"shape"}))
+        return self.to(ModuleFacts)
 
     def to_shape(self) -> LlamaModel | None:
         if self.shape is None:
@@ -233,7 +233,7 @@ class LlamaSection(Section):
         return self
 
     def to_model(self) -> LlamaModel:
-        return LlamaModel(**self.model_dump(exclude={"kind"}))
+        return self.to(LlamaModel)
 
 
 class ResNetSection(Section):
@@ -248,7 +248,7 @@ class ResNetSection(Section):
     width: Size = Field(default=ResNetModel().width, description="Channels of the first stage.")
 
     def to_model(self) -> ResNetModel:
-        return ResNetModel(**self.model_dump(exclude={"kind"}))
+        return self.to(ResNetModel)
 
 
 class LinearSection(Section):
@@ -259,7 +259,7 @@ class LinearSection(Section):
     size: Size = Field(default=LinearModel().size, description="Inputs and outputs of every layer.")
 
     def to_model(self) -> LinearModel:
-        return LinearModel(**self.model_dump(exclude={"kind"}))
+        return self.to(LinearModel)
 
 
 class TextSection(Section):

@@ -35,6 +35,7 @@ from orchestrator.planning.dry_runs import (
     known_topology,
     load_estimates,
     load_profile,
+    memory_limit_bytes,
 )
 from orchestrator.planning.planner import Plan, check_plan, make_plan, plan_document
 from orchestrator.planning.predictions import PriorKnowledge, relative_search_predictor, search_predictor
@@ -55,7 +56,7 @@ from orchestrator.tracking.mlflow_store import earlier_trials
 from orchestrator.tracking.mlflow_tracker import Tracker
 from trials.files import digest, is_disk_full
 from trials.secrets import redact
-from trials.spec import ProfileSpec, ScriptModel
+from trials.spec import ScriptModel
 
 # What a sweep rests on, settled when it is created and kept when it is resumed: plan, prior knowledge, search.
 
@@ -231,10 +232,26 @@ def _created(
         num_earlier_trials=len(known.earlier),
         num_earlier_sweeps=num_sweeps(known.earlier),
         proof=spec.proof,
-        profiled=() if spec.profile is None else tuple(str(name) for name in spec.profile.trials),
-        profile=ProfileSpec() if spec.profile is None else spec.profile.to_spec(),
+        profiled=_profiled(spec),
+        profile=spec.profile.to_spec(),
+        rank_memory_bytes=_rank_memory_bytes(spec, topology),
+        is_profile_auto=spec.profile.is_auto,
         objective=spec.to_objective(topology),
     )
+
+
+def _rank_memory_bytes(spec: SweepSpec, topology: Topology) -> int | None:
+    """Memory of a rank: as the file says, else of its device, on CPUs its share of the host's."""
+    if (limit := memory_limit_bytes(spec, topology)) is not None:
+        return limit
+    return min((n.host_memory_bytes // n.num_devices for n in topology.nodes if n.host_memory_bytes), default=None)
+
+
+def _profiled(spec: SweepSpec) -> tuple[str, ...]:
+    """The trials to be profiled at the end, by name; nothing of a cluster that does not exist."""
+    is_possible = spec.cluster.kind != "simulated" and (spec.script is None or spec.script.hook)
+    is_wanted = spec.profile.is_on and (is_possible or not spec.profile.is_auto)
+    return tuple(map(str, spec.profile.trials)) if is_wanted else ()
 
 
 def _fingerprint(spec: SweepSpec, topology: Topology) -> dict[str, str]:
@@ -420,9 +437,8 @@ def _attempts(ledger: Ledger) -> Path:
 
 
 def _profile_copies(spec: SweepSpec, ledger: Ledger) -> list[ProfileCopies]:
-    if spec.profile is None or spec.profile.output is None:
-        return []
-    return [ProfileCopies(Path(spec.profile.output), ledger.folder)]
+    output = spec.profile.output if spec.profile.is_on else None
+    return [ProfileCopies(Path(output), ledger.folder)] if output is not None else []
 
 
 def _projections(spec: SweepSpec, ledger: Ledger, home: Home) -> list[Projection]:

@@ -363,6 +363,7 @@ class _GangBuilder:
             memory_limit_bytes=self.spec.cluster.device_memory_bytes,
             env_pass=tuple(self.spec.cluster.env),
             fewest_steps=self.spec.to_protocol().max_steps if isinstance(trial.check, SoakRun) else None,
+            profile=trial.check.profile if isinstance(trial.check, ProfileRun) else None,
         )
 
     def _trial_spec(self, trial: Trial) -> TrialSpec:

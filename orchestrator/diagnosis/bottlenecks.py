@@ -128,7 +128,10 @@ def split(trial: Trial, terms_s: Mapping[str, float], unmodelled: str, profile: 
     found = trial.measurement
     assert found is not None, "only measured trials have a step time"
     clock, modelled = _Clock.of(found), _by_part(terms_s)
-    if clock is None:
+    is_apart = clock is not None and clock.forward_s > 0
+    if profile is not None and found.findings.script is not None and not is_apart:
+        parts, notes = _by_profile(found, profile)
+    elif clock is None:
         parts, notes = _modelled_parts(found, modelled, unmodelled)
     elif found.findings.script is not None and clock.forward_s <= 0:
         parts, notes = _beside_data(clock, modelled, unmodelled)
@@ -206,6 +209,23 @@ def _passes(
         ]
     note = "forward+backward as a whole is measured; how it splits is the cost model's"
     return [*again, *_shared_out(passes_s - again_s, shares, "modelled")], [note]
+
+
+def _by_profile(found: Measurement, profile: ProfileOf) -> tuple[list[Part], list[str]]:
+    """The split of a training program's step by its profile alone."""
+    rank = profile.busiest
+    phases = {phase.name: phase.time_s for phase in rank.phases}
+    optimizer_s = min(phases.get("optimizer", 0.0), rank.times.computation_s)
+    data_s = min(phases.get("data", 0.0), rank.times.free_s)
+    shares: dict[PartName, float] = {
+        "compute": rank.times.computation_s - optimizer_s,
+        "communication": rank.times.uncovered_communication_s,
+        "dispatch": rank.times.free_s - data_s,
+        "optimizer": optimizer_s,
+        "data": data_s,
+    }
+    note = f"the step is split as rank {rank.rank} spent its time in the profile {trial_id(profile.run)}"
+    return _shared_out(found.step_time_s, shares, "profiled"), [note]
 
 
 def _profiled(clock: _Clock, profile: ProfileOf, again_s: float) -> tuple[list[Part], list[str]]:
@@ -481,6 +501,10 @@ def _dispatch_evidence(case: DiagnosedCase) -> list[str]:
         rank = case.profile.busiest
         free = rank.times.free_s / rank.times.total_s
         lines.append(f"in the profile, rank {rank.rank} neither computes nor communicates {free:.0%} of the step")
+        if rank.gaps and rank.gaps[0].before:
+            gap = rank.gaps[0]
+            after = gap.after or "the begin of the step"
+            lines.append(f"the longest of it, {milliseconds(gap.time_s)} per step, between {after} and {gap.before}")
     for effect in case.effects:
         is_amp = effect.knobs == ("precision",) and "O0" in (str(effect.before[0]), str(effect.after[0]))
         if is_amp and effect.ratio < LITTLE_GAIN and not is_wide(effect):

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -153,7 +153,13 @@ def _is_same(one: Measurement, other: Measurement) -> bool:
         return False
     peaks = [max(found.peak_allocated_bytes, default=0) for found in (one, other)]
     is_same_memory = abs(peaks[0] - peaks[1]) <= SAME_MEMORY * max(peaks)
-    return scripts[0].facts == scripts[1].facts and one.losses == other.losses and is_same_memory
+    is_same_step = _untimed(scripts[0].facts) == _untimed(scripts[1].facts)
+    return is_same_step and one.losses == other.losses and is_same_memory
+
+
+def _untimed(facts: ScriptFacts) -> dict[str, Any]:
+    """The facts without those that are seconds, which differ from run to run."""
+    return {one.name: getattr(facts, one.name) for one in fields(facts) if not one.name.endswith("_s")}
 
 
 def _pairs(rows: Sequence[Observation], index: int, one: Value, other: Value) -> list[tuple[Observation, Observation]]:

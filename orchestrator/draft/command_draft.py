@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.draft.inside_draft import InsideDraft, draft_inside
 from orchestrator.draft.machine import DraftedMachine, comment, quoted, safe_name, sweep_text, value_text, words_text
 from orchestrator.draft.observed import Looked
 from orchestrator.draft.program_reading import ReadProgram, read_program
@@ -178,10 +179,18 @@ def draft_script(
         ConfigError: the batch is not known and was not given.
     """
     devices = machine.topology.num_devices
-    batch = global_batch_size or _batch(script, devices)
+    batch = _batch(script, devices, global_batch_size)
     trials = max_trials or (25 if machine.is_gpu else 12)
+    inside = InsideDraft()
+    if script.is_custom:
+        is_gpu, cores = machine.is_gpu, os.cpu_count() or 1
+        inside = draft_inside(script.source, script.program, script.looked, is_gpu=is_gpu, devices=devices, cores=cores)
     baseline = _baseline(script, devices)
+    if not isinstance(baseline, str):
+        baseline = {**baseline, **inside.present}
     space = dict(_space(script, machine, batch))
+    if inside.proposed:
+        space["inside"] = inside.proposed
     argv = script.program.argv if script.uses_placeholders else script.run.argv
     tokens = seq_length or script.reading.seq_length or script.program.seq_length
     named = name or _name(script)
@@ -196,7 +205,7 @@ def draft_script(
         workload = {**workload, "launcher": "own"}  # torchrun's variables would make it a distributed one
     return ScriptDraft(
         name=named,
-        text=sweep_text(list(_lines(named, script, machine, workload, baseline, space, trials))),
+        text=sweep_text(list(_lines(named, script, machine, workload, baseline, space, inside, trials))),
         hardware=machine.label,
         recipe=script.framework.name,
         title=script.framework.title,
@@ -241,11 +250,25 @@ def _name(script: DraftedScript) -> str:
     return safe_name(f"{path.parent.name}-{path.stem}" if path.stem.lower() in GENERIC_STEMS else path.stem)
 
 
-def _batch(script: DraftedScript, devices: int) -> int:
-    """Samples of an optimiser step in the command: micro-batch x accumulation x data-parallel ranks."""
+def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
+    """Samples of an optimiser step: those that were seen, else those that are given, else those in the command:
+    micro-batch x accumulation x data-parallel ranks.
+
+    Raises:
+        ConfigError: other ones are given than were seen, or they are not known.
+    """
     reading = script.reading
     if (seen := script.looked.facts.samples_per_step) is not None:
-        return seen * max(1, devices // _model_parallel(reading))
+        batch = seen * max(1, devices // _model_parallel(reading))
+        if given not in (None, batch):
+            raise ConfigError(
+                f"an optimiser step of the program trains {batch} samples, not {given}: {script.looked.words}",
+                key="--global-batch-size",
+                remedy=f"Write {batch}, or leave it out; --no-run takes the number as it is.",
+            )
+        return batch
+    if given is not None:
+        return given
     if reading.global_batch_size is not None:
         return reading.global_batch_size
     if (micro := script.micro_batch_size) is None:
@@ -353,6 +376,7 @@ def _lines(
     workload: Knobs,
     baseline: Knobs | str,
     space: Knobs,
+    inside: InsideDraft,
     trials: int,
 ) -> Iterator[str]:
     typed = shlex.join(script.command.words)
@@ -377,8 +401,15 @@ def _lines(
         if key == "own":
             yield "  own: # options and environment variables of your program"
             yield from (f"    {quoted(own)}: {value_text(choices)}" for own, choices in value.items())
+        elif key == "inside":
+            yield "  inside: # set within your program, which has no option for them"
+            yield from (f"    {name}: {value_text(choices)}" for name, choices in value.items())
+            yield from (f"    # {name}: {value_text(choices)}" for name, choices in inside.offered.items())
         else:
             yield f"  {key}: {value_text(value)}"
+    if inside.offered and "inside" not in space:
+        yield "  # inside: # may be set within your program, which has no option for them"
+        yield from (f"  #   {name}: {value_text(choices)}" for name, choices in inside.offered.items())
     yield f"deadlines: {{starting_s: {PATIENCE_S}, warmup_s: {PATIENCE_S}, stall_s: {PATIENCE_S}}}"
     yield f"budget: {{max_trials: {trials}}}"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.cost.usual import built_in_knob
 from orchestrator.draft.observed import PROVABLE, Filled, Looked, template, with_value
 from orchestrator.draft.static_reading import (
     ScriptOption,
@@ -26,9 +27,9 @@ _FIXED = {
 }
 _TUNABLE = (
     *_FIXED.values(),
-    *("bf16", "fp16", "gradient_checkpointing", "dataloader_num_workers", "torch_compile"),
+    *("fp16", "torch_compile"),
 )
-"""Arguments of transformers' Trainer that would be worth tuning."""
+"""Arguments of transformers' Trainer that would be worth tuning, and that are not set within the program."""
 _TRAINER_SIZES = {"micro_batch_size": 8, "accumulation": 1}
 """Defaults of transformers' ``TrainingArguments``."""
 Knobs = Mapping[str, Any]
@@ -55,6 +56,8 @@ class ReadProgram:
     seq_length: int | None = None
     own: Knobs = field(default_factory=dict)
     """Section ``space.own``."""
+    roles: frozenset[str] = frozenset()
+    """Roles for which it has an option."""
     present: Knobs = field(default_factory=dict)
     """Values that these have today, by the command or by the program's defaults, as far as known: section
     ``baseline.own``, without which the baseline would be tried again as a candidate that spells out its defaults."""
@@ -109,6 +112,7 @@ def read_program(
         own={_own_name(name, by_role): value for name, value in own.items()}
         or ({} if is_something else _usual(is_gpu, cores)),
         present={_own_name(name, by_role): value for name, value in present.items()},
+        roles=frozenset(by_role),
         remarks=tuple(_remarks(source, by_role, micro, looked, is_tuned=is_tuned, is_gpu=is_gpu)),
     )
 
@@ -277,7 +281,19 @@ def _own(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], *, is_gpu: 
             if option.negative:
                 yield option.negative[0], [False, True]
             continue
-        yield option.names[0], {"values": [False, True], "memory": memory} if memory else [False, True]
+        yield option.names[0], _described(option.names[0], role, memory)
+
+
+KNOB_OF = {"amp": "precision", "checkpointing": "recompute", "compile": "compile"}
+"""Built-in knob that a switch of this role stands for."""
+
+
+def _described(name: str, role: str, memory: str | None) -> Any:
+    """The section of a switch, with the built-in knob that it stands for where its name does not say so."""
+    section: dict[str, Any] = {"values": [False, True], **({"memory": memory} if memory else {})}
+    if built_in_knob(name, True) is None:
+        section["role"] = KNOB_OF[role]
+    return section if len(section) > 1 else section["values"]
 
 
 def _with_roles(own: Knobs, looked: Looked) -> dict[str, Any]:

@@ -102,6 +102,11 @@ class SourceFile:
     line cannot change them."""
     has_batch_norm: bool = False
     """Whether the model normalises over the batch, so that another micro-batch changes the training."""
+    names: frozenset[str] = frozenset()
+    """Names and attributes that it uses."""
+    loader_arguments: Mapping[str, Any] | None = None
+    """Arguments of its DataLoaders, None where they are no literals; of several, what the first says. None: it makes
+    none."""
     problem: str = ""
     """Why it could not be read; empty where it was."""
 
@@ -136,7 +141,29 @@ def read_source(path: Path) -> SourceFile:
         divides_accumulation=any(map(_divides_accumulation, ast.walk(tree))),
         fixed=trainer_constants(tree, path.parent),
         has_batch_norm=_BATCH_NORM.search(text) is not None,
+        names=frozenset(_names(tree)),
+        loader_arguments=_loader_arguments(tree),
     )
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def _loader_arguments(tree: ast.AST) -> dict[str, Any] | None:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node)[1] == "DataLoader"]
+    if not calls:
+        return None
+    found: dict[str, Any] = {}
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        found = {**{word.arg or "**": _constant(word.value) for word in call.keywords}, **found}
+    return found
 
 
 def _modules(tree: ast.AST) -> Iterator[str]:

@@ -12,15 +12,15 @@ import ast
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 
 from orchestrator.frameworks.arguments import Argument, Words, either_dash, is_given, read_text, remove, write
 from orchestrator.frameworks.decoder_config import LAYER_CLASS, MODEL_SETTINGS, model_files, model_settings, num_layers
-from orchestrator.frameworks.edit import Edit, Overlay, OverlayRequest, Reading, Run, Training
+from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     KERNELS_OF_SCRIPT,
     TORCH_SCALER,
@@ -28,6 +28,7 @@ from orchestrator.frameworks.gaps import (
     left_to_script,
     memory_savers,
     no_pipeline,
+    num_microbatches,
     offloads_inputs,
     own_data,
     refuse_fp8,
@@ -46,23 +47,32 @@ from orchestrator.frameworks.spelling import (
     fixed,
     lacking,
     option,
+    row,
     settings_of,
     tree,
 )
-from orchestrator.frameworks.trainer import (
-    TrainerLaying,
+from orchestrator.frameworks.trainer_arguments import (
+    ACCUMULATION,
+    ENGINE,
+    MIXED_PRECISION,
+    ShardingEngine,
+    find_launch_files,
+    is_of_engine,
+)
+from orchestrator.frameworks.transformers import (
+    APPROXIMATED,
+    LAYOUT,
+    TOTAL,
+    check_engine,
     edit_of,
     expected_of,
-    finished,
+    fsdp_recomputes,
+    full_recompute,
     opened,
-    read_layout,
     read_precision,
     trackers_off,
-    write_batch_of_deepspeed,
-    write_layout,
     write_precision_of_engine,
 )
-from orchestrator.frameworks.trainer_arguments import ACCUMULATION, MIXED_PRECISION, ShardingEngine, find_launch_files
 from trials.script.command import OUT, LogFormat
 from trials.spec import Layout, LlamaModel
 
@@ -442,8 +452,6 @@ _ACCUMULATION_WORDS = (
     "grad_accum",
     "accum",
 )
-_WORKERS = ("dataloader_num_workers", "num_workers", "workers")
-_SEED = ("seed",)
 
 
 @functools.lru_cache(maxsize=8)
@@ -479,13 +487,12 @@ def named(words: Words, text: str, names: Iterable[str]) -> tuple[Argument, Any]
     return either_dash(spelled), default
 
 
-Role = Literal["batch", "accumulation", "workers", "precision", "seed"]
-_NAMES: dict[Role, Words] = {
+_NAMES: Mapping[str, Words] = {
     "batch": _MICRO_BATCH,
     "accumulation": _ACCUMULATION_WORDS,
-    "workers": _WORKERS,
+    "workers": ("dataloader_num_workers", "num_workers", "workers"),
     "precision": ("mixed_precision",),
-    "seed": _SEED,
+    "seed": ("seed",),
 }
 _FOLDERS = {"output_dir": OUT, "project_dir": OUT, "logging_dir": OUT}
 """Arguments of the examples of Accelerate and transformers that name a folder."""
@@ -494,14 +501,15 @@ _OFF = ("with_tracking", "push_to_hub", "report_to", "checkpointing_steps", "res
 
 
 class ScriptWords:
-    """Arguments of a command in the making by what they are for."""
+    """Settings of a command in the making: arguments by what they are for, and those of the engine."""
 
-    def __init__(self, edit: Edit, text: str) -> None:
+    def __init__(self, edit: Edit) -> None:
+        self.engine = ShardingEngine(edit, None)
         self._edit = edit
         self._head = program_of(edit.argv).head
-        self._text = text
-        words = self.words
-        self._found = {role: found for role, names in _NAMES.items() if (found := named(words, text, names))}
+        self._text = script_text(edit.argv, edit.cwd) if edit.cwd else ""
+        found = ((role, named(self.words, self._text, names)) for role, names in _NAMES.items())
+        self._found = {role: argument for role, argument in found if argument}
 
     @property
     def words(self) -> Words:
@@ -517,63 +525,45 @@ class ScriptWords:
         """Whether the script sets the precision to a constant, which wins over the variable."""
         return re.search(r"Accelerator\([^)]*mixed_precision\s*=\s*[\"']", self._text) is not None
 
-    def has(self, role: Role) -> bool:
+    def has(self, role: str) -> bool:
         return role in self._found
 
-    def text(self, role: Role) -> str | None:
-        """What an argument says, or its default as text; None where there is no such argument."""
-        if role not in self._found:
-            return None
-        argument, default = self._found[role]
+    def get(self, name: str, default: Any = None) -> Any:
+        """What an argument says, or its own default; ``default`` where there is neither."""
+        if is_of_engine(name):
+            return self.engine.get(name, default)
+        if name not in self._found:
+            return default
+        argument, usual = self._found[name]
         given = read_text(self.words, argument)
-        return given if given is not None else None if default is None else str(default)
+        found = usual if given is None else given
+        return default if found is None else str(found)
 
-    def whole(self, role: Role, found: Found) -> int | None:
-        """What an argument says as a whole number; None where there is no such argument, or it is none."""
-        text = self.text(role)
-        return None if text is None else found.number(_KNOBS[role], self._found[role][0].name, text)
+    def put(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if is_of_engine(name):
+                self.engine.put(name, value)
+            else:
+                self.put_argument(self._found[name][0], str(value))
 
-    def put(self, role: Role, value: Any) -> None:
-        self._put(self._found[role][0], str(value))
-
-    def write(self, laying: TrainerLaying) -> None:
-        """Batch size, workers and seed of a candidate; an error for those that the script has no argument for."""
-        candidate, request = laying.candidate, laying.request
-        if laying.changes("micro_batch_size") and self.has("batch"):
-            self.put("batch", candidate.micro_batch_size)
-        elif laying.changes("micro_batch_size"):
-            advice = "put {micro_batch_size} where your command says the batch size"
-            self._edit.refuse("micro_batch_size", f"no argument of the script is known to mean it: {advice}")
-        if laying.changes("loader.num_workers") and self.has("workers"):
-            self.put("workers", candidate.loader.num_workers)
-        if request.seed is not None and request.seed != request.reading.seed and self.has("seed"):
-            self.put("seed", request.seed)
-        for choice in candidate.own:
-            self._put(either_dash(f"--{choice.name}"), str(choice.value))
+    def drop(self, *names: str) -> None:
+        for name in names:
+            self._drop(self._found[name][0])
 
     def quiet(self) -> None:
         """Folders into the trial's own; trackers, checkpoints and the hub left out."""
         for name, value in _FOLDERS.items():
             if is_given(self.words, either_dash(f"--{name}")):
-                self._put(either_dash(f"--{name}"), value)
+                self.put_argument(either_dash(f"--{name}"), value)
         for name in _OFF:
             kind: Literal["flag", "value"] = "flag" if name in ("with_tracking", "push_to_hub") else "value"
             self._drop(either_dash(f"--{name}", kind))
 
-    def _put(self, argument: Argument, text: str) -> None:
+    def put_argument(self, argument: Argument, text: str) -> None:
         self._edit.argv = (*self._head, *write(self.words, argument, text))
 
     def _drop(self, argument: Argument) -> None:
         self._edit.argv = (*self._head, *remove(self.words, argument))
-
-
-_KNOBS: dict[Role, str] = {
-    "batch": "micro_batch_size",
-    "accumulation": "micro_batch_size",
-    "workers": "loader.num_workers",
-    "precision": "precision.dtype",
-    "seed": "workload.seed",
-}
 
 
 def _recognises(run: Run) -> bool:
@@ -583,92 +573,129 @@ def _recognises(run: Run) -> bool:
     return without_launcher(run.argv).launcher == "accelerate"
 
 
-# ---- reading ----
+# ---- rows of programs ----
 
 
-def _read(run: Run) -> Reading:
-    edit, world = opened(run)
-    return _read_edit(edit, ScriptWords(edit, script_text(run.argv, run.cwd)), world)
+def _script(draft: Draft) -> ScriptWords:
+    return cast(ScriptWords, draft.command)
 
 
-def _read_edit(edit: Edit, words: ScriptWords, world: int | None = None) -> Reading:
-    found, engine = Found({}, is_export=False), ShardingEngine(edit, None)
-    found.notes += edit.notes
-    read_layout(engine, found)
-    short = words.text("precision") or engine.variable(MIXED_PRECISION)
-    if short is not None or not words.decides_precision:
-        read_precision(engine, found, short or "no")
-    found.say({"micro_batch_size": words.whole("batch", found), "loader.num_workers": words.whole("workers", found)})
-    if engine.kind == "fsdp":
-        is_on = str(engine.fsdp("activation_checkpointing")).lower() == "true"
-        found.say({"recompute.full": ((1,),) if is_on else ()})
-    number = words.whole("accumulation", found)
-    told = engine.variable(ACCUMULATION)
-    if told is not None and told.isdigit():
-        number = int(told)
-    micro = found.fields.get("micro_batch_size")
-    return Reading(
-        values=found.fields,
-        num_microbatches=number,
-        global_batch_size=world * micro * number if world and micro and number else None,
-        seed=words.whole("seed", found),
-        world_size=world,
-        notes=tuple(found.notes),
-    )
-
-
-# ---- overlay ----
-
-
-def _overlay(run: Run, request: OverlayRequest) -> Overlay:
-    """Variables for what Accelerate is told, and the script's arguments for the rest."""
-    edit, _ = opened(run)
-    words = ScriptWords(edit, script_text(run.argv, run.cwd))
-    laying = TrainerLaying(edit, ShardingEngine(edit, None), request)
-    words.write(laying)
-    _write_accumulation(laying, words)
-    write_batch_of_deepspeed(laying.engine, request)
-    write_layout(laying)
-    if laying.changes("precision.level", "precision.dtype"):
-        short = _SHORT[request.candidate.precision.dtype]
-        if words.text("precision") is not None:
-            words.put("precision", short)
-        elif words.decides_precision:
-            edit.refuse("precision", "the script itself says Accelerator(mixed_precision=...)")
-        else:
-            edit.env[MIXED_PRECISION] = short
-        write_precision_of_engine(laying)
-    if laying.changes("recompute.full"):
-        if laying.engine.kind == "fsdp":
-            laying.engine.put_fsdp("activation_checkpointing", bool(request.candidate.recompute.full))
-        else:
-            edit.refuse("recompute.full", "outside of FSDP the script itself has to recompute its layers")
-    return finished(laying, _read_edit(edit, words))
-
-
-def _write_accumulation(laying: TrainerLaying, words: ScriptWords) -> None:
-    """Accumulation by the script's argument, or by the variable that wins over what the script tells Accelerate."""
-    number = laying.request.num_microbatches
-    if number == laying.request.reading.num_microbatches:
-        return
+def _write_program_batch(draft: Draft) -> None:
+    """The batch size by the script's argument; accumulation by it, or by the variable that wins over what the script
+    tells Accelerate."""
+    words, steps = _script(draft), num_microbatches(draft)
+    if draft.changed("micro_batch_size") and words.has("batch"):
+        draft.settings["batch"] = draft.candidate.micro_batch_size
+    elif draft.changed("micro_batch_size"):
+        advice = "put {micro_batch_size} where your command says the batch size"
+        draft.refuse("micro_batch_size", f"no argument of the script is known to mean it: {advice}")
     if words.has("accumulation"):
-        words.put("accumulation", number)
-        if laying.engine.variable(ACCUMULATION) is not None:
-            laying.edit.env[ACCUMULATION] = str(number)
-    elif words.accumulates:
-        laying.edit.env[ACCUMULATION] = str(number)
-    elif number != 1 and "{accumulation}" not in " ".join(laying.edit.argv):
+        draft.settings["accumulation"] = steps
+    if words.get(_STEPS) is not None if words.has("accumulation") else words.accumulates:
+        draft.settings[_STEPS] = str(steps)
+
+
+def _read_program_batch(found: Found) -> dict[str, Any]:
+    variable = str(found.get(_STEPS))
+    steps = found.whole("micro_batch_size", "accumulation")
+    found.num_microbatches = int(variable) if variable.isdigit() else steps
+    return {"micro_batch_size": found.whole("micro_batch_size", "batch")}
+
+
+def _write_role(path: str, role: str) -> Callable[[Draft], None]:
+    def write(draft: Draft) -> None:
+        if _script(draft).has(role):
+            draft.settings[role] = draft.values[path]
+
+    return write
+
+
+def _role(path: str, role: str) -> Setting:
+    """A whole number by the script's argument, if it has one."""
+    return row(path, role, _write_role(path, role), lambda found: {path: found.whole(path, role)})
+
+
+def _write_program_precision(draft: Draft) -> None:
+    words, short = _script(draft), _SHORT[draft.candidate.precision.dtype]
+    if words.get("precision") is not None:
+        draft.settings["precision"] = short
+    elif words.decides_precision:
+        draft.refuse("precision", "the script itself says Accelerator(mixed_precision=...)")
+    else:
+        draft.settings[_PRECISION] = short
+    write_precision_of_engine(draft)
+
+
+def _read_program_precision(found: Found) -> dict[str, Any]:
+    short = found.get("precision") or found.get(_PRECISION)
+    if short is None and cast(ScriptWords, found.command).decides_precision:
+        return {}
+    return read_precision(found, short or "no")
+
+
+def _write_program_recompute(draft: Draft) -> None:
+    if draft.given(ENGINE) == "fsdp":
+        draft.settings["fsdp:activation_checkpointing"] = bool(draft.candidate.recompute.full)
+    else:
+        draft.refuse("recompute.full", "outside of FSDP the script itself has to recompute its layers")
+
+
+def _read_program_recompute(found: Found) -> dict[str, Any]:
+    return full_recompute(found, fsdp_recomputes(found)) if found.get(ENGINE) == "fsdp" else {}
+
+
+_STEPS, _PRECISION = f"env:{ACCUMULATION}", f"env:{MIXED_PRECISION}"
+_ROWS = (
+    row(
+        ("micro_batch_size", "workload.global_batch_size"),
+        ("batch", "accumulation", _STEPS),
+        _write_program_batch,
+        _read_program_batch,
+    ),
+    _role("loader.num_workers", "workers"),
+    LAYOUT,
+    row(
+        ("precision.level", "precision.dtype"),
+        ("precision", _PRECISION),
+        _write_program_precision,
+        _read_program_precision,
+    ),
+    row("recompute.full", "fsdp:activation_checkpointing", _write_program_recompute, _read_program_recompute),
+    _role("workload.seed", "seed"),
+    TOTAL,
+)
+
+
+def _check(edit: Edit, request: OverlayRequest) -> None:
+    """Write custom knobs, and note what neither Accelerate nor the script can do."""
+    words, steps = ScriptWords(edit), request.num_microbatches
+    for choice in request.candidate.own:
+        words.put_argument(either_dash(f"--{choice.name}"), str(choice.value))
+    is_same = steps in (1, request.reading.num_microbatches) or "{accumulation}" in " ".join(edit.argv)
+    if not (words.has("accumulation") or words.accumulates or is_same):
         message = (
-            f"the script never accumulates, and {number} micro-batches were asked for: accelerator.accumulate(model)"
+            f"the script never accumulates, and {steps} micro-batches were asked for: accelerator.accumulate(model)"
         )
-        laying.edit.refuse("micro_batch_size", message)
+        edit.refuse("micro_batch_size", message)
+    check_engine(words.engine, request)
+
+
+TABLE = FrameworkTable(
+    rows=_ROWS,
+    command=ScriptWords,
+    defaults={},
+    model=lambda edit, found: None,  # noqa: ARG005
+    check=_check,
+    open=opened,
+    approximated=APPROXIMATED,
+)
 
 
 def _trial_mode(overlay: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - the rank ends it
     """Trackers off; saves and evaluation are the script's own, but what it is told to write goes to the trial's
     folder."""
     edit = edit_of(overlay)
-    ScriptWords(edit, "").quiet()
+    ScriptWords(edit).quiet()
     return trackers_off(edit)
 
 
@@ -682,8 +709,8 @@ TRAINING = Training(
     log=LogFormat(name="accelerate"),
     recognises=_recognises,
     find_files=find_launch_files,
-    read=_read,
-    overlay=_overlay,
+    read=TABLE.read,
+    overlay=TABLE.overlay,
     trial_mode=_trial_mode,
     expected=expected_of,
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ from orchestrator.frameworks.spelling import (
     settings_of,
     tree,
 )
-from orchestrator.frameworks.trainer import (
+from orchestrator.frameworks.transformers import (
     SHORT,
     edit_of,
     expected_of,
@@ -440,9 +439,9 @@ def _name(edit: Edit) -> str | None:
 class DeepSpeedFile:
     """DeepSpeed's JSON of a command by the names of settings, and how many ranks it starts."""
 
-    def __init__(self, edit: Edit, world: int | None = None) -> None:
+    def __init__(self, edit: Edit) -> None:
         self._file = EditedFile(edit, _name(edit) or "")
-        self._world = world
+        self._world = edit.world_size
 
     def get(self, name: str, default: Any = None) -> Any:
         if name == WORLD_SIZE:
@@ -459,6 +458,7 @@ class DeepSpeedFile:
 
 def _check(edit: Edit, request: OverlayRequest) -> None:
     """What a script does itself is refused unless it has placeholders."""
+    _write_custom(edit, request)
     layout = request.candidate.layout
     for degree, message in _UNABLE.items():
         if getattr(layout, degree) != request.reading.values.get(f"layout.{degree}", 1):
@@ -478,29 +478,31 @@ TABLE = FrameworkTable(
     defaults={_AUTOCAST: False, _BF16: False, _FP16: False},
     model=lambda edit, found: None,  # noqa: ARG005
     check=_check,
+    open=opened,
 )
 _NO_JSON = "no JSON of DeepSpeed: give it by --deepspeed_config FILE, or name it under files and write its name"
 
 
 def _read(run: Run) -> Reading:
-    edit, world = opened(run)
-    if _name(edit) is None:
+    if _name(opened(run)) is None:
         return Reading(values={}, notes=(Note(knob="workload", message=_NO_JSON, severity="warning"),))
-    table = replace(TABLE, command=lambda edit: DeepSpeedFile(edit, world))
-    return replace(table.reading(edit), world_size=world)
+    return TABLE.read(run)
 
 
 def _overlay(run: Run, request: OverlayRequest) -> Overlay:
-    edit, _ = opened(run)
+    edit = opened(run)
+    if _name(edit) is not None:
+        return TABLE.overlay(run, request)
+    _write_custom(edit, request)
+    edit.notes += contradictions(request, Reading(values={}))
+    return edit.overlay()
+
+
+def _write_custom(edit: Edit, request: OverlayRequest) -> None:
     for choice in request.candidate.own:
         program = program_of(edit.argv)
         words = write(program.arguments, Argument(name=f"--{choice.name}"), str(choice.value))
         edit.argv = (*program.head, *words)
-    if _name(edit) is None:
-        edit.notes += contradictions(request, Reading(values={}))
-        return edit.overlay()
-    laid = TABLE.overlay(replace(run, argv=edit.argv), request)
-    return replace(laid, env={**edit.env, **laid.env}, notes=(*edit.notes, *laid.notes))
 
 
 def _trial_mode(overlay: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - the rank ends it

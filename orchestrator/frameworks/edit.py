@@ -168,13 +168,16 @@ class Edit:
     """The user's own variables."""
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Values by dotted key and file that are to be written."""
+    cwd: str = ""
+    world_size: int | None = None
+    """Ranks that the command's launcher starts, where known; None while a candidate is written, which has its own."""
 
     @classmethod
     def of_run(cls, run: Run, *, copies_files: bool = True) -> Edit:
         """The command, with a placeholder for every file of which there are to be copies."""
         argv = tuple(_placed(word, run) for word in run.argv) if copies_files else run.argv
         names = {name: Path(path).name for name, path in run.paths.items()}
-        return cls(argv, dict(run.files), names, given_env=run.env)
+        return cls(argv, dict(run.files), names, given_env=run.env, cwd=run.cwd)
 
     @classmethod
     def of_overlay(cls, overlay: Overlay) -> Edit:
@@ -321,19 +324,25 @@ class FrameworkTable:
     model: Callable[[Edit, Found], LlamaModel | None]
     """The decoder; sets ``num_layers`` of what was found."""
     check: Callable[[Edit, OverlayRequest], None]
-    copies_files: bool = True
+    open: Callable[[Run], Edit] = Edit.of_run
+    """The command to be read, or changed."""
+    approximated: frozenset[str] = frozenset()
+    """Fields for which a warning is enough where the framework uses other values."""
 
     def read(self, run: Run) -> Reading:
         """A command in our words, the framework's defaults included."""
-        return self.reading(Edit.of_run(run))
+        edit = self.open(run)
+        reading = self.reading(edit)
+        return replace(reading, notes=tuple(dict.fromkeys([*edit.notes, *reading.notes])))
 
     def overlay(self, run: Run, request: OverlayRequest) -> Overlay:
         """The command with the candidate laid over it; errors among the notes say what it does not say."""
-        edit = Edit.of_run(run, copies_files=self.copies_files)
+        edit = self.open(run)
+        edit.world_size = None
         reading = self._lay(edit, request)
         self.check(edit, request)
         said = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
-        spoken = [note.knob for note in edit.notes if note.severity == "error"]
+        spoken = [note.knob for note in edit.notes if note.severity == "error" or note.knob in self.approximated]
         wrong = [note for note in contradictions(request, reading) if not any(touch(note.knob, k) for k in spoken)]
         edit.notes = list(dict.fromkeys([*edit.notes, *said, *wrong]))
         return edit.overlay()
@@ -343,12 +352,13 @@ class FrameworkTable:
         asked, now = values_of(request.candidate), request
         for one in self.rows:
             paths = _below(one.paths, asked, now.reading.values)
-            if one.overlay == "written" and any(now.changes(path, asked.get(path)) for path in paths):
+            is_other = any(_changes(path, asked.get(path), request, now) for path in paths)
+            if one.overlay == "written" and (is_other or _accumulates(one, now)):
                 self._write(one, edit, now)
                 now = replace(now, reading=_again(request, self.reading(edit)))
         counts = (now.reading.global_batch_size, now.reading.num_microbatches)
         if _batch(request, now.reading) or counts == (None, None):
-            self._write_workload("workload.global_batch_size", edit, now)
+            self._write_workload(_GLOBAL_BATCH, edit, now)
         if request.seed is not None and request.seed != request.reading.seed:
             self._write_workload("workload.seed", edit, request)
         return _again(request, self.reading(edit))
@@ -367,9 +377,10 @@ class FrameworkTable:
             shape=shape,
             num_layers=found.num_layers,
             seq_length=found.fields.get("workload.seq_length"),
-            global_batch_size=found.fields.get("workload.global_batch_size"),
+            global_batch_size=found.fields.get(_GLOBAL_BATCH),
             num_microbatches=found.num_microbatches,
             seed=found.fields.get("workload.seed"),
+            world_size=edit.world_size,
             notes=tuple(dict.fromkeys(found.notes)),
         )
 
@@ -390,6 +401,20 @@ class FrameworkTable:
         for one in self.rows:
             if path in one.paths and one.overlay == "written":
                 self._write(one, edit, request)
+
+
+_GLOBAL_BATCH = "workload.global_batch_size"
+
+
+def _changes(path: str, value: Any, request: OverlayRequest, now: OverlayRequest) -> bool:
+    """Whether a field has to be written: it differs now, or did before the command stopped to say it."""
+    is_gone = path in request.reading.values and path not in now.reading.values
+    return (request if is_gone else now).changes(path, value)
+
+
+def _accumulates(one: Setting, request: OverlayRequest) -> bool:
+    """Whether a row has to write another number of accumulation steps than the command has."""
+    return _GLOBAL_BATCH in one.paths and request.reading.num_microbatches not in (None, request.num_microbatches)
 
 
 def layers_in(request: OverlayRequest) -> int:

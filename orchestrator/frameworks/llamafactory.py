@@ -14,8 +14,8 @@ from typing import Any
 from orchestrator.frameworks.arguments import Words
 from orchestrator.frameworks.edit import Overlay, OverlayRequest, Reading, Run, Training
 from orchestrator.frameworks.launchers import Program, imports, program_of, python_beside, script_text, without_launcher
-from orchestrator.frameworks.trainer import expected_of, overlay_trainer, read_trainer, trial_of_trainer
 from orchestrator.frameworks.trainer_arguments import Dialect, find_files
+from orchestrator.frameworks.transformers import expected_of, table, trial_of_trainer
 from trials.script.command import LogFormat
 
 _MODULE = "llamafactory.launcher"
@@ -26,6 +26,7 @@ _DIALECT = Dialect(
     attention=("flash_attn", {"auto": "auto", "flash": "fa2", "math": "disabled"}),
     recompute="disable_gradient_checkpointing",
 )
+TABLE = table(_DIALECT)
 _TRIAL: Mapping[str, Any] = {"overwrite_output_dir": True}
 
 
@@ -62,11 +63,11 @@ def _read(run: Run) -> Reading:
     if world is None and _program(run.argv).name in _COMMANDS and run.env.get("NPROC_PER_NODE", "").isdigit():
         world = int(run.env["NPROC_PER_NODE"]) * int(run.env.get("NNODES", "1"))
     env = {**plain.env, **({"WORLD_SIZE": str(world)} if world else {})}
-    return read_trainer(dataclasses.replace(plain, env=env), _DIALECT)
+    return TABLE.read(dataclasses.replace(plain, env=env))
 
 
 def _overlay(run: Run, request: OverlayRequest) -> Overlay:
-    return overlay_trainer(_plain(run), request, _DIALECT)
+    return TABLE.overlay(_plain(run), request)
 
 
 TRAINING = Training(

@@ -17,8 +17,8 @@ from orchestrator.frameworks import documents
 from orchestrator.frameworks.arguments import Words
 from orchestrator.frameworks.edit import Overlay, OverlayRequest, Reading, Run, Training
 from orchestrator.frameworks.launchers import count, program_of, python_beside, without_launcher
-from orchestrator.frameworks.trainer import expected_of, overlay_trainer, read_trainer, trial_of_trainer
 from orchestrator.frameworks.trainer_arguments import ARGS, Dialect, find_files
+from orchestrator.frameworks.transformers import expected_of, table, trial_of_trainer
 from trials.script.command import LogFormat
 
 _METHODS = ("pt", "sft", "rlhf")
@@ -33,6 +33,7 @@ _DIALECT = Dialect(
     attention=("attn_impl", {"auto": "sdpa", "flash": "flash_attention_2", "math": "eager"}),
     presets=True,
 )
+TABLE = table(_DIALECT)
 _SAMPLES = 16
 """Samples per step that accumulation makes up where nothing is said."""
 _TRIAL: Mapping[str, Any] = {"add_version": False, "split_dataset_ratio": 0}
@@ -101,7 +102,7 @@ def _read(run: Run) -> Reading:
     if world is None and program_of(launched.argv).name == "swift":  # which starts ranks where this is set
         world = count(plain.env.get("NPROC_PER_NODE"))
     env = {**plain.env, **({"WORLD_SIZE": str(world)} if world else {})}
-    reading = read_trainer(dataclasses.replace(plain, env=env), _DIALECT)
+    reading = TABLE.read(dataclasses.replace(plain, env=env))
     micro = reading.values.get("micro_batch_size")
     if reading.num_microbatches is None and isinstance(micro, int) and world:
         number = max(1, -(-_SAMPLES // (micro * world)))
@@ -111,7 +112,7 @@ def _read(run: Run) -> Reading:
 
 def _overlay(run: Run, request: OverlayRequest) -> Overlay:
     plain = _plain(run)
-    laid = overlay_trainer(plain, request, _DIALECT)
+    laid = TABLE.overlay(plain, request)
     return dataclasses.replace(laid, env={**plain.env, **laid.env})
 
 

@@ -190,7 +190,7 @@ class Found(Mapping[str, Any]):
     def __init__(
         self, given: Mapping[str, Any] | CommandSettings, defaults: Settings = _NO_DEFAULTS, *, is_export: bool
     ) -> None:
-        self._given = given
+        self.command = given
         self._defaults = defaults
         self.is_export = is_export
         self.fields: dict[str, Any] = {}
@@ -202,13 +202,13 @@ class Found(Mapping[str, Any]):
         self.num_microbatches: int | None = None
 
     def __getitem__(self, name: str) -> Any:
-        value = self._given.get(name, _MISSING)
+        value = self.command.get(name, _MISSING)
         if value is not _MISSING:
             return value
         return self._defaults[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._given if isinstance(self._given, Mapping) else ())
+        return iter(self.command if isinstance(self.command, Mapping) else ())
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

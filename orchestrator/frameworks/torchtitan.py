@@ -8,6 +8,7 @@ tokens under other names.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -695,7 +696,14 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
         edit.refuse("layout.tp", f"{shape.num_heads} heads, {shape.num_kv_heads} groups: no multiples of {layout.tp}")
 
 
-TABLE = FrameworkTable(rows=ROWS, command=TitanArguments, defaults={}, model=_model, check=_check, copies_files=False)
+TABLE = FrameworkTable(
+    rows=ROWS,
+    command=TitanArguments,
+    defaults={},
+    model=_model,
+    check=_check,
+    open=functools.partial(Edit.of_run, copies_files=False),
+)
 
 
 # Trials.

@@ -19,7 +19,7 @@ from orchestrator.frameworks.arguments import Argument, Words, as_truth, either_
 from orchestrator.frameworks.documents import ABSENT
 from orchestrator.frameworks.edit import Edit, EditedFile
 from orchestrator.frameworks.launchers import Launched, program_of, without_launcher
-from orchestrator.frameworks.spelling import Found, Note
+from orchestrator.frameworks.spelling import Note
 
 ARGS, DEEPSPEED, FSDP = "args", "deepspeed", "fsdp_config"
 """Placeholders of the file of arguments, and of the configuration files that arguments point to."""
@@ -54,23 +54,6 @@ SWITCHES = frozenset(
     ]
 )
 """Arguments that are true or false."""
-COUNTS = frozenset(
-    [
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "dataloader_num_workers",
-        "dataloader_prefetch_factor",
-        "max_steps",
-        "seed",
-        "block_size",
-        "max_seq_length",
-        "model_max_length",
-        "cutoff_len",
-        "max_length",
-        "deepspeed_autotp_size",
-    ]
-)
-"""Arguments that are whole numbers."""
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -79,7 +62,7 @@ class Dialect:
     """How the arguments of a framework on the Trainer differ from the Trainer's own."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of arguments that are not given, where they are not the Trainer's."""
+    """Values of arguments that are not given, where they are not the Trainer's; None: not known."""
     overrides: Literal["argument", "assignment"] = "argument"
     """How words beside a file of arguments are spelled: ``--lr 1``, or ``lr=1`` as in OmegaConf."""
     attention: tuple[str, Mapping[str, str]] | None = None
@@ -89,22 +72,6 @@ class Dialect:
     """Name of the argument for recomputing activations."""
     presets: bool = False
     """Whether ``deepspeed`` may name a stage: ``zero2``."""
-
-
-TRAINER_DEFAULTS: Mapping[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "bf16": False,
-    "fp16": False,
-    "torch_compile": False,
-    "dataloader_num_workers": 0,
-    "dataloader_pin_memory": True,
-    "dataloader_persistent_workers": False,
-    "gradient_checkpointing": False,
-    "max_steps": -1,
-    "seed": 42,
-}
-"""What ``TrainingArguments`` is where nothing is said, of transformers 4.40 to 5.23."""
 
 
 class FileSection:
@@ -125,11 +92,12 @@ class FileSection:
 
 
 class TrainerArguments:
-    """Arguments of a command in the making, by name."""
+    """Settings of a command in the making by name: the Trainer's arguments, and those of the engine."""
 
     def __init__(self, edit: Edit, dialect: Dialect) -> None:
         self.edit = edit
         self.dialect = dialect
+        self.engine = ShardingEngine(edit, self)
         self._program = program_of(edit.argv)
         placed = [_placeholder(word) for word in file_words(self._program.arguments)]
         self.file = next((name for name in placed if name in edit.files), None)
@@ -147,7 +115,7 @@ class TrainerArguments:
         in_words = read(self.words, self._argument(name)) is not None
         if in_words and given.lstrip().startswith("{") and _placeholder(given) == given:
             self.edit.files[name], self.edit.names[name] = given, f"{name}.json"
-            self.put(name, f"{{{name}}}")
+            self.put({name: f"{{{name}}}"})
         elif not in_words and name in self.edit.files and PurePath(given).name == self.edit.names.get(name):
             self._document.put({name: documents.load(self.edit.files[name], given)})
 
@@ -168,18 +136,15 @@ class TrainerArguments:
         said = read(self.words, self._argument(name))
         return self._document.get(name, ABSENT) if said is None else said
 
-    def get(self, name: str, found: Found | None = None, knob: str = "") -> Any:
-        """An argument's value, its default where it is not given; None where it is neither, or not understood."""
+    def get(self, name: str, default: Any = None) -> Any:
+        """A setting as it is given; ``default`` where it is not."""
+        if is_of_engine(name):
+            return self.engine.get(name, default)
         given = self.given(name)
-        if given is ABSENT or given is None or given in ("None", "null", ""):
-            return self.dialect.defaults.get(name, TRAINER_DEFAULTS.get(name))
-        value = _typed(name, given)
-        if value is None and found is not None and "{" not in str(given):
-            found.unread(knob, f"{name} {given}")
-        return value
+        return default if given is ABSENT or given in (None, "None", "null", "") else given
 
     def is_on(self, name: str) -> bool:
-        return self.get(name) is True
+        return truth(self.get(name)) is True
 
     def section(self, name: str) -> FileSection | None:
         """The mapping that an argument gives, in the file of arguments or one of its own; None where there is none."""
@@ -191,16 +156,19 @@ class TrainerArguments:
 
     # ---- writing ----
 
-    def put(self, name: str, value: Any) -> None:
-        """Give an argument a value where it is given now; a new one goes into the file, or behind the words."""
-        argument = self._argument(name)
-        if self._is_in_file(name):
-            self._document.put({name: value})
-        elif isinstance(value, bool) and argument.takes == "switch":
-            self.words = write(self.words, argument, value)
-        else:
-            text = json.dumps(value) if isinstance(value, Mapping) else str(value)
-            self.words = write(self.words, argument, text.lower() if isinstance(value, bool) else text)
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Give arguments values where they are given now; a new one goes into the file, or behind the words."""
+        for name, value in values.items():
+            argument = self._argument(name)
+            if is_of_engine(name):
+                self.engine.put(name, value)
+            elif self._is_in_file(name):
+                self._document.put({name: value})
+            elif isinstance(value, bool) and argument.takes == "switch":
+                self.words = write(self.words, argument, value)
+            else:
+                text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+                self.words = write(self.words, argument, text.lower() if isinstance(value, bool) else text)
 
     def make_section(self, name: str, content: Mapping[str, Any], placeholder: str) -> None:
         """Give an argument a mapping: in the file of arguments, or in a file of its own under ``placeholder``."""
@@ -209,7 +177,7 @@ class TrainerArguments:
             return
         file = f"{placeholder}.json"
         self.edit.files[placeholder], self.edit.names[placeholder] = documents.dumped(dict(content), file), file
-        self.put(name, f"{{{placeholder}}}")
+        self.put({name: f"{{{placeholder}}}"})
 
     def drop(self, *names: str) -> None:
         """Take arguments away."""
@@ -265,16 +233,9 @@ def _placeholder(word: str) -> str:
     return word[1:-1] if word.startswith("{") and word.endswith("}") and word[1:-1].isidentifier() else word
 
 
-def _typed(name: str, given: Any) -> Any:
-    """A value as the argument's type; None where it is of another."""
-    if name in SWITCHES:
-        return as_truth(given if isinstance(given, bool | str) else str(given))
-    if name in COUNTS:
-        try:
-            return int(given)
-        except (TypeError, ValueError):
-            return None
-    return given
+def truth(given: Any) -> bool | None:
+    """Truth of a value from words or from a file; None where it is none."""
+    return None if given is None else as_truth(given if isinstance(given, bool) else str(given))
 
 
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
@@ -293,6 +254,15 @@ _NEW: Mapping[str, Any] = {
     "fp16": {"enabled": "auto"},
 }
 """A DeepSpeed configuration that leaves everything but ZeRO to the Trainer's arguments."""
+ENGINE, STAGE = "engine:kind", "engine:stage"
+"""Settings of the engine: ``ddp``, ``deepspeed`` or ``fsdp``; ZeRO's stage, which selects another one where it has to.
+Others are ``deepspeed:KEY`` of its configuration, ``fsdp:KEY``, and ``env:NAME`` of the launcher's variables."""
+CONFIGURATION, RANKS = "engine:configuration", "engine:ranks"
+"""Settings that are only read: DeepSpeed's :class:`FileSection`, where it is the engine; the ranks that are started."""
+
+
+def is_of_engine(name: str) -> bool:
+    return ":" in name
 
 
 class ShardingEngine:
@@ -301,6 +271,45 @@ class ShardingEngine:
     def __init__(self, edit: Edit, arguments: TrainerArguments | None) -> None:
         self.edit = edit
         self._arguments = arguments
+
+    # ---- by name of setting ----
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a setting; ``default`` where there is none."""
+        owner, _, key = name.partition(":")
+        config = self.config if self.kind == "deepspeed" else None
+        own = {ENGINE: self.kind, CONFIGURATION: config, RANKS: self.edit.world_size}
+        if name == STAGE:
+            found: Any = self.stage
+        elif owner == "deepspeed":
+            found = config.get(key) if config is not None else None
+        elif owner == "env":
+            found = self.variable(key)
+        else:
+            found = own[name] if owner == "engine" else self.fsdp(key)
+        return default if found is None else found
+
+    def put(self, name: str, value: Any) -> None:
+        owner, _, key = name.partition(":")
+        if name == STAGE:
+            self._put_stage(value)
+        elif owner == "deepspeed":
+            self.put_config({key: value})
+        elif owner == "env":
+            self.edit.env[key] = value
+        else:
+            self.put_fsdp(key, value)
+
+    def _put_stage(self, stage: int) -> None:
+        """Shard by the engine that the command has; by DeepSpeed where it has none."""
+        if self.kind == "fsdp" and stage == 0:
+            self.leave()
+        elif self.kind == "fsdp":
+            self.put_fsdp("reshard_after_forward", stage == 3)
+        elif self.kind == "deepspeed" and self.preset is not None:
+            self.put_preset(stage)
+        elif self.kind == "deepspeed" or stage:
+            self.put_config({"zero_optimization.stage": stage})
 
     def variable(self, name: str) -> str | None:
         return self.edit.env.get(name, self.edit.given_env.get(name))
@@ -389,7 +398,7 @@ class ShardingEngine:
         """Name ms-swift's configuration for a stage, with offloading where the one before had it."""
         assert self._arguments is not None
         offload = "_offload" if str(self._arguments.given("deepspeed")).endswith("_offload") and stage > 1 else ""
-        self._arguments.put("deepspeed", f"zero{stage}{offload}")
+        self._arguments.put({"deepspeed": f"zero{stage}{offload}"})
 
     # ---- FSDP ----
 

@@ -1,4 +1,5 @@
-"""Programs on the Trainer of transformers, that of trl included: ``TrainingArguments`` by HfArgumentParser.
+"""The Trainer of transformers, that of trl included: how its arguments spell a candidate, read and written, and what a
+trial needs. LLaMA-Factory and ms-swift have the same rows in dialects of their own.
 
 Names and defaults are those of transformers 5.23 (``training_args.py``, ``hf_argparser.py``); 4.46 and later have the
 same for all that is written here.
@@ -6,17 +7,610 @@ same for all that is written here.
 
 from __future__ import annotations
 
+import functools
+import math
 import re
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from orchestrator.frameworks.arguments import Words
-from orchestrator.frameworks.edit import Run, Training
-from orchestrator.frameworks.launchers import imports, program_of, script_text, without_launcher
-from orchestrator.frameworks.trainer import expected_of, overlay_trainer, read_trainer, trial_of_trainer
-from orchestrator.frameworks.trainer_arguments import Dialect, find_files, find_launch_files
-from trials.script.command import LogFormat
+from orchestrator.frameworks.decoder_config import decoder_in
+from orchestrator.frameworks.documents import ABSENT
+from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
+from orchestrator.frameworks.gaps import TORCH_SCALER, num_microbatches, without_pipeline
+from orchestrator.frameworks.launchers import count, imports, program_of, script_text, without_launcher
+from orchestrator.frameworks.spelling import Draft, Found, Setting, custom, number, row, switch
+from orchestrator.frameworks.trainer_arguments import (
+    CONFIGURATION,
+    ENGINE,
+    MIXED_PRECISION,
+    RANKS,
+    STAGE,
+    Dialect,
+    FileSection,
+    ShardingEngine,
+    TrainerArguments,
+    environment,
+    find_files,
+    find_launch_files,
+    truth,
+    world_size,
+)
+from trials.script.command import OUT, Expected, LogFormat
+from trials.spec import LlamaModel, LossScale, Precision
+
+_MODEL_FOLDERS = ("config_name", "model_name_or_path", "model", "model_id_or_path")
+"""Arguments that name a model, or a folder with its ``config.json``."""
+_LENGTHS = ("block_size", "max_seq_length", "cutoff_len", "max_length", "model_max_length")
+_BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+_WORKERS, _AHEAD, _KEPT = "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"
+_DYNAMO_BACKEND, _DYNAMO_MODE = "env:ACCELERATE_DYNAMO_BACKEND", "env:ACCELERATE_DYNAMO_MODE"
+_REGIONAL = "env:ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
+_PRECISION = f"env:{MIXED_PRECISION}"
+_FSDP_RECOMPUTE = "fsdp:activation_checkpointing"
+MODES = ("default", "reduce-overhead", "max-autotune")
+"""Modes of torch.compile that are knobs of ours."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+DEFAULTS: Mapping[str, Any] = {
+    _BATCH: 8,
+    _ACCUMULATION: 1,
+    "bf16": False,
+    "fp16": False,
+    "torch_compile": False,
+    _WORKERS: 0,
+    "dataloader_pin_memory": True,
+    _KEPT: False,
+    "gradient_checkpointing": False,
+    "max_steps": -1,
+    "seed": 42,
+}
+"""What ``TrainingArguments`` is where nothing is said, of transformers 4.40 to 5.23."""
+
+
+def opened(run: Run) -> Edit:
+    """The command without its launcher, whose variables it has instead."""
+    edit = Edit.of_run(run)
+    launched = without_launcher(edit.argv)
+    edit.argv = launched.argv
+    world = launched.world_size
+    if launched.launcher == "accelerate":
+        edit.env |= environment(launched.options, edit)
+        world = world_size(launched, edit)
+    edit.world_size = world or count(run.env.get("WORLD_SIZE"))
+    return edit
+
+
+def _is_on(found: Found, knob: str, name: str) -> bool | None:
+    """A truth value; None where it is not given, or none, which is noted."""
+    given = found.get(name)
+    is_on = truth(given)
+    if is_on is None and given is not None and "{" not in str(given):
+        found.unread(knob, f"{name} {given}")
+    return is_on
+
+
+# Batch
+
+
+def _write_batch(draft: Draft) -> None:
+    if draft.changed("micro_batch_size"):
+        draft.settings[_BATCH] = draft.candidate.micro_batch_size
+    draft.settings[_ACCUMULATION] = num_microbatches(draft)
+
+
+def _read_batch(found: Found) -> dict[str, Any]:
+    if truth(found.get("auto_find_batch_size")):
+        found.warn("micro_batch_size", "auto_find_batch_size may train on a smaller batch than the one asked for")
+    found.num_microbatches = found.whole("micro_batch_size", _ACCUMULATION)
+    return {"micro_batch_size": found.whole("micro_batch_size", _BATCH)}
+
+
+def _read_total(found: Found) -> dict[str, Any]:
+    ranks, micro, steps = found.get(RANKS), found.fields.get("micro_batch_size"), found.num_microbatches
+    if not (ranks and micro and steps):
+        return {}
+    return {"workload.global_batch_size": ranks // found.fields.get("layout.tp", 1) * micro * steps}
+
+
+TOTAL = custom((), (), lambda _: None, _read_total, overlay="read")
+"""Samples of an optimiser step on the ranks that the command starts."""
+
+
+def write_batch_of_deepspeed(engine: ShardingEngine, request: OverlayRequest) -> None:
+    """The batch in DeepSpeed's configuration, as far as that gives numbers."""
+    sizes = {
+        "train_micro_batch_size_per_gpu": request.candidate.micro_batch_size,
+        "gradient_accumulation_steps": request.num_microbatches,
+        "train_batch_size": request.global_batch_size,
+    }
+    for name, size in sizes.items():
+        given = engine.get(f"deepspeed:{name}")
+        if isinstance(given, int | float) and given != size:
+            engine.put_config({name: size})
+
+
+# Layout
+
+
+def _write_stage(draft: Draft) -> None:
+    stage = draft.candidate.layout.zero_stage
+    if draft.given(ENGINE) == "fsdp" and stage == 1:
+        draft.refuse("layout.zero_stage", "FSDP has no stage 1: DeepSpeed has")
+    else:
+        draft.settings[STAGE] = stage
+
+
+def _read_layout(found: Found) -> dict[str, Any]:
+    """Degrees; how many ranks data parallelism has is nothing that the program is told."""
+    fixed = {"layout.cp": 1, "layout.sequence_parallel": False, "layout.shard_embedding": False, "layout.num_copies": 1}
+    said = {**without_pipeline(), **fixed, "layout.tp": _tensor_parallel(found)}
+    stage = found.get(STAGE)
+    if stage is None:
+        found.unread("layout.zero_stage", f"the configuration of {found.get(ENGINE)}")
+        return said
+    return {**said, "layout.zero_stage": stage, "layout.replicate_with": "ddp"}
+
+
+def _tensor_parallel(found: Found) -> int | None:
+    """The degree; 1 unless DeepSpeed or ``accelerate launch`` is told of one."""
+    for name in ("CP_SIZE", "SP_SIZE", "DP_REPLICATE_SIZE"):
+        if (found.get(f"env:PARALLELISM_CONFIG_{name}") or "1") not in ("1", "-1"):
+            found.unread("layout", f"parallelism_config: {name.lower()}")
+    given = found.get("deepspeed:tensor_parallel.autotp_size", found.get("env:PARALLELISM_CONFIG_TP_SIZE") or 1)
+    return found.number("layout.tp", "tensor parallelism", given, 1)
+
+
+LAYOUT = row("layout.zero_stage", STAGE, _write_stage, _read_layout)
+"""Data parallelism by the engine that the command has; by DeepSpeed where it has none and is to shard."""
+_UNABLE = {
+    "pp": "the Trainer has no pipelines",
+    "cp": "splitting sequences is up to the script: ParallelismConfig(cp_size=...)",
+    "tp": "splitting matrices is up to the script, which loads the model so: from_pretrained(..., tp_plan='auto')",
+}
+
+
+def check_engine(engine: ShardingEngine, request: OverlayRequest) -> None:
+    """Note what the engine cannot do, and write the batch into DeepSpeed's configuration."""
+    layout, edit = request.candidate.layout, engine.edit
+    write_batch_of_deepspeed(engine, request)
+    if layout.dp_replicate > 1 and layout.dp_shard > 1:
+        edit.refuse("layout.dp_shard", "the ranks shard among all of them, or none: no replicas beside dp_shard")
+    for name, message in _UNABLE.items():
+        if getattr(layout, name) != request.reading.values.get(f"layout.{name}", 1):
+            edit.refuse(f"layout.{name}", message)
+    if engine.kind == "fsdp" and (request.device == "cpu" or engine.is_on_cpu):
+        edit.refuse("layout.zero_stage", "FSDP on the CPU trains with DDP, without a word: use DeepSpeed")
+    if request.changes("layout.zero_stage", layout.zero_stage) and engine.stage != layout.zero_stage:
+        edit.refuse("layout.zero_stage", f"asked for {layout.zero_stage}, the command says {engine.stage}")
+
+
+# Precision
+
+
+def _read_precision(found: Found) -> dict[str, Any]:
+    lists: dict[str, Any] = {"precision.white": (), "precision.black": ()}
+    given = {name: _is_on(found, "precision.dtype", name) for name in ("fp16", "bf16")}
+    if set(given.values()) == {None}:
+        found.warn("precision", "neither bf16 nor fp16 is said: the number format is the model's own")
+        return lists
+    variable = None if "deepspeed" in found else found.get(_PRECISION)  # its configuration follows the arguments alone
+    short = next((name for name, is_on in given.items() if is_on), variable)
+    return lists | read_precision(found, short or "no")
+
+
+def read_precision(found: Found, short: str) -> dict[str, Any]:
+    """Number format and level: autocast under DDP, 16-bit weights with fp32 masters under DeepSpeed or FSDP."""
+    config = found.get(CONFIGURATION)
+    level = "O1" if found.get(ENGINE) == "ddp" else "O2"
+    if config is not None and config.get("torch_autocast.enabled") is True:
+        dtype = str(config.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
+        short, level = SHORT.get(dtype, dtype), "O1"
+    elif config is not None:
+        short = _deepspeed_dtype(config, short)
+    if short not in _DTYPES:
+        found.unread("precision.dtype", f"mixed precision {short}")
+        return {}
+    said = {"precision.level": "O0" if short == "no" else level, "precision.dtype": _DTYPES[short]}
+    if short != "fp16":
+        return said
+    return said | (scale_of_deepspeed(config.get) if config is not None and level == "O2" else TORCH_SCALER)
+
+
+def _deepspeed_dtype(config: FileSection, asked: str) -> str:
+    """What DeepSpeed computes in: its own word, or the arguments' where it says ``auto`` or nothing."""
+    for name in ("bf16", "fp16"):
+        said = config.get(f"{name}.enabled")
+        if said is True or (said in ("auto", None) and asked == name):
+            return name
+    return "no"
+
+
+def _write_precision(draft: Draft) -> None:
+    """Autocast by the Trainer's flags under DDP; by DeepSpeed's configuration under DeepSpeed."""
+    precision = draft.candidate.precision
+    short = SHORT.get(precision.dtype)
+    is_autocast = precision.level == "O1" and draft.given(CONFIGURATION) is not None
+    for name in ("bf16", "fp16"):
+        is_on = name == short and not is_autocast
+        if truth(draft.given(name)) is not is_on:
+            draft.settings[name] = is_on
+    if draft.given(_PRECISION) is not None:
+        draft.settings[_PRECISION] = "no" if is_autocast else short or "no"
+    write_precision_of_engine(draft)
+
+
+def write_precision_of_engine(draft: Draft) -> None:
+    """What DeepSpeed's configuration says of number formats, and what the others cannot do."""
+    precision, kind, config = draft.candidate.precision, draft.given(ENGINE), draft.given(CONFIGURATION)
+    if kind == "ddp" and precision.level == "O2":
+        draft.refuse("precision.level", "DDP has autocast (O1), but no 16-bit weights with fp32 masters")
+    elif kind == "fsdp" and precision.level == "O1":
+        draft.refuse("precision.level", "FSDP itself computes in 16 bits (O2), without autocast")
+    elif kind == "deepspeed" and precision.level == "O1" and config is None:
+        draft.refuse("precision.level", "autocast needs a configuration file of DeepSpeed, and there is none")
+    if precision.loss_scale is not None and not (kind == "deepspeed" and precision.level == "O2"):
+        draft.warn(_SCALE, "torch's GradScaler is taken as it is")
+    if config is not None:
+        changes = _precision_in_deepspeed(config, precision)
+        draft.settings |= {f"deepspeed:{key}": value for key, value in changes.items()}
+
+
+_SCALE = "precision.loss_scale"
+APPROXIMATED = frozenset({_SCALE})
+"""Fields for which a warning is enough."""
+
+
+def _precision_in_deepspeed(config: FileSection, precision: Precision) -> dict[str, Any]:
+    """What has to change in DeepSpeed's configuration for a number format; what is left to the arguments stays so."""
+    changes: dict[str, Any] = {}
+    short = SHORT.get(precision.dtype) if precision.level == "O2" else None
+    for name in ("bf16", "fp16"):
+        said = config.get(f"{name}.enabled")
+        if said not in (None, "auto", name == short) or (said is None and name == short):
+            changes[f"{name}.enabled"] = name == short
+    if precision.level == "O1":
+        changes |= {"torch_autocast.enabled": True, "torch_autocast.dtype": precision.dtype}
+        changes["torch_autocast.lower_precision_safe_modules"] = []
+    elif config.get("torch_autocast.enabled"):
+        changes["torch_autocast.enabled"] = False
+    if precision.loss_scale is not None and short == "fp16":
+        changes |= scale_in_deepspeed(precision.loss_scale)
+    return changes
+
+
+def scale_of_deepspeed(get: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """DeepSpeed's loss scale, with its defaults; it doubles and halves, like torch."""
+    static = get("fp16.loss_scale", 0)
+    return TORCH_SCALER | {
+        "precision.loss_scale.initial": float(static or 2.0 ** get("fp16.initial_scale_power", 16)),
+        "precision.loss_scale.growth_interval": get("fp16.loss_scale_window", 1000),
+        "precision.loss_scale.backoff_interval": get("fp16.hysteresis", 2),
+        "precision.loss_scale.dynamic": not static,
+    }
+
+
+def scale_in_deepspeed(scale: LossScale) -> dict[str, Any]:
+    """The loss scale in DeepSpeed's words, which doubles and halves it."""
+    return {
+        "fp16.loss_scale": 0 if scale.dynamic else scale.initial,
+        "fp16.initial_scale_power": max(0, round(math.log2(scale.initial))),
+        "fp16.loss_scale_window": scale.growth_interval,
+        "fp16.hysteresis": scale.backoff_interval,
+    }
+
+
+# Recompute
+
+
+def _recompute(name: str) -> Setting:
+    """All layers or none, by an argument that turns recompute on, or by one called ``disable_...``."""
+    is_off = name.startswith("disable_")
+    other = "activation_checkpointing"
+
+    def read(found: Found) -> dict[str, Any]:
+        on = [_is_on(found, "recompute.full", name) is (not is_off)]
+        if not is_off:
+            on.append(truth(found.get(other)) is True)
+        return {
+            "recompute.selective": (),
+            "recompute.communication": (),
+            **full_recompute(found, any(on) or fsdp_recomputes(found)),
+        }
+
+    def write(draft: Draft) -> None:
+        is_on = bool(draft.candidate.recompute.full)
+        if is_on and sum(map(sum, draft.candidate.recompute.full)) != draft.workload.num_layers:
+            draft.refuse("recompute.full", "it is all layers or none")
+        spelled = other if not is_off and draft.given(other) is not None else name
+        draft.settings[spelled] = is_on is not is_off
+        is_fsdp = draft.given(ENGINE) == "fsdp"
+        has_kwargs = any(draft.given(f"{stem}_checkpointing_kwargs") for stem in ("gradient", "activation"))
+        if is_on and spelled == "gradient_checkpointing" and not has_kwargs and not is_fsdp:
+            draft.settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+        if is_fsdp and draft.given(_FSDP_RECOMPUTE) is not None:
+            draft.settings[_FSDP_RECOMPUTE] = is_on
+
+    return row("recompute.full", (name, other, "gradient_checkpointing_kwargs", _FSDP_RECOMPUTE), write, read)
+
+
+def fsdp_recomputes(found: Found) -> bool:
+    return found.get(ENGINE) == "fsdp" and str(found.get(_FSDP_RECOMPUTE)).lower() in ("true", "1")
+
+
+def full_recompute(found: Found, is_on: bool) -> dict[str, Any]:
+    """All layers, or none; of a model whose number of layers is not known, one."""
+    return {"recompute.full": ((found.num_layers or 1,),) if is_on else ()}
+
+
+# Loader
+
+
+def _read_ahead(found: Found) -> dict[str, Any]:
+    workers, ahead = found.fields.get("loader.num_workers"), found.whole("loader.prefetch_factor", _AHEAD)
+    return {} if workers is None else {"loader.prefetch_factor": (ahead or 2) if workers else 0}
+
+
+def _write_ahead(draft: Draft) -> None:
+    if draft.candidate.loader.num_workers:
+        draft.settings[_AHEAD] = draft.candidate.loader.prefetch_factor
+
+
+def _read_pinned(found: Found) -> dict[str, Any]:
+    pinned = _is_on(found, "loader.pin_memory", "dataloader_pin_memory")
+    return {"loader.pin_memory": pinned and truth(found.get("use_cpu")) is not True, "loader.full_batch": False}
+
+
+def _read_kept(found: Found) -> dict[str, Any]:
+    kept = _is_on(found, "loader.persistent_workers", _KEPT)
+    return {"loader.persistent_workers": bool(found.fields.get("loader.num_workers")) and kept}
+
+
+# Kernels
+
+
+def _read_compile(found: Found) -> dict[str, Any]:
+    backend, mode = found.get("torch_compile_backend"), found.get("torch_compile_mode")
+    is_on, what = truth(found.get("torch_compile")) is True or bool(backend or mode), "model"
+    dynamo = str(found.get(_DYNAMO_BACKEND) or "no").lower()
+    if not is_on and dynamo != "no":
+        is_on, backend, mode = True, dynamo, found.get(_DYNAMO_MODE)
+        what = "block" if truth(found.get(_REGIONAL)) is True else "model"
+    said = {"kernels.compile": what if is_on else "off", "kernels.backend": backend or "inductor"}
+    if (mode or "default") in MODES:
+        said["kernels.compile_mode"] = mode or "default"
+    else:
+        found.unread("kernels.compile_mode", f"torch_compile_mode {mode}")
+    tf32 = _is_on(found, "kernels.matmul_precision", "tf32")
+    if tf32 is not None or not is_on:  # the Trainer may turn it on by itself when it compiles
+        said["kernels.matmul_precision"] = "high" if tf32 else "highest"
+    return said
+
+
+def _write_compile(draft: Draft) -> None:
+    kernels = draft.candidate.kernels
+    if any(map(draft.changed, _COMPILE)):
+        if kernels.compile == "block":
+            draft.refuse("kernels.compile", "the Trainer compiles the whole model")
+        draft.drop("torch_compile_backend", "torch_compile_mode")
+        draft.settings["torch_compile"] = is_on = kernels.compile != "off"
+        if is_on and (kernels.backend, kernels.compile_mode) != ("inductor", "default"):
+            draft.settings["torch_compile_backend"] = kernels.backend
+            draft.settings["torch_compile_mode"] = kernels.compile_mode
+    if draft.changed("kernels.matmul_precision"):
+        if kernels.matmul_precision == "medium":
+            draft.refuse("kernels.matmul_precision", "the Trainer has TF32 (high) or not (highest)")
+        draft.settings["tf32"] = kernels.matmul_precision != "highest"
+
+
+_COMPILE = ("kernels.compile", "kernels.backend", "kernels.compile_mode")
+ATTENTION: Mapping[str, str] = {"auto": "sdpa", "flash": "flash_attention_2", "math": "eager"}
+"""Implementations of transformers by our names."""
+
+
+def _attention(dialect: Dialect) -> Setting:
+    name, known = dialect.attention or ("attn_implementation", ATTENTION)
+
+    def read(found: Found) -> dict[str, Any]:
+        theirs = found.get(name)
+        ours = next((ours for ours, value in known.items() if value == theirs), None)
+        if theirs is not None and ours is None:
+            found.unread("kernels.attention", f"{name} {theirs}")
+        return {"kernels.attention": ours}
+
+    def write(draft: Draft) -> None:
+        wanted = draft.candidate.kernels.attention
+        if wanted not in known:
+            draft.refuse("kernels.attention", f"{name} has no {wanted}: it has {', '.join(known)}")
+        elif dialect.attention is None and draft.given(name) not in known.values():
+            draft.refuse("kernels.attention", f"the command has no --{name}: write it there if your script has it")
+        else:
+            draft.settings[name] = known[wanted]
+
+    return row("kernels.attention", name, write, read)
+
+
+def rows(dialect: Dialect) -> tuple[Setting, ...]:
+    """In the order in which they are written: number formats depend on the engine."""
+    return (
+        row(("micro_batch_size", "workload.global_batch_size"), (_BATCH, _ACCUMULATION), _write_batch, _read_batch),
+        LAYOUT,
+        row(("precision.level", "precision.dtype"), ("bf16", "fp16", _PRECISION), _write_precision, _read_precision),
+        _recompute(dialect.recompute),
+        number("loader.num_workers", _WORKERS),
+        row("loader.prefetch_factor", _AHEAD, _write_ahead, _read_ahead),
+        replace(switch("loader.persistent_workers", _KEPT), read=_read_kept),
+        replace(switch("loader.pin_memory", "dataloader_pin_memory"), read=_read_pinned),
+        row((*_COMPILE, "kernels.matmul_precision"), ("torch_compile", "tf32"), _write_compile, _read_compile),
+        _attention(dialect),
+        number("workload.seed", "seed"),
+        TOTAL,
+    )
+
+
+# Commands
+
+
+def _shape(edit: Edit, found: Found) -> LlamaModel | None:
+    """The decoder of the model's folder, if that is on this machine and of a known type."""
+    _note_unread(edit, found)
+    folders = (found.get(name) for name in _MODEL_FOLDERS)
+    shapes = (_shape_in(Path(edit.cwd, folder)) for folder in folders if isinstance(folder, str) and folder)
+    shape = next((shape for shape in shapes if shape is not None), None)
+    found.num_layers = shape.num_layers if shape else None
+    lengths = (found.whole("workload.seq_length", name) for name in _LENGTHS)
+    found.say({"workload.seq_length": next((size for size in lengths if size and size > 0), None)})
+    return shape
+
+
+@functools.lru_cache(maxsize=32)
+def _shape_in(path: Path) -> LlamaModel | None:
+    """The decoder in a folder, which is read once: every candidate of a plan asks for it."""
+    decoder = decoder_in(path)
+    return None if decoder is None else decoder.shape
+
+
+def _note_unread(edit: Edit, found: Found) -> None:
+    arguments = typing.cast(TrainerArguments, found.command)
+    script = program_of(edit.argv).script
+    if script is not None and Path(edit.cwd, script).with_suffix(".args").is_file():
+        beside = Path(script).with_suffix(".args").name
+        found.unread("workload", f"{beside}, which transformers reads beside the script")
+    if any(word.startswith("@") for word in arguments.words):
+        found.unread("workload", "a file of arguments (@...)")
+    for name in ("deepspeed", "fsdp_config"):
+        given = arguments.given(name)
+        is_path = isinstance(given, str) and given and "{" not in given and not arguments.dialect.presets
+        if is_path and arguments.section(name) is None:
+            found.unread("layout.zero_stage", f"{name} {given}: there is no such file")
+
+
+def _check(edit: Edit, request: OverlayRequest, arguments_of: Callable[[Edit], TrainerArguments]) -> None:
+    """Write what hangs on other settings, and custom knobs; note what the Trainer cannot do."""
+    arguments, loader = arguments_of(edit), request.candidate.loader
+    if not loader.num_workers:  # torch refuses both without workers
+        arguments.drop(_AHEAD)
+        if arguments.is_on(_KEPT):
+            arguments.put({_KEPT: False})
+    if loader.tuning is not None:
+        edit.refuse("loader.tuning", "nothing tunes the loader of a program of your own: name num_workers")
+    for choice in request.candidate.own:
+        if choice.value is None:
+            arguments.drop(choice.name)
+        else:
+            arguments.put({choice.name: choice.value})
+    check_engine(arguments.engine, request)
+
+
+def table(dialect: Dialect) -> FrameworkTable:
+    """The Trainer's rows as a framework on it spells them."""
+    arguments_of = partial(TrainerArguments, dialect=dialect)
+    return FrameworkTable(
+        rows=rows(dialect),
+        command=arguments_of,
+        defaults={**DEFAULTS, **dialect.defaults},
+        model=_shape,
+        check=partial(_check, arguments_of=arguments_of),
+        open=opened,
+        approximated=APPROXIMATED,
+    )
+
+
+def expected_of(request: OverlayRequest) -> Expected:
+    """What the Trainer's ranks are seen to do."""
+    candidate, layout = request.candidate, request.candidate.layout
+    return Expected(
+        world_size=request.world_size,
+        micro_batch_size=candidate.micro_batch_size,
+        num_microbatches=request.num_microbatches,
+        dtype=candidate.precision.dtype,
+        recomputes=bool(candidate.recompute.full),
+        parameter_shards=layout.dp_shard * layout.tp if layout.zero_stage == 3 else layout.tp,
+    )
+
+
+# A trial: nothing saved, evaluated, pushed or tracked
+
+
+TRIAL: Mapping[str, Any] = {
+    "output_dir": OUT,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "load_best_model_at_end": False,
+    "report_to": "none",
+    "push_to_hub": False,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "disable_tqdm": True,
+}
+"""Arguments of every trial. With the filter for NaN the log of a run that diverged looks like that of one that did
+not."""
+
+
+_OFF_WHERE_GIVEN = ("do_eval", "do_predict", "eval_on_start", "plot_loss", "auto_find_batch_size")
+
+
+ENVIRONMENT: Mapping[str, str] = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "DISABLED",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Trackers off, for programs that start one themselves."""
+
+
+def edit_of(overlay: Overlay) -> Edit:
+    """The overlay ready to be changed; its files' formats are seen from their text."""
+    edit = Edit.of_overlay(overlay)
+    edit.names = {name: _file_name(name, text) for name, text in overlay.files.items()}
+    return edit
+
+
+def _file_name(name: str, text: str) -> str:
+    return f"{name}.json" if text.lstrip().startswith("{") else f"{name}.yaml"
+
+
+def trackers_off(edit: Edit) -> Overlay:
+    """The overlay, with trackers that programs start themselves off."""
+    edit.env |= {name: value for name, value in ENVIRONMENT.items() if name not in edit.env}
+    return edit.overlay()
+
+
+def trial_of_trainer(
+    overlay: Overlay, last_step: int, dialect: Dialect, more: Mapping[str, Any] | None = None
+) -> Overlay:
+    """The program in trial mode.
+
+    It ends by the hook's callback or with its rank, which leave the schedule of the learning rate; only a ``max_steps``
+    of its own that comes too early is moved.
+    """
+    edit = edit_of(overlay)
+    arguments = TrainerArguments(edit, dialect)
+    old_name = arguments.given("evaluation_strategy") is not ABSENT
+    for name, value in {**TRIAL, **(more or {})}.items():
+        arguments.put({"evaluation_strategy" if old_name and name == "eval_strategy" else name: value})
+    arguments.put({name: False for name in _OFF_WHERE_GIVEN if arguments.given(name) is not ABSENT})
+    arguments.drop("resume_from_checkpoint")
+    if arguments.given("logging_dir") is not ABSENT:
+        arguments.put({"logging_dir": OUT})
+    limit = str(arguments.get("max_steps"))
+    if limit.isdigit() and 0 < int(limit) < last_step:
+        arguments.put({"max_steps": last_step})
+        message = f"max_steps {limit} is less than the {last_step} steps of a trial, which moves the schedule"
+        edit.warn("workload", message)
+    return trackers_off(edit)
+
+
+# transformers itself
 
 _DIALECT = Dialect()
+TABLE = table(_DIALECT)
 _PARSERS = ("HfArgumentParser", "TrlParser")
 _FIXED_FILE = re.compile(r"parse_json_file\(\s*(?:json_file\s*=\s*)?[\"']")
 
@@ -45,8 +639,8 @@ TRAINING = Training(
     log=LogFormat(name="transformers"),
     recognises=_recognises,
     find_files=_find_files,
-    read=partial(read_trainer, dialect=_DIALECT),
-    overlay=partial(overlay_trainer, dialect=_DIALECT),
+    read=TABLE.read,
+    overlay=TABLE.overlay,
     trial_mode=partial(trial_of_trainer, dialect=_DIALECT),
     expected=expected_of,
 )

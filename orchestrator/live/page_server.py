@@ -30,9 +30,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from orchestrator.commands.inspection import serve_ui
 from orchestrator.errors import ConfigError
-from orchestrator.live.feed import Hub
 from orchestrator.live.live_pages import Links
-from orchestrator.live.site import make_site, refusal
+from orchestrator.live.site import Hub, make_site, refusal
 from orchestrator.mlflow_urls import public_uri, sqlite_path, sweep_links
 from orchestrator.process_support import Invocation, interruptible
 from orchestrator.sweep.snapshot import Home, Snapshot

@@ -45,7 +45,7 @@ from orchestrator.space.notation import describe, diff, flat_params, short_name
 from orchestrator.space.rules import Violation, check
 from orchestrator.sweep.ledger import Document, Ledger
 from trials.dryrun.estimate import DryRunEstimate
-from trials.files import from_json, to_json
+from trials.files import fields_json, from_json, to_json
 from trials.spec import Candidate, Workload
 
 # Predictions for a whole plan: its best candidates with the terms of their figures, and what the sweep would cost
@@ -77,14 +77,8 @@ class PlanPredictions:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "hardware": self.hardware,
-            "accelerator": self.accelerator,
-            "num_fitting": self.num_fitting,
-            "num_candidates": self.num_candidates,
-            "num_trials": self.num_trials,
-            "device_hours": self.device_hours,
-            "num_probed": self.num_probed,
-            "usual": self.usual,
+            **fields_json(self, "hardware", "accelerator", "num_fitting", "num_candidates", "num_trials"),
+            **fields_json(self, "device_hours", "num_probed", "usual"),
             "baseline": self.baseline.to_json(),
             "top": [prediction.to_json() for prediction in self.top],
         }
@@ -204,8 +198,7 @@ class UsualGain:
             "gain": self.gain,
             "gain_low": self.low,
             "gain_high": self.high,
-            "log_spread": self.log_spread,
-            "probability_fits": self.probability_fits,
+            **fields_json(self, "log_spread", "probability_fits"),
         }
 
 

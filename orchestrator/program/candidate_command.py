@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from orchestrator.errors import ConfigError
@@ -22,15 +23,21 @@ from orchestrator.frameworks.arguments import as_truth, either_dash, read, read_
 from orchestrator.frameworks.documents import ABSENT, edited, load, value_at
 from orchestrator.frameworks.edit import Overlay, OverlayRequest, Run
 from orchestrator.frameworks.spelling import Note
+from orchestrator.program.source_lines import source_lines
 from orchestrator.program.user_program import OUT, Script, filled, filled_run, names_in, placeholder_values
-from orchestrator.space.knobs import OwnKnob, OwnScalar, argument_text
+from orchestrator.space.inside import knobs_set
+from orchestrator.space.knobs import INSIDE, OwnKnob, OwnScalar, argument_text, is_inside
 from orchestrator.space.rules import Case, Rule
 from trials import sizes
-from trials.script.command import CommandFile, ScriptCommand, is_seen_anyway
-from trials.spec import Candidate, Protocol
+from trials.profiling.traces import long_enough_program, program_ranks
+from trials.script.command import KNOBS_VARIABLE, CommandFile, ScriptCommand, hook_files, is_seen_anyway
+from trials.spec import Candidate, ProfileSpec, Protocol
 
-START, CHANGES = "train.sh", "changes.diff"
-"""Files that are exported beside copies: what starts the training, and what differs from the user's own."""
+START, CHANGES, LINES = "train.sh", "changes.diff", "lines.txt"
+"""Files that are exported beside copies: what starts the training, what differs from the user's own, and what to write
+into the program where the hook is not to set it."""
+HOOK = "inside"
+"""Folder of an export with our hook, where it sets knobs within the program."""
 
 
 def request_of(script: Script, candidate: Candidate, device: str | None = None) -> OverlayRequest:
@@ -50,13 +57,21 @@ def request_of(script: Script, candidate: Candidate, device: str | None = None) 
     )
 
 
-def render(script: Script, candidate: Candidate, *, last_step: int | None = None, device: str | None = None) -> Overlay:
+def render(
+    script: Script,
+    candidate: Candidate,
+    *,
+    last_step: int | None = None,
+    device: str | None = None,
+    sets_inside: bool = True,
+) -> Overlay:
     """The user's command with the candidate laid over it; with ``last_step`` also in trial mode.
 
     Its environment is that of the command and what was added to it.
 
     Args:
         device: kind of device that it runs on, where that is known.
+        sets_inside: whether our hook is to set what the candidate has within the program.
 
     Raises:
         ConfigError: a file of the user's that cannot be changed.
@@ -68,8 +83,28 @@ def render(script: Script, candidate: Candidate, *, last_step: int | None = None
         laid = script.training.trial_mode(laid, last_step)
     env = {**run.env, **laid.env}
     files = {**run.files, **laid.files}
+    if sets_inside and (knobs := knobs_set(candidate, script.inside)):
+        env |= {KNOBS_VARIABLE: f"{{{INSIDE}}}"}
+        files |= {INSIDE: knobs_file(knobs)}
     used = [name for name in names_in((*laid.argv, *env.values())) if name in files]
     return dataclasses.replace(laid, env=env, files={name: files[name] for name in used})
+
+
+def knobs_file(knobs: Mapping[str, Any], seen: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """The file from which our hook sets knobs within the program.
+
+    Args:
+        seen: ``fingerprint`` of the measured program, without which the hook sets nothing, and ``expect``, what its
+            first steps have to show; empty for a trial, whose program is compared with none.
+    """
+    content = {
+        "version": 1,
+        "knobs": dict(knobs),
+        "fingerprint": seen.get("fingerprint"),
+        "expect": seen.get("expect"),
+        "on_mismatch": "train_unchanged",
+    }
+    return json.dumps(content, indent=2) + "\n"
 
 
 def file_names(script: Script, names: Iterable[str]) -> dict[str, str]:
@@ -77,8 +112,9 @@ def file_names(script: Script, names: Iterable[str]) -> dict[str, str]:
     by, unless several would be called alike, or like a file that is exported beside them."""
     found: dict[str, str] = {}
     for name in sorted(names):
-        own = script.run.paths.get(name, name).replace("\\", "/").rpartition("/")[2]
-        taken = {*found.values(), START, CHANGES}
+        path = f"{INSIDE}.json" if name == INSIDE else script.run.paths.get(name, name)
+        own = path.replace("\\", "/").rpartition("/")[2]
+        taken = {*found.values(), START, CHANGES, LINES, HOOK}
         found[name] = own if own not in taken else f"{name}-{own}"
     return found
 
@@ -148,6 +184,8 @@ def with_own(script: Script, candidate: Candidate) -> Run:
         name = choice.name
         if name.startswith("$"):
             run = dataclasses.replace(run, env={**run.env, name[1:]: argument_text(choice.value)})
+        elif is_inside(name):
+            continue  # nothing of the command's: see render
         elif ":" in name:
             file, _, key = name.partition(":")
             changes.setdefault(file, {})[key] = choice.value
@@ -261,17 +299,22 @@ def script_command(
     cache_dir: str | None = None,
     env_pass: tuple[str, ...] = (),
     fewest_steps: int | None = None,
+    profile: ProfileSpec | None = None,
 ) -> ScriptCommand:
     """The command of one trial: the candidate laid over the user's own, in trial mode.
 
     Args:
         env_pass: variables of the ranks' environment that the program sees besides those that the file names.
         fewest_steps: measured steps that are enough where the program ends by itself; None: all that it should run.
+        profile: what the hook records of the run; None: nothing.
 
     Raises:
         ConfigError: a file of the user's that cannot be changed.
     """
-    workload, shape = script.workload, script.model.shape
+    workload, shape, world_size = script.workload, script.model.shape, candidate.layout.world_size
+    if profile is not None:
+        protocol = long_enough_program(protocol, profile)
+        profile = dataclasses.replace(profile, ranks=program_ranks(profile, world_size))
     laid = render(script, candidate, last_step=last_step(protocol), device=device)
     names = file_names(script, laid.files)
     return ScriptCommand(
@@ -285,7 +328,8 @@ def script_command(
         hook=script.hook,
         protocol=protocol,
         fewest_steps=fewest_steps,
-        num_devices=candidate.layout.world_size,
+        profile=profile,
+        num_devices=world_size,
         tokens_per_step=workload.tokens_per_step,
         samples_per_step=workload.global_batch_size,
         expected=script.training.expected(request_of(script, candidate, device)),
@@ -347,20 +391,36 @@ class ScriptArtifact:
         }
 
 
-def artifact(script: Script, candidate: Candidate, name: str) -> ScriptArtifact:
+def artifact(
+    script: Script,
+    candidate: Candidate,
+    name: str,
+    *,
+    seen: Mapping[str, Any] = MappingProxyType({}),
+    as_lines: bool = False,
+) -> ScriptArtifact:
     """The user's command with the candidate laid over it, without anything that only a trial needs.
 
     Args:
         name: what to call it in the script that starts it.
+        seen: as for :func:`knobs_file`.
+        as_lines: whether knobs within the program are listed as lines to write into it, rather than set by our hook.
 
     Raises:
         ConfigError: a configuration file that cannot be changed.
     """
-    laid = render(script, candidate)
+    laid = render(script, candidate, sets_inside=not as_lines)
+    if INSIDE in laid.files:
+        text = knobs_file(knobs_set(candidate, script.inside), seen)
+        laid = dataclasses.replace(laid, files={**laid.files, INSIDE: text})
     names = file_names(script, laid.files)
     changes = _changes(script, laid)
     copies = {names[name]: text for name, text in laid.files.items()}
     files = {START: start_script(script, laid, names, candidate, name), **copies, CHANGES: changes}
+    if as_lines:
+        files[LINES] = source_lines(knobs_set(candidate, script.inside))
+    elif INSIDE in laid.files:
+        files |= {f"{HOOK}/{path}": text for path, text in hook_files().items()}
     return ScriptArtifact(
         argv=laid.argv,
         env=laid.env,
@@ -381,6 +441,8 @@ def start_script(script: Script, laid: Overlay, names: Mapping[str, str], candid
         cwd=shlex.quote(script.run.cwd),
     )
     exports = [f"export {key}={_word(value, names)}" for key, value in sorted(laid.env.items())]
+    if INSIDE in laid.files:
+        exports.append(f'export PYTHONPATH="$here"/{HOOK}/hook"${{PYTHONPATH:+:$PYTHONPATH}}"')
     words = [_word(word, names) for word in laid.argv]
     command = [*_launcher(words, candidate.layout.world_size), ""] if is_env else [" ".join(words), ""]
     return head + "\n".join([*exports, *command])

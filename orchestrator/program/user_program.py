@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Script:
     hook: bool = True
     env_pass: tuple[str, ...] = ()
     own: tuple[OwnKnob, ...] = ()
+    inside: Mapping[str, Any] = field(default_factory=dict)
+    """The baseline's value of every built-in knob that is set within the program; at this value it is not."""
     named: frozenset[str] = frozenset()
     """Paths of fields that the sweep file names, or that the command has placeholders for."""
     unchanged: Candidate | None = None

@@ -23,6 +23,7 @@ from orchestrator.proof.loss_gate import trajectory
 from orchestrator.proof.progress import checks, confirmation, gate_runs
 from orchestrator.report import words
 from orchestrator.report.summary import confirmed_figures, interval_json, result, speedup
+from orchestrator.space.knobs import INSIDE
 from orchestrator.space.notation import short_name
 from orchestrator.statistics import Estimate, Interval, tokens_per_s_per_device
 from orchestrator.sweep.events import ConfirmationRun, GateReport, Verdict, sweep_id
@@ -306,8 +307,9 @@ def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifes
     """The manifest of a trial, with its files as they are to be stored."""
     candidate, workload = chosen.trial.candidate, state.sweep.workload
     script, fingerprint = script_of(ledger), state.sweep.fingerprint
-    made = None if script is None else artifact(script, candidate, short_name(candidate))
-    kept = {"script": {**made.to_json(script), **_origin(ledger, chosen)}} if made and script else {}
+    origin = _origin(ledger, chosen)
+    made = None if script is None else artifact(script, candidate, short_name(candidate), seen=origin[INSIDE])
+    kept = {"script": {**made.to_json(script), **origin}} if made and script else {}
     content = redact_all(
         {
             "config_key": candidate.config_key,
@@ -378,7 +380,18 @@ def _origin(ledger: Ledger, chosen: Chosen) -> dict[str, Any]:
     return {
         "source": None if source is None else {"sha256": source.sha256, "commit": source.commit},
         "versions": {pair[0]: pair[1] for pair in told.versions} if told else {},
+        INSIDE: seen_inside(chosen.trial),
     }
+
+
+def seen_inside(trial: Trial) -> dict[str, Any]:
+    """``fingerprint`` and ``expect`` of a program in which our hook set knobs, by what it saw in the trial; empty where
+    it set none."""
+    told = trial.measurement.findings.script if trial.measurement else None
+    if told is None or not told.knobs:
+        return {}
+    fingerprint = json.loads(told.fingerprint) if told.fingerprint else None
+    return {"fingerprint": fingerprint, "expect": {pair[0]: pair[1] for pair in told.knobs}}
 
 
 def source_changes(ledger: Ledger, script: Script | None) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator import units
@@ -25,11 +25,13 @@ from orchestrator.promotion.manifest import (
     parsed,
     ratio_of,
     script_said,
+    seen_inside,
     unproven,
     verdict_of,
 )
 from orchestrator.promotion.records import Record
 from orchestrator.report.summary import result
+from orchestrator.space.knobs import INSIDE
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.statistics import Interval
 from orchestrator.sweep.checkpoint import asker
@@ -186,6 +188,8 @@ class VersionDescription:
     verdict: str
     script: Script | None = None
     """The custom training program; None where ours trains."""
+    seen: Mapping[str, Any] = field(default_factory=dict)
+    """What our hook saw of the program in which it set knobs: see ``seen_inside`` of the manifest."""
     doubt: str = ""
     """How far its proof has come where there is no verdict yet."""
 
@@ -263,6 +267,7 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDes
         unit=facts["unit"],
         verdict=verdict_of(facts)[0],
         script=script_said(promoted.spec),
+        seen=promoted.manifest.get("script", {}).get(INSIDE, {}),
     )
 
 
@@ -280,6 +285,7 @@ def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
         speed=measured.figures.tokens_per_s_per_device if measured else None,
         unit=state.sweep.workload.speed_unit,
         script=script_said(snapshot.spec),
+        seen=seen_inside(found),
         verdict=state.virtual or ("confirmed" if verdict and verdict.winner == found.number else "not confirmed"),
         doubt="" if verdict or state.virtual or not found.number else unproven(state, found.number),
     )

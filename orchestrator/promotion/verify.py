@@ -45,7 +45,8 @@ from orchestrator.proof.script_gate import ScriptRuns, judge_script
 from orchestrator.report import curves, words
 from orchestrator.report.summary import interval_json
 from orchestrator.space.file_types import RecomputeChoice, StageSplit
-from orchestrator.space.knobs import KNOBS
+from orchestrator.space.inside import section_of
+from orchestrator.space.knobs import INSIDE, KNOBS
 from orchestrator.space.space import knob_values
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.events import GateSettings, PromotedRounds
@@ -219,7 +220,9 @@ def _space(candidate: Candidate, spec: Mapping[str, Any]) -> dict[str, Any]:
         return space_section(candidate)
     named, own = spec.get("space") or {}, {choice.name: choice.value for choice in candidate.own}
     body = {name: values for name, values in space_section(candidate).items() if named.get(name) is not None}
-    return {**body, "world_size": [candidate.layout.world_size], "own": _own_section(named.get("own") or {}, own)}
+    body = {**body, "world_size": [candidate.layout.world_size], "own": _own_section(named.get("own") or {}, own)}
+    inside = named.get(INSIDE)
+    return body if inside is None else {**body, INSIDE: section_of(candidate, inside)}
 
 
 def _own_section(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from orchestrator.statistics import (
     speed_ratio,
     verdict,
 )
-from orchestrator.sweep.events import RatioInterval, SoakReport, SoakRun
+from orchestrator.sweep.events import RatioInterval, SoakMemory, SoakReport, SoakRun
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from trials.outcome import Failure, GangLost, Measurement, TimedOut
 
@@ -392,6 +392,12 @@ STRETCH, SLACK_S = 3.0, 30.0
 """A run may take so many times what its steps took in the rounds, and so many seconds on top."""
 MEMORY_GROWTH = 0.01
 """Relative growth of the peak memory per step that is worth a note."""
+MIN_LASTING_GROWTH = 0.5
+"""Growth in the last third over that in the last two, below which memory levels off."""
+MEMORY_STEPS, _DAY_S = 10_000, 86_400.0
+"""Memory has to suffice for so many steps, or for a day of training where that is more."""
+MUCH_FRAGMENTED = 0.2
+"""Share of the allocator's memory in no tensor from which on it is said."""
 
 Pair = tuple[Measurement, Measurement]
 """Measurements of the finalist and of the baseline."""
@@ -408,13 +414,22 @@ def deadline_s(run: SoakRun) -> float:
 
 
 def judge_soak(
-    finalist: int, pairs: Sequence[Pair], noise: tuple[float, int], objective: Objective
+    finalist: int,
+    pairs: Sequence[Pair],
+    noise: tuple[float, int],
+    objective: Objective,
+    *,
+    limit_bytes: int | None = None,
+    searched: Measurement | None = None,
 ) -> SoakReport | None:
     """What these pairs show; None while another pair is needed.
 
     Args:
         noise: standard deviation of the logarithm of the ratio of two runs, and its degrees of freedom, by the rounds.
+        limit_bytes: memory of a rank; None where it is not known.
+        searched: the finalist as the search measured it.
     """
+    memory = soak_memory(pairs[-1][0], limit_bytes, searched)
     first, last = (_pooled(pairs, objective, third) for third in (0, 2))
     steps = sum(len(own.step_times_s) for own, _ in pairs)
     seconds = math.fsum(math.fsum(own.step_times_s) for own, _ in pairs)
@@ -425,8 +440,11 @@ def judge_soak(
         seconds=seconds,
         first=_interval(first),
         last=_interval(last),
-        notes=tuple(_memory_notes(finalist, [own for own, _ in pairs])),
+        notes=tuple(_memory_notes(finalist, memory)),
+        memory=memory,
     )
+    if (full := _when_full(memory, pairs[-1], limit_bytes)) is not None:
+        return replace(report, answer="failed", reason=full)
     if _is_faster(last):
         return report
     if not (_fades(first, last) or _is_slower(last, len(pairs), noise) or len(pairs) >= MAX_PAIRS):
@@ -519,17 +537,76 @@ def _interval(found: Estimate) -> RatioInterval:
     )
 
 
-def _memory_notes(finalist: int, runs: Sequence[Measurement]) -> list[str]:
-    """A note where the peak memory of a step grew over the last run, and went on growing to its end."""
-    sizes = runs[-1].step_memory_bytes[runs[-1].num_warmup_steps :]
-    if len(sizes) < MIN_STEPS:
-        return []
+def soak_memory(run: Measurement, limit_bytes: int | None, searched: Measurement | None) -> SoakMemory | None:
+    """What a longer run shows of memory; None where that of its steps is not known."""
+    sizes = run.step_memory_bytes[run.num_warmup_steps :]
+    if len(sizes) < MIN_STEPS or not all(sizes):
+        return None
     size = len(sizes) // 3
-    begin, middle, end = (median(sizes[i * size : (i + 1) * size]) for i in range(3))
-    if begin <= 0 or end < begin * (1 + MEMORY_GROWTH) or end <= middle:
+    first, middle, last = (median(sizes[i * size : (i + 1) * size]) for i in range(3))
+    is_growing = last >= first * (1 + MEMORY_GROWTH) and last > middle
+    growth = _slope(sizes[-2 * size :]) if is_growing else 0.0
+    if is_growing and _slope(sizes[-size:]) < MIN_LASTING_GROWTH * growth:
+        growth = 0.0  # it levels off
+    full_at = None
+    if growth > 0 and limit_bytes is not None:
+        full_at = run.num_warmup_steps + len(sizes) + max(0, math.floor((limit_bytes - sizes[-1]) / growth))
+    reserved, allocated = max(run.peak_reserved_bytes, default=0), max(run.peak_allocated_bytes, default=0)
+    return SoakMemory(
+        first_bytes=int(first),
+        last_bytes=int(last),
+        growth_bytes=growth,
+        limit_bytes=limit_bytes,
+        full_at_step=full_at,
+        fragmentation=1 - allocated / reserved if reserved >= allocated > 0 else None,
+        longest_sample=_longest(run),
+        longest_measured=0 if searched is None else _longest(searched),
+    )
+
+
+def _longest(run: Measurement) -> int:
+    return 0 if run.findings.script is None else run.findings.script.longest_sample
+
+
+def _slope(values: Sequence[int]) -> float:
+    """Slope of the straight line that fits best, per step."""
+    return float(np.polyfit(np.arange(len(values)), np.asarray(values, dtype=float), 1)[0])
+
+
+def _when_full(memory: SoakMemory | None, pair: Pair, limit_bytes: int | None) -> str | None:
+    """Why the finalist would run out of memory later, where it would within :data:`MEMORY_STEPS` steps or a day of
+    training, and the baseline would not run out about as soon."""
+    own, base = pair
+    if memory is None or memory.full_at_step is None:
+        return None
+    if memory.full_at_step > max(MEMORY_STEPS, _DAY_S / own.step_time_s):
+        return None
+    baseline = soak_memory(base, limit_bytes, None)
+    if baseline is not None and baseline.full_at_step is not None and baseline.full_at_step <= 2 * memory.full_at_step:
+        return None
+    return (
+        f"its memory grows by {units.num_bytes(round(memory.growth_bytes))} per step, from"
+        f" {units.num_bytes(memory.first_bytes)} to {units.num_bytes(memory.last_bytes)} between the first and the last"
+        f" third of its longer run: the {units.num_bytes(memory.limit_bytes or 0)} of a rank would be full at step"
+        f" {memory.full_at_step}"
+    )
+
+
+def _memory_notes(finalist: int, memory: SoakMemory | None) -> list[str]:
+    """Notes on memory that grows or is fragmented, and on samples that were longer than the search has measured."""
+    if memory is None:
         return []
-    grown = f"from {units.num_bytes(begin)} to {units.num_bytes(end)} per step"
-    return [f"{units.trial_id(finalist)}: memory grows during the longer run, {grown} between its first and last third"]
+    who, notes = units.trial_id(finalist), []
+    if memory.growth_bytes > 0:
+        grown = f"from {units.num_bytes(memory.first_bytes)} to {units.num_bytes(memory.last_bytes)} per step"
+        full = f"; full at step {memory.full_at_step} at this rate" if memory.full_at_step is not None else ""
+        notes.append(f"{who}: memory grows during the longer run, {grown} between its first and last third{full}")
+    if memory.fragmentation is not None and memory.fragmentation >= MUCH_FRAGMENTED:
+        notes.append(f"{who}: {memory.fragmentation:.0%} of the memory that the allocator holds is in no tensor")
+    if 0 < memory.longest_measured < memory.longest_sample:
+        lengths = f"{memory.longest_sample} tokens, those of the search {memory.longest_measured}"
+        notes.append(f"{who}: the longest samples of the longer run have {lengths}")
+    return notes
 
 
 # ---- Whether a promoted configuration has lost speed: rounds of today compared with those of its promotion

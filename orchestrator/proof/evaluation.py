@@ -20,7 +20,7 @@ from orchestrator.proof.progress import BASELINE, gate_report, gate_runs
 from orchestrator.sweep.events import Evaluation, GateReport
 from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
-from trials.files import make_private_folder, to_json, write_atomically
+from trials.files import from_json, make_private_folder, to_json, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class EvaluationProcess:
         self._give_up_s = time.monotonic() + timeout_s + _GRACE_S
         path = folder.absolute() / FACTS_FILE
         order = EvaluationOrder(
-            command=[argument.replace(FACTS_PLACEHOLDER, str(path)) for argument in command],
+            command=tuple(argument.replace(FACTS_PLACEHOLDER, str(path)) for argument in command),
             variables={FACTS_VARIABLE: str(path)},
             log=str(path.with_name(LOG_FILE)),
             timeout_s=timeout_s,
@@ -83,7 +83,7 @@ class EvaluationProcess:
         _close_input(self._process)
         if self._process.returncode != 0 or not text:
             return self._ended(Ending(exit_code=None, tail=("the process that runs the evaluation was killed",)))
-        return self._ended(Ending.from_json(text))
+        return self._ended(from_json(Ending, json.loads(text)))
 
     def kill(self) -> None:
         """End it, with all that it started. Waits until that is done."""
@@ -115,7 +115,7 @@ def _start_process(order: EvaluationOrder) -> subprocess.Popen[bytes]:
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(f"{order.to_json()}\n".encode())
+        process.stdin.write(f"{json.dumps(to_json(order))}\n".encode())
         process.stdin.flush()
     return process
 

@@ -15,16 +15,17 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 from filelock import FileLock
 
 from cluster.processes import adopt_orphans, die_with_parent, kill_descendants
 from orchestrator.process_support import environment
 from orchestrator.text import tail
+from trials.files import from_json, to_json
 from trials.secrets import redact, redact_file, redact_uncaught
 
 TAIL_LINES, TAIL_CHARS = 20, 300
@@ -37,20 +38,12 @@ LOOK_S = 0.1
 class EvaluationOrder:
     """What the controller asks the evaluation process to run."""
 
-    command: list[str]
-    variables: dict[str, str]
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
     """Variables of the command's environment, added to those of this process that are no secrets of the controller."""
     log: str
     """File for what the command writes, redacted at the end."""
     timeout_s: float
-
-    def to_json(self) -> str:
-        """JSON in one line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +54,6 @@ class Ending:
     """Exit code as ``subprocess`` gives it; None: it could not be started, or was killed at its deadline."""
     tail: tuple[str, ...]
     """Last lines that the command wrote, redacted, and remarks of the evaluation process."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        fields = json.loads(text)
-        return cls(exit_code=fields["exit_code"], tail=tuple(fields["tail"]))
 
 
 def run(order: EvaluationOrder, input_fd: int) -> Ending | None:
@@ -136,9 +121,9 @@ def main() -> int:
         if not block:
             return 1
         text += block
-    ending = run(EvaluationOrder.from_json(text.decode()), 0)
+    ending = run(from_json(EvaluationOrder, json.loads(text)), 0)
     if ending is not None:
-        sys.stdout.write(ending.to_json())
+        sys.stdout.write(json.dumps(to_json(ending), ensure_ascii=False))
     return 0
 
 

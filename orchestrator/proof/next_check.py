@@ -81,6 +81,11 @@ from orchestrator.units import ratio_interval as ratio_interval_words
 from trials.outcome import GangLost, StoppedEarly
 from trials.spec import Layout
 
+AUTO_PROFILE_S = 600.0
+"""Seconds of work from which on a sweep's baseline and winner are profiled unasked."""
+AUTO_PROFILE_SHARE = 0.1
+"""Share of the sweep's device time that these profiles may take."""
+
 
 def next_command(state: SweepState, end: End) -> Command:
     """The search has ended because of ``end`` and nothing runs: the next step of the proof, a profile, or the end."""
@@ -419,13 +424,25 @@ def _is_exact(state: SweepState, check: GateRun) -> bool:
 def _to_be_profiled(state: SweepState) -> Iterator[int]:
     """Trials to profile: those asked for by people, then those of the sweep's file; measured ones only."""
     yield from state.to_profile
-    if not state.sweep.profiled:
+    if not state.sweep.profiled or (state.sweep.is_profile_auto and not _is_worth_profiling(state)):
         return
     done = {trial.check.of for trial in state.trials if isinstance(trial.check, ProfileRun)}
     for name in state.sweep.profiled:
         trial = named(state, name)
         if trial is not None and trial.measurement is not None and trial.number not in done:
             yield trial.number
+
+
+def _is_worth_profiling(state: SweepState) -> bool:
+    """Whether profiles that nobody asked for by name cost little of what the sweep has cost, and no budget is spent."""
+    runs = [state.trials[BASELINE].device_seconds / max(1, len(state.trials[BASELINE].attempts))]
+    if (winner := state.winner) is not None:
+        runs.append(winner.device_seconds / max(1, len(winner.attempts)))
+    confirm = state.sweep.proof.confirm
+    if confirm is not None and confirm.promoted is not None:
+        return False  # a verification asks for speed alone
+    is_cheap = sum(runs) <= AUTO_PROFILE_SHARE * state.device_seconds
+    return is_cheap and state.active_s >= AUTO_PROFILE_S and not spent_budget(state)
 
 
 def named(state: SweepState, name: str) -> Trial | None:

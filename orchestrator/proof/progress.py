@@ -352,7 +352,11 @@ def soak_report(state: SweepState, finalist: int) -> SoakReport | None:
         return None
     rounds, _ = _rounds(state, state.proof)
     scores = [one.scores(state.objective) for one in rounds if one.has_baseline and one.is_comparable]
-    return judge_soak(finalist, complete, pair_noise([one for one in scores if len(one) > 1]), state.objective)
+    noise = pair_noise([one for one in scores if len(one) > 1])
+    searched = state.trials[finalist].measurement
+    return judge_soak(
+        finalist, complete, noise, state.objective, limit_bytes=state.sweep.rank_memory_bytes, searched=searched
+    )
 
 
 def gate_settings(state: SweepState) -> GateSettings | None:

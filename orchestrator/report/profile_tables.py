@@ -13,13 +13,18 @@ from orchestrator import units
 from orchestrator.report.view import ALWAYS, Column, ShownTable, table_of
 from orchestrator.sweep.state import Trial
 from trials.files import to_json
-from trials.reports import CollectiveCount, OperatorTime, RankProfile, Redundancy
+from trials.reports import CollectiveCount, OperatorTime, PeakTensor, RankProfile, Redundancy
 
 MAX_OPERATORS = 10
 """Operators shown on the terminal; the page has all."""
 
 MAX_SLOWDOWN = 1.05
 """Step time under the profiler over that without it from which on the difference is told."""
+
+MIN_LATE = 0.05
+"""Share of the step by which a rank must be later than the median of all before it is said to hold up the others."""
+MIN_CAST_SHARE = 0.03
+"""Share of the operators' time in casts from which on it is said."""
 
 PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
 """Phases of a step in the order in which they are shown."""
@@ -35,6 +40,17 @@ class StageTime:
     """Seconds of computation per step."""
     bubble_s: float
     """Seconds per step of waiting for other stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank that the others wait for."""
+
+    rank: int
+    own_s: float
+    """Seconds per step without waiting for communication."""
+    median_s: float
+    """The same of the median rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +94,17 @@ class ProfileTables:
         return max(profile.times.total_s for profile in self.ranks) / self.measured_step_s
 
     @property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Ranks whose own part of the step is longer than the median's, the latest first."""
+        own_s = {one.rank: one.times.total_s - one.times.uncovered_communication_s for one in self.ranks}
+        if len(own_s) < 2:
+            return ()
+        median_s = statistics.median_low(own_s.values())
+        least_s = median_s + MIN_LATE * max(one.times.total_s for one in self.ranks)
+        late = [Straggler(rank=rank, own_s=s, median_s=median_s) for rank, s in own_s.items() if s > least_s]
+        return tuple(sorted(late, key=lambda one: -one.own_s))
+
+    @property
     def imbalance(self) -> float | None:
         """Computation of the slowest stage over the mean of all; None without a pipeline."""
         times_s = [stage.computation_s for stage in self.stages]
@@ -95,6 +122,7 @@ class ProfileTables:
             "imbalance": self.imbalance,
             "slowest_stage": self.slowest_stage,
             "slowdown": self.slowdown,
+            "stragglers": to_json(self.stragglers),
         }
 
 
@@ -242,6 +270,8 @@ def file_lines(tables: ProfileTables, found: Sequence[Path]) -> Iterator[str]:
         yield f"in {folder}"
         of = [file for file in tables.files if file.name in here and here[file.name].parent == folder]
         yield from (f"  {file.name}  {units.num_bytes(file.num_bytes)}" for file in of)
+        others = [path.name for path in found if path.parent == folder and path.name not in {file.name for file in of}]
+        yield from (f"  {name}  of all recorded ranks" for name in others)
     yield from (_elsewhere(file) for file in tables.files if file.name not in here)
 
 
@@ -292,6 +322,12 @@ def remarks(tables: ProfileTables) -> Iterator[Remark]:
             f"{units.milliseconds(measured)}: the profiler's overhead; trust shares more than times"
         )
         yield Remark(text=text, is_warning=True)
+    for late in tables.stragglers:
+        own, median = units.milliseconds(late.own_s), units.milliseconds(late.median_s)
+        text = f"rank {late.rank} is late: its own part of the step takes {own}, the median rank's {median}"
+        yield Remark(text=text, is_warning=True)
+    if (casts := max(profile.cast_share for profile in tables.ranks)) >= MIN_CAST_SHARE:
+        yield Remark(text=f"casts take up to {casts:.0%} of a rank's operators")
     yield from map(_redundancy, tables.redundancies)
     if not tables.redundancies and any(profile.counted for profile in tables.ranks):
         yield Remark(text="no redundant communication found" if tables.collectives else "no communication")
@@ -314,8 +350,31 @@ def shown_tables(tables: ProfileTables, *, max_operators: int | None) -> Iterato
         rows=[_times_row(profile, tables) for profile in tables.ranks],
         num_words=1,
     )
+    yield _phases_table(tables)
+    if tables.stages:
+        yield _stages_table(tables)
+    yield _operators_table(tables.operators[:max_operators])
+    if tables.collectives:
+        yield _collectives_table(tables.collectives)
+    slowest = max(tables.ranks, key=lambda profile: profile.times.free_s)
+    if slowest.gaps:
+        yield _gaps_table(slowest)
+    fullest = max(tables.ranks, key=lambda profile: profile.memory.peak_bytes if profile.memory else 0)
+    if fullest.memory is not None and fullest.memory.tensors:
+        yield _tensors_table(fullest.rank, fullest.memory.tensors)
+    compilations = dict.fromkeys(event for profile in tables.ranks for event in profile.compilations)
+    if compilations:
+        yield _table(
+            title="Graph breaks and recompilations",
+            heads=("place", "what", "reason", "times"),
+            rows=[(one.place, one.kind, one.reason, str(one.num_times)) for one in compilations],
+            num_words=3,
+        )
+
+
+def _phases_table(tables: ProfileTables) -> ShownTable:
     phases = [name for name in PHASES if any(phase_s(profile, name) for profile in tables.ranks)]
-    yield _table(
+    return _table(
         title="Phases of the step",
         heads=("rank", *phases),
         rows=[
@@ -324,11 +383,24 @@ def shown_tables(tables: ProfileTables, *, max_operators: int | None) -> Iterato
         ],
         num_words=1,
     )
-    if tables.stages:
-        yield _stages_table(tables)
-    yield _operators_table(tables.operators[:max_operators])
-    if tables.collectives:
-        yield _collectives_table(tables.collectives)
+
+
+def _gaps_table(profile: RankProfile) -> ShownTable:
+    return _table(
+        title=f"Longest gaps of rank {profile.rank}: nothing is computed or communicated",
+        heads=("after", "before", "gaps", "time"),
+        rows=[(gap.after, gap.before, f"{gap.num_gaps:g}", units.milliseconds(gap.time_s)) for gap in profile.gaps],
+        num_words=2,
+    )
+
+
+def _tensors_table(rank: int, tensors: Sequence[PeakTensor]) -> ShownTable:
+    return _table(
+        title=f"Largest tensors of rank {rank} at the memory peak",
+        heads=("module", "what", "tensors", "size"),
+        rows=[(one.module, one.what, str(one.num_tensors), units.num_bytes(one.num_bytes)) for one in tensors],
+        num_words=2,
+    )
 
 
 def _stages_table(tables: ProfileTables) -> ShownTable:

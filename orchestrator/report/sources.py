@@ -17,6 +17,7 @@ from cluster.base import GangProgress
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.shell import variables_of
+from orchestrator.report.timeline import write_timeline
 from orchestrator.sweep.events import ProfileRun, SweepCreated
 from orchestrator.sweep.ledger import PLAN, SPEC, Ledger, Recorded, SweepFile
 from orchestrator.sweep.snapshot import attempt_folder
@@ -24,7 +25,7 @@ from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.text import tail
 from orchestrator.units import trial_id
 from trials.files import make_private_folder, to_json
-from trials.outcome import Evidence, Measured, StoppedEarly
+from trials.outcome import Evidence, Measured, Measurement, StoppedEarly
 from trials.reports import FOLDER
 
 # What a report takes from beside the events of a sweep: the plan as kept at submit, limits, where files and MLflow's
@@ -139,9 +140,24 @@ def profile_files(sweep_folder: Path, trial: Trial) -> list[Path]:
     if not folder.is_dir():
         return []
     names = {file.name for profile in trial.measurement.findings.profile for file in profile.files}
-    return [
+    found = [
         path for path in sorted(folder.iterdir()) if path.name in names and not path.is_symlink() and path.is_file()
     ]
+    return [*found, *_merged(folder, trial.measurement, {path.name: path for path in found})]
+
+
+def _merged(folder: Path, measurement: Measurement, found: Mapping[str, Path]) -> list[Path]:
+    """The traces of all ranks in one, made when they are first asked for."""
+    traces = {
+        profile.rank: found[name]
+        for profile in measurement.findings.profile
+        if (name := f"rank{profile.rank}.trace.json.gz") in found
+    }
+    try:
+        return write_timeline(folder, traces, [place.rpartition("/")[0] for place in measurement.places])
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("the traces in %s cannot be put together: %s", folder, error)
+        return []
 
 
 class ProfileCopies:

@@ -50,6 +50,7 @@ from orchestrator.search.knob_effects import (
 from orchestrator.search.memory_belief import Floats, MemoryBelief, Structured
 from orchestrator.space.notation import Features, describe, flat_params
 from trials.dryrun.estimate import DryRunEstimate
+from trials.files import fields_json
 from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of
 
 # The cost model asked in one way for both families of workloads, decoders and others: time, memory, likeness
@@ -620,17 +621,10 @@ class Prediction:
             "number": self.number,
             "step_time_s": self.step_s,
             "step_terms_s": self.step_terms_s,
-            "log_spread": self.log_spread,
-            "score": self.score,
-            "tokens_per_s": self.figures.tokens_per_s,
-            "tokens_per_s_per_device": self.figures.tokens_per_s_per_device,
-            "num_devices": self.figures.num_devices,
-            "peak_bytes": self.peak_bytes,
-            "peak_terms_bytes": self.peak_terms_bytes,
-            "fullest_stage": self.fullest_stage,
-            "limit_bytes": self.limit_bytes,
-            "probability_fits": self.probability_fits,
-            "fits": self.fits,
+            **fields_json(self, "log_spread", "score"),
+            **fields_json(self.figures, "tokens_per_s", "tokens_per_s_per_device", "num_devices"),
+            **fields_json(self, "peak_bytes", "peak_terms_bytes", "fullest_stage", "limit_bytes"),
+            **fields_json(self, "probability_fits", "fits"),
         }
 
 

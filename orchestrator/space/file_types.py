@@ -3,12 +3,13 @@ and how a value reads as short text."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -38,6 +39,8 @@ from trials.spec import (
     SelectiveRecompute,
 )
 
+T = TypeVar("T")
+
 # Building blocks of the sections of a sweep file: base class, faults, and annotations for short forms and lists
 
 
@@ -45,6 +48,12 @@ class Section(BaseModel):
     """Base of all parts of a sweep file: closed, strict, immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
+
+    def to(self, cls: type[T], **others: Any) -> T:
+        """A dataclass of the fields that both have, and of ``others``."""
+        names = {field.name for field in dataclasses.fields(cls)} & type(self).model_fields.keys() - others.keys()  # type: ignore[arg-type]
+        values = {name: getattr(self, name) for name in names}
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}, **others)
 
 
 def fault(key: str | None, message: str, remedy: str) -> PydanticCustomError:
@@ -493,7 +502,7 @@ class PrecisionSection(Section):
     def to_precision(self) -> Precision:
         dtype = self.dtype or ("float32" if self.level == "O0" else "bfloat16")
         scale = self.loss_scale or LossScaleSection()
-        loss_scale = LossScale(**scale.model_dump()) if dtype == "float16" else None
+        loss_scale = scale.to(LossScale) if dtype == "float16" else None
         return Precision(level=self.level, dtype=dtype, loss_scale=loss_scale, white=self.white, black=self.black)
 
 

@@ -81,6 +81,10 @@ Role = Literal[
 """Built-in knobs that an own one can stand for."""
 INHERITED = "inherited"
 """Shown value of an own knob that a candidate leaves as the command says."""
+INSIDE = "inside"
+"""Own knobs ``inside:dotted.key`` are set within the running program, see :mod:`orchestrator.space.inside`."""
+AS_IS = "as_is"
+"""Value of such a knob that leaves the program alone."""
 _NAME = re.compile(r"--?[A-Za-z][\w.+/-]*|\$[A-Za-z_]\w*|[A-Za-z_]\w*:[\w.+/-]+|[A-Za-z_][\w.]*")
 
 
@@ -114,7 +118,8 @@ def chosen(knobs: Sequence[OwnKnob], values: Mapping[str, OwnScalar]) -> tuple[O
     """
     kept: dict[str, OwnScalar] = {}
     for knob in knobs:
-        if knob.name in values and knob.applies(kept):
+        is_left = is_inside(knob.name) and values.get(knob.name) == AS_IS
+        if knob.name in values and not is_left and knob.applies(kept):
             kept[knob.name] = values[knob.name]
     return tuple(OwnChoice(name=name, value=kept[name]) for name in sorted(kept))
 
@@ -124,6 +129,11 @@ def combinations(knobs: Sequence[OwnKnob]) -> Iterator[tuple[OwnChoice, ...]]:
     names = [knob.name for knob in knobs]
     for values in product(*(knob.values for knob in knobs)):
         yield chosen(knobs, dict(zip(names, values, strict=True)))
+
+
+def is_inside(name: str) -> bool:
+    """Whether an own knob of this name is set within the running program."""
+    return name.startswith(f"{INSIDE}:")
 
 
 def in_order(knobs: Sequence[OwnKnob]) -> tuple[OwnKnob, ...]:

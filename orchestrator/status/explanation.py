@@ -369,8 +369,7 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         return None
     graph = measurement.findings.graph
     return {
-        "step_time_s": measurement.step_time_s,
-        "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
+        **fields_json(measurement, "step_time_s", "tokens_per_s_per_device"),
         "peak_bytes": measurement.peak_bytes or None,
         "device_memory": to_json(measurement.device_memory),
         "compile_s": measurement.compile_s or None,

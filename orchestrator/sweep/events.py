@@ -264,6 +264,28 @@ class RatioInterval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SoakMemory:
+    """What the last longer run of a finalist showed of its memory, on the fullest rank of each step."""
+
+    first_bytes: int
+    """Median peak of a step in the first third of the run."""
+    last_bytes: int
+    """The same in the last third."""
+    growth_bytes: float = 0.0
+    """Growth per step, where memory went on growing to the end; else 0."""
+    limit_bytes: int | None = None
+    """What a rank has; None where it is not known."""
+    full_at_step: int | None = None
+    """The step in which memory would be full if it grew on like this."""
+    fragmentation: float | None = None
+    """Share of what the allocator reserved that no tensor used at the peak; None on CPUs."""
+    longest_sample: int = 0
+    """Tokens of the longest samples in the run; 0: not known."""
+    longest_measured: int = 0
+    """The same in the run of the search."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SoakReport:
     """What the longer runs of finalist ``trial`` and of the baseline showed."""
 
@@ -282,6 +304,8 @@ class SoakReport:
     """Why it did not pass, as a sentence without its subject; empty if it passed."""
     notes: tuple[str, ...] = ()
     """What else the runs showed, such as memory that grows."""
+    memory: SoakMemory | None = None
+    """None where the memory of single steps is not known."""
 
 
 DisqualifiedBy = Literal["gate", "evaluation", "soak", "failure"]
@@ -405,6 +429,10 @@ class SweepCreated:
     profiled: tuple[str, ...] = ()
     """Trials to be profiled at the end: a number, ``baseline`` or ``winner``."""
     profile: ProfileSpec = field(default_factory=ProfileSpec)
+    rank_memory_bytes: int | None = None
+    """Memory of a rank: of its device, on CPUs its share of the host's; None where it is not known."""
+    is_profile_auto: bool = False
+    """Whether they are profiled only where that costs little of what the sweep has cost."""
     objective: Objective = field(default_factory=Objective)
     """What counts as faster."""
 

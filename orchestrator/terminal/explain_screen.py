@@ -21,6 +21,7 @@ from orchestrator.diagnosis.values import (
 )
 from orchestrator.report.view import Column
 from orchestrator.report.words import disturbed, peak_memory, peak_memory_parts, trend
+from orchestrator.space.inside import BUILT_IN
 from orchestrator.space.notation import short_name, spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
 from orchestrator.sweep.state import Trial, nodes_of
@@ -217,8 +218,15 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
     if one.at_most is not None:
         grid.add_row("at most", Text(f"{units.ceil(one.at_most)}x from this alone, if all of it went"))
     if one.fixed:
-        grid.add_row("fixed", Text(f"not varied by this sweep: {', '.join(one.fixed[:5])}"))
+        grid.add_row("fixed", Text(_fixed(one, explained)))
     return indented(grid)
+
+
+def _fixed(one: Bottleneck, explained: SweepExplanation) -> str:
+    fixed = one.fixed[:5]
+    settable = [knob for knob in fixed if explained.is_script and knob in BUILT_IN]
+    how = f"; space.inside sets {', '.join(settable)} in a program without an option" if settable else ""
+    return f"not varied by this sweep: {', '.join(fixed)}{how}"
 
 
 def _others(bottlenecks: Iterable[Bottleneck]) -> RenderableType:

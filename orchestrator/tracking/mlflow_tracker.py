@@ -18,7 +18,7 @@ from orchestrator.errors import ServiceError
 from orchestrator.mlflow_urls import PAGE, artifact_folder, artifact_path, public_uri, run_path, sqlite_path
 from orchestrator.report import curves, sources
 from orchestrator.report.page.page import page_html
-from orchestrator.report.plots.gallery import gallery
+from orchestrator.report.plots.charts import gallery
 from orchestrator.report.report import Attached, make_short_report, read_report, report_markdown
 from orchestrator.report.sources import PlanFacts, Sources, failed_logs, profile_paths, rejected_csv
 from orchestrator.report.summary import summarize

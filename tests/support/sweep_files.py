@@ -38,10 +38,6 @@ def changed(content, path, value):
     return content
 
 
-def with_sections(content, **sections):
-    return {**content, **sections}
-
-
 def topology(*num_devices, kind="cpu", name="some CPU"):
     """Nodes with that many devices each."""
     alike = {"device_kind": kind, "device_name": name, "device_memory_bytes": 2**30, "threads_per_device": 1}
@@ -49,3 +45,14 @@ def topology(*num_devices, kind="cpu", name="some CPU"):
         Node(name=f"node{i}", address="127.0.0.1", num_devices=count, **alike) for i, count in enumerate(num_devices)
     )
     return Topology(nodes=tuple(nodes))
+
+
+INSIDE = {
+    "inside": dict.fromkeys(
+        (
+            *("num_workers", "dataloader", "precision", "recompute", "compile", "attention", "memory_format"),
+            *("ddp_bucket_mb", "ddp_gradient_as_bucket_view", "ddp_static_graph", "allocator", "training_arguments"),
+        )
+    )
+}
+"""Keys of knobs within a program; by itself no whole file."""

@@ -21,7 +21,7 @@ from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE, tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.profiling.collectives import CollectiveCounter, Flow, StartedCollective
-from trials.profiling.profiler import (
+from trials.profiling.traces import (
     MARK,
     MAX_OPERATORS,
     check_profile,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trials.operators import in_backward, leaves_in
 from trials.parallel.mesh import plain_name
+from trials.profiling.traces import COLLECTIVES, GRADIENTS, STEP, general_path
 from trials.reports import CollectiveCount, Redundancy
 from trials.sizes import coordinates
 from trials.spec import AXES, Layout
 from trials.torch_support import parameter_groups
-
-GRADIENTS = "gradients"
-"""Stands for a module where gradients are reduced outside of any: in DDP's buckets."""
-STEP = "step"
-"""Stands for the module and the phase outside of the passes, and for the model itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +120,7 @@ class ModuleTracker:
 
 def general_name(name: str) -> str:
     """A module's path with ``*`` for numbers, so that equal layers have one name; :data:`STEP` for the model."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", plain_name(name)) or STEP
+    return general_path(plain_name(name))
 
 
 # Finds communication that need not be, by following values from one collective to the next. Pure.
@@ -298,39 +293,6 @@ class Flow:
 # Watches the operators of a step: counts its collectives per module and has the redundant ones found.
 
 
-_KINDS = {
-    "c10d.allreduce_": "all_reduce",
-    "c10d.allreduce_coalesced_": "all_reduce",
-    "c10d.allgather_": "all_gather",
-    "c10d._allgather_base_": "all_gather",
-    "c10d.allgather_coalesced_": "all_gather",
-    "c10d.allgather_into_tensor_coalesced_": "all_gather",
-    "c10d.reduce_scatter_": "reduce_scatter",
-    "c10d._reduce_scatter_base_": "reduce_scatter",
-    "c10d.reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "c10d.alltoall_": "all_to_all",
-    "c10d.alltoall_base_": "all_to_all",
-    "c10d.broadcast_": "broadcast",
-    "c10d.reduce_": "reduce",
-    "c10d.gather_": "gather",
-    "c10d.scatter_": "scatter",
-    "c10d.send": "send",
-    "c10d.recv_": "recv",
-    "c10d.recv_any_source_": "recv",
-    "c10d.barrier": "barrier",
-    "_c10d_functional.all_reduce": "all_reduce",
-    "_c10d_functional.all_reduce_": "all_reduce",
-    "_c10d_functional.all_reduce_coalesced": "all_reduce",
-    "_c10d_functional.all_gather_into_tensor": "all_gather",
-    "_c10d_functional.all_gather_into_tensor_out": "all_gather",
-    "_c10d_functional.all_gather_into_tensor_coalesced": "all_gather",
-    "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
-    "_c10d_functional.reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "_c10d_functional.all_to_all_single": "all_to_all",
-    "_c10d_functional.broadcast": "broadcast",
-    "_c10d_functional.broadcast_": "broadcast",
-    "_dtensor.shard_dim_alltoall": "all_to_all",
-}
 _SENT = ("input", "inputs", "input_tensor", "input_tensors", "tensors", "tensor", "self")
 """Names of the argument that holds what is sent, or for ``recv`` what arrives."""
 _MOVES = frozenset(
@@ -358,7 +320,7 @@ def _operator(func: Any) -> _Operator:
     namespace, _, name = schema.name.partition("::")
     aliases = [value.alias_info for value in (*schema.arguments, *schema.returns) if value.alias_info is not None]
     writes = any(alias.is_write for alias in aliases)
-    kind = _KINDS.get(f"{namespace}.{name}")
+    kind = COLLECTIVES.get(f"{namespace}.{name}")
     # Schemas of process groups' own operators do not say that they write, and these write to all they get.
     in_place = [
         i

@@ -13,14 +13,14 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trials.failure import of_host
 from trials.files import canonical_json, from_json, make_private_folder, write_atomically
 from trials.outcome import Phase
-from trials.reports import FOLDER_VARIABLE
+from trials.reports import FOLDER, FOLDER_VARIABLE
 from trials.secrets import is_secret_name
-from trials.spec import Protocol
+from trials.spec import ProfileSpec, Protocol
 
 OUT = "{out}"
 """Placeholder for the attempt's own folder, which the rank fills in."""
@@ -102,6 +102,8 @@ class ScriptCommand:
     memory_limit_bytes: int | None = None
     model_flops_per_token: float = 0.0
     """0: not known."""
+    profile: ProfileSpec | None = None
+    """If set, the hook records these steps and ranks, and the run's times are not a measurement."""
     cache_dir: str | None = None
     """Folder for compilers' caches, shared by the trials of a sweep on a node; None: the node's temporary folder."""
 
@@ -133,6 +135,8 @@ HOOK_FOLDER = Path(__file__).parent / "hook"
 
 REPORT_VARIABLE = "TUNE_CLUSTER_REPORT"
 """Folder of the lines and of ``stop``."""
+PROFILE_VARIABLE = "TUNE_CLUSTER_PROFILE"
+"""Which steps the hook records, as JSON."""
 KNOBS_VARIABLE = "TUNE_CLUSTER_KNOBS"
 """File of the knobs that the hook sets within the program."""
 VARIABLES_VARIABLE = "TUNE_CLUSTER_VARIABLES"
@@ -148,6 +152,17 @@ def hook_path(*, hook: bool = True) -> tuple[str, ...]:
         hook: Whether programs report without being changed; otherwise only those do that import the report API.
     """
     return (str(HOOK_FOLDER), str(API_FOLDER)) if hook else (str(API_FOLDER),)
+
+
+def hook_files() -> dict[str, str]:
+    """Text of the files that the hook consists of, by path, to lie beside a promoted command; the folder ``hook`` goes
+    first on PYTHONPATH."""
+    paths = sorted(path for folder in (HOOK_FOLDER, API_FOLDER) for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(HOOK_FOLDER.parent)): path.read_text(encoding="utf-8")
+        for path in paths
+        if "__pycache__" not in path.parts
+    }
 
 
 def with_hook(python_path: str | None, *, hook: bool = True) -> str:
@@ -272,10 +287,24 @@ def child_environment(
     environment[REPORT_VARIABLE] = str(report)
     if command.memory_limit_bytes is not None and command.device != "cpu":
         environment[MEMORY_LIMIT_VARIABLE] = str(command.memory_limit_bytes)
+    if command.profile is not None:
+        environment[PROFILE_VARIABLE] = json.dumps(_window(command.profile))
     if variables := [name[1:] for name in command.options if name.startswith("$")]:
         environment[VARIABLES_VARIABLE] = ",".join(variables)
     environment["PYTHONPATH"] = with_hook(environment.get("PYTHONPATH"), hook=command.hook)
     return environment
+
+
+def _window(profile: ProfileSpec) -> dict[str, Any]:
+    """What the hook is to record."""
+    return {
+        "first": profile.start_step,
+        "last": profile.stop_step,
+        "ranks": list(profile.ranks) or None,
+        "modules": profile.communication,
+        "memory": profile.memory,
+        "stack": profile.stack,
+    }
 
 
 def remember_secrets(pairs: Iterable[Sequence[str]]) -> None:
@@ -365,6 +394,7 @@ class Places:
         self.out = self.scratch / "out"
         self.files = self.scratch / "files"
         self.report = report_folder(attempt, rank.rank)
+        self.profile = attempt / FOLDER
         self.error_file = self.scratch / f"error{rank.rank}.json"
         self._ranks = self.scratch / "ranks"
         self._rank = rank

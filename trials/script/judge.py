@@ -476,6 +476,12 @@ class Judge:
         found = (v.value for s in self._book.series.values() for v in s.values.get(name, {}).values())
         return int(max((value for value in found if 0 <= value < 1e18), default=0))
 
+    def peaks(self, name: str) -> tuple[int, ...]:
+        """The largest value of any process by every step from the first on; empty where one of them is missing."""
+        steps = range(1, self._command.num_required_steps + 1)
+        tables = [table for s in self._book.series.values() if _is_full(table := s.by_step(name), steps)]
+        return tuple(max(int(table[step].value) for table in tables) for step in steps) if tables else ()
+
     def report(self, times: MeasuredSteps | None, exit_code: int | None) -> ScriptReport:
         """What is told of the program besides figures."""
         clean = redactor()
@@ -490,6 +496,7 @@ class Judge:
             samples_per_step=self.mean("samples"),
             num_steps_seen=self.num_steps,
             exit_code=exit_code,
+            longest_sample=self.peak("sample_length"),
             extras=tuple((clean(name), clean(value)) for name, value in self._book.extras.items()),
             notes=tuple(map(clean, self._book.notes)),
         )

@@ -28,7 +28,8 @@ from typing import Any
 from trials.failure import NodeFault, of_host
 from trials.files import from_json, is_disk_full, to_json, write_json
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
-from trials.reports import Findings, ScriptReport
+from trials.profiling.program_profile import UnreadableProfile, read_window, windows
+from trials.reports import Findings, RankProfile, ScriptReport
 from trials.script.command import (
     OUT,
     PeerWord,
@@ -181,6 +182,8 @@ MAX_GRACE_S = 30.0
 PEER_WAIT_S = 5.0
 """How long a rank that told nothing waits for one that speaks for it, after its program has ended well."""
 PEER_WAIT_AFTER_FAILURE_S = 0.5
+PROFILE_WAIT_S = 120.0
+"""How long a program goes on until the hook has written what it recorded."""
 DISK_FULL_S = 2.0
 """How long the disk may be full while the program runs: report files lose lines then."""
 
@@ -242,9 +245,19 @@ class ProgramWatch:
                 self._judge_at_s = time.monotonic() + (time.monotonic() - begin_s) / MAX_JUDGING
                 if times is None and self._is_spoken_for():
                     return None
+        self._await_profile()
         self._say_measured()
         self._let_peers_finish(times)
         return self._measured()
+
+    def _await_profile(self) -> None:
+        """Go on until the hook has written what it records of the rank's processes, in a run that is recorded."""
+        end_s = time.monotonic() + PROFILE_WAIT_S
+        while self._child.exit_code is None and time.monotonic() < end_s:
+            if len(windows(self._places.report)) >= _num_recorded(self._command, self._rank):
+                return
+            self._wait(LOOK_S)
+            self._progress("measuring", step=self._command.protocol.num_steps)
 
     def close(self) -> None:
         """Write what is left of the log."""
@@ -508,6 +521,35 @@ class ProgramWatch:
         )
 
 
+def _num_recorded(command: ScriptCommand, rank: ScriptRank) -> int:
+    """How many processes of this slot are recorded at least."""
+    if command.profile is None:
+        return 0
+    if command.launcher == "env":
+        return int(rank.rank in command.profile.ranks)
+    first = rank.rank * rank.num_devices
+    return sum(first <= one < first + rank.num_devices for one in command.profile.ranks)
+
+
+def read_profile(
+    command: ScriptCommand, rank: ScriptRank, places: Places, progress: ProgressSink
+) -> tuple[RankProfile, ...]:
+    """What the hook recorded of this slot's processes; empty in a run that is not recorded.
+
+    Raises:
+        CommandError: nothing was recorded, or it cannot be read.
+    """
+    wanted = _num_recorded(command, rank)
+    found = windows(places.report)
+    if wanted and not found:
+        raise CommandError("the hook recorded no step: it saw none of torch's optimizers step, or could not profile it")
+    step = command.protocol.num_steps
+    try:
+        return tuple(read_window(path, places.profile, lambda: progress("measuring", step=step)) for path in found)
+    except (UnreadableProfile, KeyError) as error:
+        raise CommandError(f"what the hook recorded cannot be read: {error}") from error
+
+
 def log_files(command: ScriptCommand, places: Places) -> FolderTails:
     """The files that the program will log to, to be made before it starts: what they hold now is of earlier runs.
 
@@ -572,6 +614,9 @@ def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: Pro
     report = _report(command, rank, watch.judge, times, exit_code)
     if times is None or command.is_look:
         return report
+    if command.profile is not None:  # recording holds up the lines, and its times are no measurement
+        profile = read_profile(command, rank, places, progress)
+        return replace(report, findings=replace(report.findings, profile=profile))
     contradiction = watch.judge.contradiction(began_s=began_s if exit_code is not None else None)
     return replace(report, contradiction=contradiction)
 
@@ -622,6 +667,7 @@ def _report(
         model_flops_per_token=command.model_flops_per_token or _flops_per_token(script, command),
         device_name=script.facts.device_name or "",
         matmul_format=dtype if (dtype := script.facts.dtype) in HALF else "",  # fp32 may run as TF32
+        step_memory_bytes=judge.peaks("rss_bytes" if command.device == "cpu" else "allocated_bytes"),
         samples_per_step=_amount(script.samples_per_step, command.samples_per_step),
         findings=Findings(script=script),
         num_ranks=rank.num_devices if command.launcher == "own" else 1,

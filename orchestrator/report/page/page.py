@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.report import profile_tables, tables, words
-from orchestrator.report.plots.gallery import Plot, gallery
+from orchestrator.report.plots.charts import Plot, gallery
 from orchestrator.report.plots.style import PALETTE
 from orchestrator.report.report import Report, ShortReport
 from orchestrator.report.view import Cell, Column, ShownTable, table_of

@@ -223,6 +223,15 @@ def changed(file, **sections):
 
 
 @pytest.mark.parametrize(
+    ("written", "seen", "right"), [(64, 64, True), (64, 65, True), (64, 32, True), (64, 128, False)]
+)
+def test_longer_samples_than_the_file_counts_are_refused(written, seen, right):
+    checked = checked_with(ScriptReport(facts=ScriptFacts(seq_length=seen)), seq_length=written)
+    assert checked.is_good is right
+    assert right or "seq_length: 128" in checked.to_json()["remedy"]
+
+
+@pytest.mark.parametrize(
     ("batch", "micro", "forwards", "ranks", "right"),
     [(64, 32, 2, 1, True), (64, 16, 2, 2, True), (32, 16, 3, 2, True), (7, 32, 2, 1, False), (128, 32, 2, 1, False)],
     ids=["accumulated", "two-ranks", "several-forwards", "typed-at-random", "twice-as-much"],

@@ -72,7 +72,6 @@ def is_meant(path, bad):
         ("budget", "wall_time"),
         ("tracking", "uri"),
         ("search", "patience"),
-        ("profile",),
         ("profile", "output"),
         ("gate", "loss_tolerance"),
         ("gate", "grad_norm_tolerance"),

@@ -112,6 +112,26 @@ BAD = {
         "space.own.--a.when",
         "without it",
     ),
+    "inside value": ({"space.inside": {"precision": "O2"}}, "space.inside.precision", "Write O0 or O1"),
+    "inside layers": ({"space.inside": {"recompute": {"full": 3}}}, "space.inside.recompute", "none or full"),
+    "inside format": ({"space.inside": {"memory_format": ["auto"]}}, "space.inside.memory_format", "nchw or nhwc"),
+    "inside key": ({"space.inside": {"num_worker": 2}}, "space.inside.num_worker", "num_workers"),
+    "inside field": ({"space.inside": {"training_arguments": {"b f": 1}}}, "space.inside", "Python has it"),
+    "inside twice": ({"space.inside": {"num_workers": 2}, "workload.run.5": "{num_workers}", "baseline.num_workers": 0},
+                     "space.inside.num_workers", "one of the two"),
+    "inside and space": ({"space.inside": {"compile": "model"}, "space.compile": "model"},
+                         "space.inside.compile", "one of the two"),
+    "inside unhooked": ({"space.inside": {"num_workers": 2}, "workload.metrics": {"hook": False}},
+                        "space.inside", "Remove that key"),
+    "inside file": ({"space.inside": {"num_workers": 2}, "workload.files": {"inside": "config.json"}},
+                    "workload.files.inside", "another name"),
+    "inside of ours": ({"space.own": {"inside:ddp_bucket_mb": 2}}, "space.own.inside:ddp_bucket_mb", "workload.files"),
+    "a setting of the framework": (
+        {"workload": {"recipe": "transformers", "run": ["python", "train.py", "--per_device_train_batch_size=4",
+                                                        "--output_dir=x"]},
+         "space": {"inside": {"num_workers": 2}}, "baseline": "from_run"},
+        "space.inside.num_workers", "Write space.num_workers",
+    ),
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from orchestrator.space.rules import RULES
 from tests.support import ROOT
 from tests.support.sweep_files import (
     FULL,
+    INSIDE,
     LINEAR,
     OWN_MODULE,
     RESNET,
@@ -67,7 +68,7 @@ VERIFIED = {
     "confirm": {"promoted": {"own": [1.0], "baseline": [1.0], "tolerance": 0.05, "hardware": {"gpu": "H100"}}},
 }
 """What `verify` writes into the sweep file of a verification."""
-EVERY_KEY = (VERIFIED, FULL, RESNET, LINEAR, TOKENS, SIMULATED, SCRIPT, OWN_MODULE)
+EVERY_KEY = (VERIFIED, FULL, RESNET, LINEAR, TOKENS, SIMULATED, SCRIPT, OWN_MODULE, INSIDE)
 
 
 def test_every_key_arrives(tmp_path):

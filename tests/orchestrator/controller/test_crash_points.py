@@ -26,7 +26,7 @@ from tests.support.mlflow_store import new_store
 pytestmark = pytest.mark.fault
 
 SWEEP = Scenario()
-NUM_PARTS = 4
+NUM_PARTS = 6
 
 
 @functools.cache
@@ -205,6 +205,7 @@ def check_after_sigkill(folder, expected):
     check_same(state, expected)
 
 
+@pytest.mark.representative("0.02", "0.4", "0.8")
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.4, 0.6, 0.8, 0.99])
 def test_the_process_kills_itself(share, tmp_path, processes):
     expected, points = undisturbed()
@@ -212,6 +213,7 @@ def test_the_process_kills_itself(share, tmp_path, processes):
     check_after_sigkill(tmp_path / "sweep", expected)
 
 
+@pytest.mark.representative("0.5")
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_the_process_is_killed_at_any_moment(share, tmp_path, processes):
     expected, points = undisturbed()

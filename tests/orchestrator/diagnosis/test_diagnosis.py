@@ -292,6 +292,9 @@ def test_parts_sum_to_the_measured_step_time_whatever_is_known(breakdown, ranks,
     assert len({part.name for part in found.parts}) == len(found.parts)
 
 
+SHARES_OF_PROFILE = {"compute": 0.5, "communication": 0.3, "dispatch": 0.2}
+
+
 def test_of_a_program_that_tells_its_waiting_the_rest_is_split_only_where_there_is_a_model():
     told = StepBreakdown(data_s=0.2, other_s=0.5)
     taken = measured(0.7, breakdown=told, findings=Findings(script=ScriptReport()))
@@ -302,6 +305,10 @@ def test_of_a_program_that_tells_its_waiting_the_rest_is_split_only_where_there_
     modelled = split(trial, {"forward": 3.0, "optimizer": 1.0, "data": 9.0}, "")
     assert modelled.seconds("data") == pytest.approx(0.2)
     assert modelled.seconds("optimizer") == pytest.approx(0.5 / 4)
+    _, run = profiled(0, (0.5, 0.3, 0.2), base=taken)
+    by_profile = split(trial, {"forward": 3.0}, "", ProfileOf(run=1, ranks=run.measurement.findings.profile))
+    parts = {part.name: (pytest.approx(part.seconds), part.source) for part in by_profile.parts}
+    assert parts == {name: (0.7 * share, "profiled") for name, share in SHARES_OF_PROFILE.items()}
 
 
 def test_in_a_space_too_large_to_list_changes_are_looked_for_around_the_trial():

@@ -97,6 +97,7 @@ def test_own_knobs_that_a_trial_inherits_are_a_value_of_theirs():
     ("changed", "is_without_effect"),
     [
         ({}, True),
+        ({"facts": ScriptFacts(micro_batch_size=8, cpu_s=0.2)}, True),
         ({"losses": (1.0, 0.8)}, False),
         ({"facts": ScriptFacts(micro_batch_size=8, num_workers=2)}, False),
         ({"peak": 2 << 30}, False),

@@ -112,6 +112,14 @@ p.add_argument("--seq_len", type=int, default=64)
 """
 
 
+def test_a_switch_is_given_the_role_by_which_it_was_recognised_where_its_name_does_not_say_so(tmp_path):
+    (tmp_path / "t.py").write_text(OPTIONS.replace("--gradient_checkpointing", "--gradient_checkpoint"))
+    argv = ("python", "t.py", "--bs=4")
+    found = read_program(argv, read_source(find_script(argv, tmp_path)), is_gpu=False, cores=2)
+    section = {"values": [False, True], "memory": "falls", "role": "recompute"}
+    assert found.own["--gradient_checkpoint"] == section
+
+
 def test_options_of_usual_names_become_placeholders_and_knobs(tmp_path):
     (tmp_path / "t.py").write_text(OPTIONS)
     argv = ("python", "t.py", "--bs=4")

@@ -12,6 +12,8 @@ import yaml
 from click.testing import CliRunner
 
 from orchestrator.cli.main import main
+from orchestrator.draft.command_draft import draft_script, read_command
+from orchestrator.draft.machine import machine_here
 from orchestrator.draft.observed import (
     Filled,
     Looked,
@@ -23,7 +25,8 @@ from orchestrator.draft.observed import (
     with_value,
 )
 from orchestrator.draft.program_reading import read_program
-from orchestrator.draft.static_reading import ScriptOption
+from orchestrator.draft.static_reading import ScriptOption, take_apart
+from orchestrator.errors import ConfigError
 from trials.reports import ScriptFacts, SeenOption
 
 STRANGERS = Path(__file__).parents[2] / "data/programs/strangers"
@@ -103,6 +106,17 @@ def test_a_draft_has_the_true_batch_and_the_options_that_act(folder, name):
     assert written["workload"]["run"][2:] == words or not words
     assert ("micro_batch_size" in written["space"]) == (COUNT in proven)
     assert run("plan", "sweep.yaml").exit_code == 0
+
+
+def test_another_batch_than_was_seen_is_an_error_with_the_right_number(folder):
+    command = take_apart(shlex.split("python from_json.py settings.json"), folder)
+    looked = Looked(facts=FACTS)
+    script = read_command(command, folder, recipe=None, is_gpu=False, ranks=2, looked=looked)
+    machine = machine_here(2)
+    assert draft_script(script, machine, folder=folder).global_batch_size == 32
+    assert draft_script(script, machine, folder=folder, global_batch_size=32).global_batch_size == 32
+    with pytest.raises(ConfigError, match="trains 32 samples, not 7"):
+        draft_script(script, machine, folder=folder, global_batch_size=7)
 
 
 def test_what_cannot_run_is_drafted_from_its_source_and_marked(folder):

@@ -177,3 +177,32 @@ def test_nothing_to_tune_names_the_program_that_is_there(folder):
     result = CliRunner().invoke(main, ["init"])
     assert result.exit_code == 2
     assert "init -- python pretrain.py" in result.stderr
+
+
+TORCH = "import argparse, torch\nfrom torch.utils.data import DataLoader\np = argparse.ArgumentParser()\n"
+INSIDE = {
+    "in code": ("DataLoader(d, num_workers=1)\n", {"num_workers": [0, 1, 2]}, {"num_workers": 1}),
+    "left out": ("DataLoader(d, batch_size=4)\n", {"num_workers": [0, 2]}, {}),
+    "unknown": ("DataLoader(d, num_workers=cores)\n", None, {}),
+    "option": (
+        "p.add_argument('--workers', type=int, default=3)\nDataLoader(d, num_workers=3)\n",
+        None,
+        {"num_workers": 3},
+    ),
+    "stream": ("class Lines(IterableDataset): ...\nDataLoader(Lines())\n", None, {}),
+    "no loader": ("print(torch)\n", None, {}),
+    "arguments": (
+        f"{TRAINER}TrainingArguments('o', per_device_train_batch_size=4, bf16=True)\n",
+        {"training_arguments": {"dataloader_num_workers": ["as_is", 2]}},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_what_a_program_has_no_option_for_is_set_within_it_unless_its_code_does(folder, case):
+    code, inside, baseline = INSIDE[case]
+    (folder / "train.py").write_text(TORCH + code)
+    written, _ = drafted(folder, "python train.py", "--global-batch-size", "4")
+    assert written["space"].get("inside") == inside
+    assert {name: value for name, value in written["baseline"].items() if name == "num_workers"} == baseline

@@ -1,6 +1,5 @@
 """Commands of programs as people write them, candidates laid over them, and what they say afterwards."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.frameworks.catalog import training
@@ -120,11 +119,6 @@ def request(known, run, candidate, *, total=16, named=(), world=2):
         global_batch_size=total,
         num_microbatches=total // (candidate.micro_batch_size * candidate.layout.dp),
     )
-
-
-def laid_run(laid, run):
-    """The command that an overlay amounts to, to be read again."""
-    return replace(run, argv=laid.argv, env={**run.env, **laid.env}, files=dict(laid.files))
 
 
 def errors(laid):

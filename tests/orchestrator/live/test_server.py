@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.live.feed import Feed
 from orchestrator.live.live_pages import MAX_ROWS
 from orchestrator.live.page_server import CSRF_HEADER, HEADERS, HOST, MAX_PENDING
+from orchestrator.live.site import Feed
 from orchestrator.sweep.ledger import Ledger
 from tests.orchestrator.live.conftest import keep_log, serve
 from tests.support.cli_homes import running

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +198,3 @@ def test_command_line(tmp_path: Path) -> None:
     assert again.exit_code == 0, again.output
     assert "simulations" not in again.stderr
     assert "fits" in again.stdout and "memory at the peak" in again.stdout
-
-
-def test_planning_with_estimates_needs_no_torch() -> None:
-    modules = ("planning.dry_runs", "commands.forecast", "controller.controller")
-    code = f"import sys, {', '.join(f'orchestrator.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,6 +18,7 @@ from orchestrator.sweep.events import (
     Finish,
     GateRun,
     Launch,
+    ProfileRun,
     PromotedRounds,
     ProofSettings,
     SoakRun,
@@ -153,6 +154,17 @@ def test_whatever_was_played_folds_to_the_same_state_and_goes_on_alike(seed):
         assert decide(again) == decide(dataclasses.replace(state, epoch=1, nodes=None)), play.events[end - 1]
     found = confirmation(play.state)
     assert found is not None and all(len(one.scores(Objective())) >= 2 for one in found.complete)
+
+
+@pytest.mark.parametrize(("seconds_per_event", "num_trials", "of"), [(1.0, 24, []), (20.0, 24, [0, 1]), (40.0, 2, [])])
+def test_profiles_that_nobody_asked_for_come_only_after_a_long_sweep_of_many_runs(seconds_per_event, num_trials, of):
+    candidates = [Candidate(micro_batch_size=size + 1) for size in range(num_trials)]
+    times_s = [0.1, 0.05, *[0.2] * (num_trials - 2)]
+    play = Play(times_s, candidates=candidates, profiled=("baseline", "winner"), is_profile_auto=True)
+    play.tick = lambda: setattr(play, "now_s", play.now_s + seconds_per_event) or play.now_s
+    state = play.run()
+    assert state.verdict.winner == 1
+    assert [trial.check.of for trial in state.checks() if isinstance(trial.check, ProfileRun)] == of
 
 
 def test_runs_of_a_round_are_placed_where_the_largest_of_them_fits():

@@ -1,12 +1,26 @@
 """Whether speed lasts: the last thirds of longer runs."""
 
 import random
+import sys
+from dataclasses import replace
 
 import pytest
 
+from cluster.base import Deadlines
+from cluster.hardware.discovery import discover_node
+from cluster.local import LocalCluster
+from cluster.node.agent import SCRIPT_PRELOAD
 from orchestrator.objective import Objective
 from orchestrator.proof.confirmation import MAX_PAIRS, MAX_STEPS, MIN_STEPS, judge_soak, num_steps
+from tests.cluster import gangs, scripts
 from tests.support.story import measured
+from trials.files import to_json
+from trials.outcome import Measured
+from trials.reports import Findings, ScriptReport
+from trials.script.command import ScriptCommand
+from trials.spec import Protocol
+
+SLOW_START = Deadlines(starting_s=110.0)
 
 
 def run(step_time_s, *, slowdown=lambda place: 1.0, noise=0.02, seed=0, steps=90, **changes):
@@ -61,12 +75,86 @@ def test_steps_that_vary_too_much_settle_nothing_and_digits_do_not_matter():
     assert judged([(run(0.07, **coarse), run(0.1, seed=1, **coarse))]).answer == "passed"
 
 
-def test_memory_that_grows_is_noted():
-    grows = tuple(range(1_000_000, 1_092_000, 1000))
-    report = judged([(run(0.07, step_memory_bytes=grows), run(0.1, seed=1))])
-    assert report.answer == "passed" and "memory grows during the longer run" in report.notes[0]
-    once = (1_000_000,) * 12 + (1_200_000,) * 80
-    assert not judged([(run(0.07, step_memory_bytes=once), run(0.1, seed=1))]).notes
+MIB = 1 << 20
+GROWS = tuple(100 * MIB + step * MIB for step in range(92))
+SHAPES = {
+    "grows": GROWS,
+    "levels off": tuple(max(GROWS[: 1 + min(step, 40)]) for step in range(92)),
+    "once": (100 * MIB,) * 12 + (120 * MIB,) * 80,
+    "flat": (100 * MIB,) * 92,
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "limit", "answer", "full_at", "note"),
+    [
+        ("grows", "flat", 300 * MIB, "failed", 201, "memory grows"),
+        ("grows", "flat", None, "passed", None, "memory grows"),
+        ("grows", "flat", 1 << 50, "passed", 2**30 - 99, "memory grows"),
+        ("grows", "grows", 300 * MIB, "passed", 201, "memory grows"),  # the present configuration does so as well
+        ("levels off", "flat", 300 * MIB, "passed", None, None),
+        ("once", "flat", 300 * MIB, "passed", None, None),
+    ],
+)
+def test_memory_that_would_be_full_later_disqualifies(own, base, limit, answer, full_at, note):
+    pair = run(0.07, step_memory_bytes=SHAPES[own]), run(0.1, seed=1, step_memory_bytes=SHAPES[base])
+    report = judge_soak(1, [pair], (0.02, 4), Objective(), limit_bytes=limit)
+    assert report.answer == answer, report.reason
+    assert report.memory.full_at_step == (None if full_at is None else pytest.approx(full_at, abs=4))
+    assert [note in one for one in report.notes] == [True] * (note is not None)
+    if answer == "failed":
+        assert "grows by 1 MiB per step" in report.reason and "300 MiB of a rank would be full at step" in report.reason
+
+
+def test_fragmentation_and_longer_samples_are_noted():
+    script = [Findings(script=ScriptReport(longest_sample=length)) for length in (512, 900)]
+    own = run(0.07, step_memory_bytes=SHAPES["flat"], peak_allocated_bytes=(60,), peak_reserved_bytes=(100,))
+    own = replace(own, findings=script[1])
+    searched = replace(own, findings=script[0])
+    report = judge_soak(1, [(own, run(0.1, seed=1))], (0.02, 4), Objective(), searched=searched)
+    assert report.memory.fragmentation == pytest.approx(0.4)
+    assert [word in note for word, note in zip(("40%", "900 tokens"), report.notes, strict=True)] == [True, True]
+
+
+LEAK = """
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+tokens = torch.utils.data.TensorDataset(torch.ones(64, {length}, dtype=torch.long))
+held = []
+for (batch,) in torch.utils.data.DataLoader(tokens, batch_size=1):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    if len(held) < {most}:
+        held.append(bytearray(4 << 20))
+"""
+
+
+@pytest.mark.slow
+def test_a_real_program_that_leaks_is_not_promoted_and_one_that_fills_a_cache_is(tmp_path):
+    found = {}
+    with LocalCluster(tmp_path / "work", discover_node(num_devices=1), preload=SCRIPT_PRELOAD) as cluster:
+        for name, most in (("leaks", 1000), ("fills", 8)):
+            path = tmp_path / f"{name}.py"
+            path.write_text(LEAK.format(length=32, most=most))
+            command = ScriptCommand(
+                argv=(sys.executable, str(path)),
+                cwd=str(tmp_path),
+                protocol=Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=40, max_steps=40),
+                num_devices=1,
+                tokens_per_step=2,
+                samples_per_step=2,
+            )
+            end = gangs.run(cluster, scripts.RUNNER, world_size=1, spec=to_json(command), deadlines=SLOW_START)
+            assert isinstance(end.outcome, Measured), end.outcome
+            seen = end.outcome.measurement
+            found[name] = run(0.07, step_memory_bytes=seen.step_memory_bytes, findings=seen.findings)
+    for name, answer in (("leaks", "failed"), ("fills", "passed")):
+        report = judge_soak(1, [(found[name], run(0.1))], (0.02, 4), Objective(), limit_bytes=4 << 30)
+        assert report.answer == answer, (report, found[name].step_memory_bytes)
+        assert report.memory.longest_sample == 32
+        if name == "leaks":
+            assert report.memory.growth_bytes == pytest.approx(4 << 20, rel=0.1)
 
 
 def test_steps_follow_from_the_length():

@@ -180,3 +180,53 @@ for _ in range(4):
     assert told.code == 0
     assert not all(math.isfinite(loss) for loss in told.losses)
     assert told.facts == told.facts | {"world_size": 1}
+
+
+CLOSURE = """
+import time, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        time.sleep(0.02)
+        return self.linear(x)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slow = Slow()
+
+    def forward(self, x):
+        return checkpoint(self.slow, x, use_reentrant=REENTRANT)
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 8, requires_grad=True)).square().mean()
+    time.sleep(0.01)
+    loss.backward()
+    return loss
+
+for _ in range(6):
+    optimizer.step(closure)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_runs_inside_of_an_optimisers_closure_is_no_part_of_the_optimiser(tmp_path, reentrant):
+    """As Lightning has it; layers that are computed again are a part of their own as well."""
+    (told,) = launch(["-c", CLOSURE.replace("REENTRANT", str(reentrant))], tmp_path)
+    assert told.code == 0, told.errors
+    for step in told.steps[2:]:
+        parts = [step[f"{name}_s"] for name in ("forward", "backward", "recompute", "optimizer")]
+        forward, backward, again, optimizer = parts
+        assert forward >= 0.02 and again >= 0.02 and sum(parts) <= step["step_time_s"] - 0.01
+        assert optimizer + backward <= step["step_time_s"] - 0.05, "the sleeps lie in other parts"

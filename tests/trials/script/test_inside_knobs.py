@@ -49,14 +49,19 @@ CASES = {
         ROUNDED,
     ),
     "constants autocast": ({"precision": "O1-bf16"}, {}, {"precision": "autocast of its own"}, EXACT),
-    "constants scaler": ({"precision": "O1-fp16"}, {}, {"precision": "gradient scaler"}, EXACT),
+    "constants scaler": ({"precision": "O1-bf16"}, {}, {"precision": "autocast of its own"}, EXACT),
     "constants recomputes": (
         {"recompute": "full", "precision": "O1-bf16"},
         {"precision": "in bfloat16"},
         {"recompute": "recomputes by itself"},
         BF16,
     ),
-    "constants counts": ({"recompute": "full"}, {}, {"recompute": "changes its buffer calls"}, EXACT),
+    "constants counts": (
+        {"recompute": "full", "precision": "O1-fp16"},
+        {},
+        {"recompute": "changes its buffer calls", "precision": "needs a gradient scaler"},
+        EXACT,
+    ),
     "constants compiles": (
         {"recompute": "full", "compile": "model", "num_workers": 1},
         {"num_workers": "1 worker"},

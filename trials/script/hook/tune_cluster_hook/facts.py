@@ -219,7 +219,8 @@ class Facts:
 
     def __init__(self) -> None:
         self.wants_root = True
-        self._root: Any = None
+        self.root: Any = None
+        """The model that the program trains, once it is known."""
         self._handles: list[Any] = []
         self._spine: list[Calls] = []
         self._layers: list[list[Calls]] = []
@@ -240,7 +241,7 @@ class Facts:
         self.wants_root = False
         if root is None:
             return
-        self._root = root
+        self.root = root
         self._compiled = any_compiled(root)
         for module in spine(root):
             self._buckets.watch(module)
@@ -298,12 +299,12 @@ class Facts:
     @guarded("parameters")
     def _of_model(self) -> dict[str, Any]:
         """Sizes of the model, what wraps it and whether any of it is compiled, if it is known."""
-        if self._root is None:
+        if self.root is None:
             return {}
-        wrappers = [type(module).__name__ for module in spine(self._root)]
+        wrappers = [type(module).__name__ for module in spine(self.root)]
         wrapper = next((name for name in wrappers if name in WRAPPERS), None)
         shown = {} if wrapper is None else {"wrapper": wrapper}
-        return {**facts(self._root), **shown, **model_facts(self._root), "is_compiled": int(self._compiled)}
+        return {**facts(self.root), **shown, **model_facts(self.root), "is_compiled": int(self._compiled)}
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -381,6 +382,16 @@ def _first_tensor(value: Any, depth: int = 3) -> Any:
         return None
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return next((found for found in (_first_tensor(item, depth - 1) for item in items) if found is not None), None)
+
+
+def sequence_length(batch: Any, depth: int = 2) -> int:
+    """Tokens of a batch's samples: the second size of its first tensor of integers that has one; 0 without any."""
+    if hasattr(batch, "dim") and hasattr(batch, "is_floating_point"):
+        return int(batch.shape[1]) if batch.dim() > 1 and not batch.is_floating_point() else 0
+    if not depth or isinstance(batch, str):
+        return 0
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((size for item in items if (size := sequence_length(item, depth - 1))), 0)
 
 
 @guarded("device")

@@ -11,7 +11,7 @@ import weakref
 from typing import Any, Callable
 
 from . import step_parts
-from .facts import FACTS
+from .facts import FACTS, sequence_length
 from .look import unseen
 from .step_parts import BACKWARD, DATA, OPTIMIZER, PARTS
 from .steps import (
@@ -215,12 +215,15 @@ def data_loader(module: Any) -> None:
 
     @functools.wraps(iterator.__next__)
     def timed(self: Any) -> Any:
+        batch = None
         try:
-            return following(self)
+            batch = following(self)
+            return batch
         finally:
             if threading.current_thread() is threading.main_thread():
                 PARTS.has_loader = True
                 _loaded(self)
+                _measured(batch)
 
     iterator.__next__ = timed
 
@@ -230,6 +233,12 @@ def _loaded(iterator: Any) -> None:
     """Which loader gives batches while gradients are wanted."""
     if sys.modules["torch"].is_grad_enabled():
         STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
+
+
+@guarded("samples")
+def _measured(batch: Any) -> None:
+    """How long the samples of a batch of sequences are."""
+    STEPS.saw_length(sequence_length(batch))
 
 
 # ---- DeepSpeed: a step is what its engine does at the boundary of gradient accumulation, in pipelines as well

@@ -19,6 +19,7 @@ from . import (
     step_parts,
     steps,
     watched_options,
+    window,
 )
 from .knob_file import KNOBS, KNOBS_VARIABLE
 from .roots import ROOTS
@@ -104,6 +105,9 @@ def install() -> None:
     if os.environ.get(KNOBS_VARIABLE):
         for name, hook in _knob_hooks().items():
             hooks[name] = tuple(dict.fromkeys((hook, *hooks.get(name, ()))))
+    if os.environ.get(window.VARIABLE):
+        hooks.update(window.HOOKS)
+        steps.guarded("profile")(window.install)()
     sys.meta_path.insert(0, AfterImport(hooks))
     if not os.environ.get(steps.FOLDER_VARIABLE):
         return

@@ -159,6 +159,10 @@ class Knobs:
         if undo is not None:
             self._undo.setdefault(name, []).append(undo)
 
+    def is_set(self, name: str) -> bool:
+        """Whether a knob was set, for an earlier root perhaps."""
+        return name in self._seen
+
     def is_expected(self, **found: Any) -> bool:
         """Compares what is known so far with the file's fingerprint; nothing is applied from the first difference on.
 

@@ -20,7 +20,7 @@ import time
 import warnings
 from typing import Any, Callable, Iterator
 
-from .knob_file import APPLIED, KNOBS, NO_EFFECT, accelerator_missing
+from .knob_file import APPLIED, KNOBS, NO_EFFECT, accelerator_missing, torch_version
 from .roots import Root
 from .steps import guarded
 
@@ -79,7 +79,7 @@ class Loaders:
             return
         if self.training is None and not sys.modules["torch"].is_grad_enabled():
             return  # an evaluation
-        if not KNOBS.is_loader_expected(place.site) or KNOBS.mismatch is not None:
+        if not KNOBS.is_loader_expected(place.site) or not KNOBS.is_expected(torch=torch_version()):
             return
         if not place.is_tuned:
             place.is_tuned = True

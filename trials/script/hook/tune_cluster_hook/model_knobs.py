@@ -12,7 +12,7 @@ import gc
 import sys
 from typing import Any, Callable
 
-from .facts import any_compiled
+from .facts import any_compiled, is_compiled, was_compiled
 from .knob_file import APPLIED, KNOBS, NO_EFFECT, is_autocast_on, sharded
 from .roots import ROOTS, RepeatedBlock, Root, in_backward, repeated_block
 from .steps import guarded
@@ -404,7 +404,7 @@ def compile_(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
     model = root.model
     if value not in ("off", "block", "model"):
         return f"{value} is none of off, block, model"
-    if any_compiled(root.module):
+    if any(map(is_compiled, root.module.modules())) or (was_compiled() and not KNOBS.is_set("compile")):
         return "the program compiles by itself"
     if value == "off":
         KNOBS.applied("compile", lambda: (APPLIED, "nothing is compiled"))

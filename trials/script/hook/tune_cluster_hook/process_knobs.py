@@ -8,7 +8,8 @@ import sys
 import weakref
 from typing import Any, Callable
 
-from .knob_file import APPLIED, KNOBS, NO_EFFECT, accelerator_missing
+from .facts import world_size
+from .knob_file import APPLIED, KNOBS, NO_EFFECT, accelerator_missing, torch_version
 from .model_knobs import before_data_parallel
 from .roots import Root
 from .steps import guarded
@@ -49,6 +50,7 @@ VIEW = "ddp_gradient_as_bucket_view"
 
 
 def _settings(module: Any) -> dict[str, Any]:
+    KNOBS.is_expected(torch=torch_version(), world_size=world_size())
     before_data_parallel(module)
     settings: dict[str, Any] = {}
     if KNOBS.value("ddp_bucket_mb") is not None:
@@ -107,6 +109,7 @@ def training_arguments(module: Any) -> None:
 
 
 def _override(arguments: Any) -> None:
+    KNOBS.is_expected(torch=torch_version())
     wanted = KNOBS.value("training_arguments") or {}
     unknown = [name for name in wanted if name not in getattr(type(arguments), "__dataclass_fields__", {})]
     if unknown:

@@ -31,6 +31,8 @@ def _load_api() -> Any:
 
 _api = _load_api()
 _channel = _api.Channel()
+rank: Callable[[], str] = _api.rank
+"""Number of this process among all of the training, as text."""
 _noted: set[str] = set()
 
 
@@ -122,16 +124,14 @@ def accelerator() -> Any | None:
     return None
 
 
-def synchronize() -> None:
+def synchronize(backend: Any | None) -> None:
     """Waits until the device has done all that was asked of it."""
-    backend = accelerator()
     if backend is not None:
         backend.synchronize()
 
 
-def memory() -> dict[str, int]:
+def memory(backend: Any | None) -> dict[str, int]:
     """Peaks since the process began: of the device's allocator, or on CPU of the resident set."""
-    backend = accelerator()
     if backend is None:
         return _resident()
     return {
@@ -206,9 +206,13 @@ class Steps:
         self._pending: dict[str, Any] | None = None
         self._said_by = 0
         self._is_watched = False
+        self.after_step: Callable[[int], None] | None = None
+        """Called with the number of steps that are over, before the line of the last one is written."""
         self._backwards = 0
         self._optimizers: set[int] = set()
         self._loader: dict[str, int] = {}
+        self._length = 0
+        """Tokens of the longest samples since the last step."""
 
     def claim(self, level: int) -> bool:
         """Silences sources that know less. Whether this one may speak."""
@@ -218,7 +222,7 @@ class Steps:
     def begin(self, source: str, **values: Any) -> None:
         """The first step of a training loop begins."""
         self.flush()
-        synchronize()
+        synchronize(accelerator())
         self.loaded(source)
         emit(source, event="begin", pid=os.getpid(), stack_signal=self.stack_signal, **values)
         self.forget_losses()
@@ -250,8 +254,8 @@ class Steps:
         """
         self.flush()
         self.parts.close()
-        host_ended = time.perf_counter()
-        synchronize()
+        host_ended, backend = time.perf_counter(), accelerator()
+        synchronize(backend)
         now = time.perf_counter()
         self.loaded(source)
         self.count += 1
@@ -262,17 +266,21 @@ class Steps:
             line["cpu_s"] = round(max(0.0, time.thread_time() - self._last_cpu), 7)
             line.update({name: min(seconds, step_time_s) for name, seconds in self.parts.take().items()})
             line.update({**self.collectives.take(), **(self.compiler.take() or {})})
-            if accelerator() is not None:
+            if backend is not None:
                 line["ahead_s"] = round(now - host_ended, 7)
         self._backwards = len(self._losses)
         if "loss" not in values:
             line.update(self.backward_losses())
-        line.update(memory())
+        if self._length:
+            line["sample_length"], self._length = self._length, 0
+        line.update(memory(backend))
         line.update(values)
         self.forget_losses()
         if self._is_watched:
             line["watched"] = True
         self._pending = line
+        if self.after_step is not None:
+            self.after_step(self.count)
         if not hold:
             self.flush()
         self.restart_clock()
@@ -307,6 +315,10 @@ class Steps:
         self._loader = {"num_workers": num_workers}
         if isinstance(batch_size, int):
             self._loader["loader_batch_size"] = batch_size
+
+    def saw_length(self, length: int) -> None:
+        """A batch has come whose samples have so many tokens; 0: it is none of sequences."""
+        self._length = max(self._length, length)
 
     def saw(self, optimizer: Any) -> None:
         """An optimiser steps; wrappers of one share its parameters."""

@@ -1,0 +1,87 @@
+"""Knobs within a program that a draft proposes, where the program has no option for them.
+
+What the source calls decides: a knob is left out where the program does the same in code. Those that have been seen to
+leave a training as it is are proposed; others stand in the file as comments, for people to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.draft.observed import Looked
+from orchestrator.draft.program_reading import ReadProgram
+from orchestrator.draft.static_reading import SourceFile
+from orchestrator.space.knobs import AS_IS
+
+_TORCH = frozenset(("torch", "torchvision", "timm", "lightning", "pytorch_lightning", "accelerate", "transformers"))
+_ITERABLE = frozenset(("IterableDataset", "IterableWrapper"))
+_AUTOCAST = frozenset(("autocast", "GradScaler", "bfloat16", "half", "Accelerator", "Fabric", "Trainer", "deepspeed"))
+_CHECKPOINT = frozenset(("checkpoint", "checkpoint_sequential", "checkpoint_wrapper", "gradient_checkpointing_enable"))
+_REPEATED = frozenset(("ModuleList", "TransformerEncoderLayer", "TransformerEncoder", "from_pretrained", "from_config"))
+_CONVOLUTIONS = frozenset(("Conv2d", "resnet18", "resnet34", "resnet50", "resnet101", "create_model"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsideDraft:
+    """Section ``space.inside`` of a draft."""
+
+    proposed: dict[str, Any] = field(default_factory=dict)
+    present: dict[str, Any] = field(default_factory=dict)
+    """What the program has in code today, for ``baseline``."""
+    offered: dict[str, Any] = field(default_factory=dict)
+    """Knobs that stand in the file as comments."""
+
+
+def draft_inside(
+    source: SourceFile | None, program: ReadProgram, looked: Looked, *, is_gpu: bool, devices: int, cores: int
+) -> InsideDraft:
+    """What to propose of a program for which no framework's recipe knows the settings.
+
+    Args:
+        looked: what the program was seen to do, which goes before its source.
+    """
+    if source is None or source.problem or not source.modules & _TORCH:
+        return InsideDraft()
+    if source.fixed:
+        return InsideDraft(proposed={"training_arguments": dict(_training_arguments(source, is_gpu=is_gpu))})
+    loader = source.loader_arguments or {}
+    workers = looked.facts.num_workers if looked.is_seen else loader.get("num_workers", 0)
+    has_loader = source.loader_arguments is not None and not source.names & _ITERABLE and "**" not in loader
+    proposed: dict[str, Any] = {}
+    present: dict[str, Any] = {}
+    if has_loader and "workers" not in program.roles and isinstance(workers, int):
+        proposed["num_workers"] = sorted({workers, 0, 2 if cores <= 4 else 4})
+        present = {"num_workers": workers} if workers else {}
+    if has_loader and is_gpu and loader.get("pin_memory", False) is False:
+        proposed["pin_memory"] = [False, True]
+    more = dict(_of_computation(source, program, devices))
+    fit = ("precision", "recompute", "ddp_bucket_mb") if is_gpu else ()
+    return InsideDraft(
+        proposed=proposed | {name: values for name, values in more.items() if name in fit},
+        present=present,
+        offered={name: values for name, values in more.items() if name not in fit},
+    )
+
+
+def _of_computation(source: SourceFile, program: ReadProgram, devices: int) -> Iterator[tuple[str, Any]]:
+    names, roles = source.names, program.roles
+    if not names & _AUTOCAST and not roles & {"dtype", "amp"}:
+        yield "precision", ["O0", "O1"]
+    if names & _REPEATED and not names & _CHECKPOINT and "checkpointing" not in roles:
+        yield "recompute", ["none", "full"]
+    if "DistributedDataParallel" in names and devices > 1:
+        yield "ddp_bucket_mb", [AS_IS, 100]
+    if names & _CONVOLUTIONS and "channels_last" not in names:
+        yield "memory_format", ["nchw", "nhwc"]
+    if names & _REPEATED and "compile" not in names | roles:
+        yield "compile", ["off", "block"]
+
+
+def _training_arguments(source: SourceFile, *, is_gpu: bool) -> Iterator[tuple[str, Any]]:
+    """Arguments of transformers' Trainer that change speed or memory and not the training."""
+    tried = {"dataloader_num_workers": 2, **({"gradient_checkpointing": True, "bf16": True} if is_gpu else {})}
+    for name, value in tried.items():
+        if source.fixed.get(name) != value and not (name == "bf16" and source.fixed.get("fp16")):
+            yield name, [AS_IS, value]

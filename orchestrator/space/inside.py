@@ -1,0 +1,189 @@
+"""Knobs that the user's program has no option for: our hook sets them within the program, before its first forward
+pass.
+
+Built-in knobs stay the knobs that they are and are only set in another way, so that names, cost model, dominance and
+the loss gate know them. The others are own knobs, called ``inside:dotted.key`` after their key in the hook's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, create_model
+
+from orchestrator.space.file_types import (
+    ALL_LAYERS,
+    CUDNN_ON,
+    OneOrMany,
+    RecomputeChoice,
+    Section,
+    fault,
+    precision_text,
+)
+from orchestrator.space.knobs import AS_IS, INSIDE, KNOBS, OwnKnob, OwnValues
+from trials.spec import Candidate, LoaderTuning, Precision
+
+_ROWS = {knob.name: knob for knob in KNOBS}
+
+
+def _values(value_type: Any) -> Any:
+    return Annotated[tuple[value_type, ...], OneOrMany()] | None
+
+
+def _row(name: str, note: str, is_fit: Callable[[Any], bool] | None = None, remedy: str = "") -> Any:
+    """A built-in knob as a key of the section, limited to values that can be set within a program."""
+
+    def check(value: Any) -> Any:
+        if is_fit is not None and not is_fit(value):
+            raise fault(None, f"{name} cannot be set to that within a program", remedy)
+        return value
+
+    return _values(Annotated[_ROWS[name].type, AfterValidator(check)]), Field(default=None, description=note)
+
+
+def _own(value_type: Any, note: str) -> Any:
+    return _values(Literal["as_is"] | value_type), Field(default=None, description=note)
+
+
+def _is_all_or_none(value: RecomputeChoice) -> bool:
+    return value in (RecomputeChoice(), RecomputeChoice(full=ALL_LAYERS))
+
+
+_FIELDS: dict[str, Any] = {
+    "num_workers": _row("num_workers", "Of the DataLoader that feeds training, where its data set is map-style."),
+    "dataloader": _row(
+        "dataloader",
+        "auto: workers and prefetch found by hill climbing while the program starts.",
+        lambda value: value in (None, LoaderTuning()),
+        "Write manual or auto.",
+    ),
+    "prefetch_factor": _row("prefetch_factor", "Of the same DataLoader."),
+    "pin_memory": _row("pin_memory", "Of the same DataLoader."),
+    "persistent_workers": _row("persistent_workers", "Of the same DataLoader."),
+    "precision": _row(
+        "precision",
+        "O0, or O1: autocast to bfloat16 around the forward pass.",
+        lambda value: value in (Precision(), Precision(level="O1", dtype="bfloat16")),
+        "Write O0 or O1.",
+    ),
+    "recompute": _row("recompute", "none or full, of the repeated block.", _is_all_or_none, "Write none or full."),
+    "compile": _row("compile", "Of the repeated block, or of the model."),
+    "attention": _row("attention", "Kernel of `scaled_dot_product_attention`."),
+    "matmul_precision": _row("matmul_precision", "Set when torch is imported."),
+    "cudnn_benchmark": _row("cudnn_benchmark", "off or on.", lambda value: value in ((), CUDNN_ON), "Write off or on."),
+    "memory_format": _row(
+        "memory_format", "nhwc: module and inputs, channels last.", lambda value: value != "auto", "Write nchw or nhwc."
+    ),
+    "ddp_bucket_mb": _own(
+        Annotated[float, Field(gt=0, le=2**20)], "Size of DistributedDataParallel's gradient buckets, in MiB."
+    ),
+    "ddp_gradient_as_bucket_view": _own(bool, "Whether its gradients are views into these buckets."),
+    "ddp_static_graph": _own(bool, "Whether it takes the graph for the same in every step."),
+    "allocator": _own(Annotated[str, Field(min_length=1)], "Settings of the CUDA allocator."),
+}
+_Knobs: Any = create_model("_Knobs", __base__=Section, **_FIELDS)
+
+
+def _is_field(name: str) -> str:
+    if not name.isidentifier():
+        raise fault(None, f"{name[:60]!r} is no field of TrainingArguments", "Write its name as Python has it.")
+    return name
+
+
+class InsideSection(_Knobs):  # type: ignore[misc]
+    """Knobs that your program has no option for: our hook sets them within the program, before its first forward pass
+    (docs/your-own-training.md). A built-in knob at its value in `baseline`, and `as_is` for the others, leave the
+    program alone."""
+
+    training_arguments: Annotated[dict[Annotated[str, AfterValidator(_is_field)], OwnValues], Field(max_length=64)] = (
+        Field(default={}, description="Fields of transformers' TrainingArguments that the program sets in code.")
+    )
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """Values to try of the built-in knobs that are named."""
+        given = {name: getattr(self, name) for name in BUILT_IN}
+        return {name: values for name, values in given.items() if values is not None}
+
+    def own_knobs(self) -> tuple[OwnKnob, ...]:
+        """The others as own knobs."""
+        given = {name: getattr(self, name) for name in OTHERS}
+        given |= {f"{ARGUMENTS}.{name}": values for name, values in self.training_arguments.items()}
+        return tuple(
+            OwnKnob(name=f"{INSIDE}:{key}", values=values) for key, values in given.items() if values is not None
+        )
+
+
+ARGUMENTS = "training_arguments"
+BUILT_IN = tuple(name for name in InsideSection.model_fields if name in _ROWS)
+"""Knobs of candidates that can be set within a program."""
+OTHERS = tuple(name for name in InsideSection.model_fields if name not in (*BUILT_IN, ARGUMENTS))
+
+
+def knobs_set(candidate: Candidate, today: Mapping[str, Any]) -> dict[str, Any]:
+    """What the hook is to set for a candidate, by the keys of its file; empty where the program stays as it is.
+
+    Args:
+        today: value that the baseline has, by the name of each built-in knob that is set within the program.
+    """
+    changed = {name: value for name, was in today.items() if (value := _ROWS[name].read(candidate)) != was}
+    if not candidate.loader.num_workers:
+        changed = {name: value for name, value in changed.items() if name not in _OF_WORKERS or value is True}
+    found = dict(_written(changed))
+    for choice in candidate.own:
+        if choice.name.startswith(f"{INSIDE}:"):
+            key, _, field = choice.name.removeprefix(f"{INSIDE}:").partition(".")
+            value = choice.value
+            value = int(value) if isinstance(value, float) and value.is_integer() else value
+            if field:
+                found.setdefault(key, {})[field] = value
+            else:
+                found[key] = value
+    return found
+
+
+_OF_WORKERS = ("prefetch_factor", "persistent_workers")
+"""Knobs that mean nothing without loading processes."""
+
+
+def _written(changed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in changed.items():
+        if name == "dataloader":
+            if value is not None:
+                yield "num_workers", "auto"
+        elif name == "num_workers" and changed.get("dataloader") is not None:
+            continue
+        elif name == "precision":
+            yield name, precision_text(value)
+        elif name == "recompute":
+            yield name, "full" if value.full else "none"
+        elif name == "cudnn_benchmark":
+            yield name, value != ()
+        else:
+            yield name, value
+
+
+def section_of(candidate: Candidate, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The candidate alone in the words of the section, as far as the section ``named`` has these knobs."""
+    own = {choice.name: choice.value for choice in candidate.own}
+    found: dict[str, Any] = {}
+    for name, given in named.items():
+        if name == ARGUMENTS:
+            found[name] = {field: own.get(f"{INSIDE}:{name}.{field}", AS_IS) for field in given}
+        elif name in BUILT_IN:
+            found[name] = _as_written(name, _ROWS[name].read(candidate))
+        else:
+            found[name] = own.get(f"{INSIDE}:{name}", AS_IS)
+    return found
+
+
+def _as_written(name: str, value: Any) -> Any:
+    if name == "dataloader":
+        return "manual" if value is None else "auto"
+    if name == "precision":
+        return value.level
+    if name == "recompute":
+        return "full" if value.full else "none"
+    if name == "cudnn_benchmark":
+        return "on" if value else "off"
+    return value

@@ -1,0 +1,275 @@
+"""Records some steps with torch's profiler, later one with the names of modules and allocations; writes raw files only.
+
+What is recorded is read outside of the program: ending a recording takes seconds as it is. Hooks run inside of ranges
+that torch has opened, ``Optimizer.step`` say. A range that was opened in one recording and is closed in another one
+writes to memory that is freed already: so one step between the two is not recorded.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import re
+import sys
+from typing import Any, Callable
+
+from .facts import FACTS, any_compiled, local_numel, spine, world_size
+from .steps import FOLDER_VARIABLE, STEPS, accelerator, guarded, note, rank
+
+VARIABLE = "TUNE_CLUSTER_PROFILE"
+"""JSON: what is to be recorded, by the keys that :class:`Window` reads."""
+MAX_MODULES = 5000
+MAX_TENSORS = 2000
+MAX_EVENTS = 50
+MAX_REASON = 300
+_BREAK = re.compile(r"Graph break.* in user code at (.+:\d+)")
+_AGAIN = re.compile(r"Recompiling function .* in (.+:\d+)")
+
+
+class Compilations(logging.Handler):
+    """Listens to torch's own log of graph breaks and recompilations, which is silent otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.found: dict[tuple[str, str, str], int] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._take(record.getMessage())
+        except Exception:  # training goes on without
+            note("a line of the compiler's log was not understood")
+
+    def _take(self, text: str) -> None:
+        for kind, pattern in (("graph break", _BREAK), ("recompilation", _AGAIN)):
+            match = pattern.search(text)
+            if match is None:
+                continue
+            lines = [line.strip() for line in text[match.end() :].splitlines() if line.strip()]
+            if kind == "recompilation" and len(lines) > 1:
+                lines = lines[1:]  # the first says that a guard failed
+            reason = re.sub(r"^(Graph Break Reason|Reason): ", "", lines[0]) if lines else ""
+            key = kind, match.group(1), reason.lstrip("- ")[:MAX_REASON]
+            if key in self.found or len(self.found) < MAX_EVENTS:
+                self.found[key] = self.found.get(key, 0) + 1
+
+    def told(self) -> list[dict[str, Any]]:
+        return [
+            {"kind": kind, "place": place, "reason": reason, "times": times}
+            for (kind, place, reason), times in self.found.items()
+        ]
+
+
+COMPILATIONS = Compilations()
+
+
+_enabled: set[str] = set()
+"""Logs that would be silent without us."""
+
+
+def listen(module: Any) -> None:
+    """A module of torch's compiler that tells of graph breaks or recompilations has been imported."""
+    state: Any = getattr(sys.modules.get("torch._logging._internal"), "log_state", None)
+    for name in ("graph_breaks", "recompiles"):
+        is_shown = name not in _enabled and hasattr(state, "artifact_names") and name in state.artifact_names
+        log = logging.getLogger(f"{module.__name__}.__{name}")
+        log.setLevel(logging.DEBUG)
+        log.addHandler(COMPILATIONS)
+        log.propagate = log.propagate and is_shown
+        if not is_shown:
+            _enabled.add(name)
+            if name == "recompiles" and hasattr(state, "enable_artifact"):
+                state.enable_artifact(name)  # else it is not even put into words
+
+
+class Window:
+    """The recorded steps of this rank, by the number of steps that are over."""
+
+    def __init__(self, wanted: dict[str, Any]) -> None:
+        self._first = max(2, int(wanted["first"]))  # a step is known by its end: the first one has none before it
+        self._last = max(self._first, int(wanted["last"]))
+        self._is_named = bool(wanted.get("modules"))
+        self._has_memory = bool(wanted.get("memory"))
+        self._has_stack = bool(wanted.get("stack"))
+        self._ranks = wanted.get("ranks")
+        self._profiler: Any = None
+        self._step: Any = None
+        self._handles: list[Any] = []
+        self._meta: dict[str, Any] = {}
+        self._notes: list[str] = []
+        if self._first != int(wanted["first"]):
+            self._notes.append("the first step cannot be recorded: recording began with the second")
+
+    @guarded("profile")
+    def step_ended(self, count: int) -> None:
+        """So many steps are over."""
+        named = self._last + 2
+        if not self._is_wanted() or count > named:
+            return
+        self._leave_step()
+        if count == max(1, self._first - 2):
+            self._profiler = _profiler(stack=self._has_stack)
+            self._profiler.prepare_trace()
+        if count == self._first - 1:
+            self._begin()
+        if count == self._last:
+            self._end("steps.json")
+            if not self._is_named:
+                self._write()
+        if count == named - 1 and self._is_named:
+            self._begin_named()
+        if count == named and self._is_named:
+            self._end("modules.json")
+            self._write_snapshot()
+            self._write()
+        if self._profiler is not None and count >= self._first - 1:
+            self._enter_step(count + 1)
+
+    def _is_wanted(self) -> bool:
+        return self._ranks is None or int(rank()) in self._ranks
+
+    def _begin(self) -> None:
+        self._mark_passes()
+        self._profiler.start_trace()
+
+    def _mark_passes(self) -> None:
+        """A range around the whole model's forward pass; hooks on what is compiled would be traced."""
+        for module in spine(FACTS.root)[:1] if FACTS.root is not None else ():
+            self._mark(module, "tc.forward")
+
+    def _begin_named(self) -> None:
+        """One further step, in which every module has a range of its own, and allocations are recorded."""
+        root = FACTS.root
+        if root is None:
+            self._notes.append("the model is not known: nothing is said by module")
+        elif any_compiled(root):
+            self._notes.append("the model is compiled: nothing is said by module")
+            self._mark_passes()
+        else:
+            for name, module in list(root.named_modules())[:MAX_MODULES]:
+                self._mark(module, f"tc.module:{name}")
+        self._meta["tensors"], self._meta["start_bytes"] = _held(root)
+        backend = accelerator()
+        if backend is not None:
+            self._meta["start_bytes"] = int(backend.memory_allocated())
+            memory: Any = getattr(backend, "memory", None)
+            if self._has_memory and hasattr(memory, "_record_memory_history"):
+                memory._record_memory_history()
+        self._profiler = _profiler(memory=True)
+        self._profiler.prepare_trace()
+        self._profiler.start_trace()
+
+    def _mark(self, module: Any, name: str) -> None:
+        record = sys.modules["torch"].profiler.record_function
+        running: list[Any] = []
+
+        def before(*_: Any) -> None:
+            entered = record(name)
+            entered.__enter__()
+            running.append(entered)
+
+        def after(*_: Any) -> None:
+            if running:
+                running.pop().__exit__(None, None, None)
+
+        self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _enter_step(self, number: int) -> None:
+        self._step = sys.modules["torch"].profiler.record_function(f"ProfilerStep#{number}")
+        self._step.__enter__()
+
+    def _leave_step(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None, None, None)
+
+    def _end(self, kind: str) -> None:
+        profiler, self._profiler = self._profiler, None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        profiler.stop_trace()
+        profiler.export_chrome_trace(_path(kind))
+
+    def _write_snapshot(self) -> None:
+        memory: Any = getattr(accelerator(), "memory", None)
+        if self._has_memory and hasattr(memory, "_dump_snapshot"):
+            memory._dump_snapshot(_path("memory.pickle"))
+            memory._record_memory_history(enabled=None)
+
+    def _write(self) -> None:
+        """The last file: who finds it finds the others."""
+        backend = accelerator()
+        told = {
+            **self._meta,
+            "rank": int(rank()),
+            "world_size": world_size(),
+            "first": self._first,
+            "last": self._last,
+            "device": "cpu" if backend is None else backend.__name__.rpartition(".")[2],
+            "modules": self._is_named,
+            "compilations": COMPILATIONS.told(),
+            "notes": self._notes,
+        }
+        path = _path("window.json")
+        with open(f"{path}.part", "w", encoding="ascii") as file:
+            json.dump(told, file)
+        os.replace(f"{path}.part", path)
+
+
+def _path(kind: str) -> str:
+    return os.path.join(os.environ[FOLDER_VARIABLE], f"rank{rank()}.{kind}")
+
+
+def _profiler(*, memory: bool = False, stack: bool = False) -> Any:
+    torch = sys.modules["torch"]
+    torch.profiler  # noqa: B018  # some releases import it at first use
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU]
+    backend = accelerator()
+    own = None if backend is None else getattr(kinds, backend.__name__.rpartition(".")[2].upper(), None)
+    if own is not None:
+        activities.append(own)
+    return torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=memory, with_stack=stack)
+
+
+def _held(root: Any) -> tuple[list[dict[str, Any]], int]:
+    """Weights, gradients and optimiser state with their modules, the largest first; and their bytes together."""
+    found: list[dict[str, Any]] = []
+    names: dict[int, str] = {}
+
+    def add(tensor: Any, module: str, what: str) -> None:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if hasattr(local, "data_ptr") and local.numel():
+            size = local_numel(tensor) * tensor.element_size()
+            found.append({"module": module, "what": what, "bytes": size, "address": int(local.data_ptr())})
+
+    if root is not None:
+        for name, parameter in root.named_parameters():
+            names[id(parameter)] = owner = name.rpartition(".")[0]
+            add(parameter, owner, "weights")
+            if parameter.grad is not None:
+                add(parameter.grad, owner, "gradients")
+    kind = sys.modules["torch"].optim.Optimizer
+    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), kind)]:
+        for parameter, state in optimizer.state.items():
+            for tensor in (state or {}).values():
+                if hasattr(tensor, "data_ptr"):
+                    add(tensor, names.get(id(parameter), ""), "optimizer state")
+    found.sort(key=lambda one: -one["bytes"])
+    return found[:MAX_TENSORS], sum(one["bytes"] for one in found)
+
+
+HOOKS: dict[str, tuple[Callable[[Any], None], ...]] = {
+    "torch._dynamo.symbolic_convert": (listen,),
+    "torch._dynamo.convert_frame": (listen,),
+    "torch._dynamo.guards": (listen,),
+    "torch._dynamo.exc": (listen,),
+}
+"""What happens when the program has imported a module, in a run that is recorded."""
+
+
+def install() -> None:
+    """Have the steps recorded that the tuner wants, if it wants any."""
+    STEPS.after_step = Window(json.loads(os.environ[VARIABLE])).step_ended
