@@ -160,6 +160,7 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
         stop_when_converged=spec.search.stop_when_converged,
         beyond=plan.beyond,
         own_memory=memory_ranks(spec.own_knobs),
+        inside={} if spec.script is None else spec.script.inside,
     )
 
 

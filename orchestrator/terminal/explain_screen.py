@@ -333,7 +333,8 @@ def render_explanation(explained: Explanation) -> RenderableType:
     if explained.ruled_out:
         total = sum(explained.ruled_out.values())
         rules = ", ".join(f"{rule} {number}" for rule, number in explained.ruled_out.items())
-        parts += [_heading("Ruled out"), *_lines([f"{total} candidates that need no less memory: {rules}"])]
+        why = "have a knob that the program refuses" if trial.status == "infeasible" else "need no less memory"
+        parts += [_heading("Ruled out"), *_lines([f"{total} candidates that {why}: {rules}"])]
     return Group(*parts)
 
 
