@@ -44,19 +44,19 @@ MIN_STARTING_S = 600.0
 ROOM = 3.0
 """Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
 _REMEDIES = {
-    "the world size": "Hold as many devices as the program starts ranks (cluster.devices_per_node), with launcher: own "
-    "where it starts them itself.",
-    "samples per micro-batch": "Correct baseline.micro_batch_size, and the argument that takes {micro_batch_size}: "
-    "`tune-cluster init -- COMMAND` finds the one that acts.",
-    "forward passes per step": "Correct global_batch_size, and the argument that takes {accumulation}, or "
-    "{total_accumulation} where the program divides it by the ranks.",
-    "samples per optimiser step": "Write the program's number into workload.global_batch_size.",
-    "the number format": "Correct baseline.precision, or leave precision out where the program decides.",
-    "data loading processes": "Correct the argument that takes {num_workers}, or leave num_workers out.",
-    "to be recomputed": "Leave recompute out, or correct the argument that switches it.",
+    "the world size": "Set cluster.devices_per_node to the number of ranks that the program starts; if it starts them "
+    "itself, also set launcher: own.",
+    "samples per micro-batch": "Correct baseline.micro_batch_size, or the argument that takes {micro_batch_size}: "
+    "`tune-cluster init -- COMMAND` finds the option that acts.",
+    "forward passes per step": "Correct global_batch_size, or the argument that takes {accumulation}; use "
+    "{total_accumulation} if the program divides it by the number of ranks.",
+    "samples per optimiser step": "Set workload.global_batch_size to the program's number.",
+    "the number format": "Correct baseline.precision, or omit precision if the program decides it.",
+    "data loading processes": "Correct the argument that takes {num_workers}, or omit num_workers.",
+    "to be recomputed": "Omit recompute, or correct the argument that turns it on.",
     "never reads": "Correct the name of the option, or remove it from space.own and baseline.own.",
 }
-"""What to do about a knob that does not act, by words of the reason."""
+"""Remedy for a knob that does not act, by words of the reason."""
 SILENCE_S = 30.0
 """After so long without a step, each time, the end of the program's output is told."""
 MAX_LOG_LINES = 20
@@ -208,7 +208,7 @@ class Checked:
 
     @property
     def is_not_applied(self) -> bool:
-        """Whether the program trained something else than it was told."""
+        """Whether the program trained something else than the candidate."""
         return isinstance(self.outcome, Infeasible) and "not applied" in self.outcome.evidence.message
 
     @property
@@ -220,13 +220,13 @@ class Checked:
 
     @property
     def remedy(self) -> str | None:
-        """What to do about a number that is another one, or a module that is missing in the Python that PATH gives."""
+        """Remedy for a number that differs, or for a module that is missing in the Python on PATH."""
         if self.is_not_applied and self.evidence is not None:
             return next((words for sign, words in _REMEDIES.items() if sign in self.evidence.message), None)
         if self.measurement is not None and self.other_batch:
-            return f"Write workload.global_batch_size: {self.seen_batch}, or correct the baseline's micro_batch_size."
+            return f"Set workload.global_batch_size: {self.seen_batch}, or correct baseline.micro_batch_size."
         if self.longer_samples:
-            return f"Write workload.seq_length: {self.seen.facts.seq_length}."
+            return f"Set workload.seq_length: {self.seen.facts.seq_length}."
         if not self.command or self.command[0] not in PYTHONS or self.evidence is None:
             return None
         if "No module named" not in self.evidence.message:
@@ -392,8 +392,8 @@ def run_once(
     """Run the candidate for a few steps, as the only trial of a sweep whose ledger is deleted afterwards.
 
     Args:
-        looks_within_s: what the program does is looked at and compared with nothing, and its first step has to come
-            within so many seconds; None: it is compared with the candidate, and has time to start.
+        looks_within_s: time limit for the first step, in seconds, of a run whose facts are only recorded; None: facts
+            are compared with the candidate, and the program has time to start.
     """
     folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
     try:

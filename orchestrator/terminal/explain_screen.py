@@ -200,9 +200,7 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
             Text(f"{estimate}, which counts no waiting for the host or for other ranks that it does not know"),
         )
     if one.kind == "passes":
-        grid.add_row(
-            "", Text("computation, or waiting for the host or for other ranks: only a profile tells them apart")
-        )
+        grid.add_row("", Text("computation, or waiting for the host or other ranks: only a profile can separate them"))
     for i, line in enumerate(one.evidence):
         grid.add_row(("seen" if is_guess or one.kind == "passes" else "because") if i == 0 else "", Text(line))
     is_open = one.source == "modelled" or one.kind == "passes"
@@ -225,7 +223,7 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
 def _fixed(one: Bottleneck, explained: SweepExplanation) -> str:
     fixed = one.fixed[:5]
     settable = [knob for knob in fixed if explained.is_script and knob in BUILT_IN]
-    how = f"; space.inside sets {', '.join(settable)} in a program without an option" if settable else ""
+    how = f"; space.inside can set {', '.join(settable)} without an option" if settable else ""
     return f"not varied by this sweep: {', '.join(fixed)}{how}"
 
 
@@ -270,7 +268,7 @@ def _effects(effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
 
 def _interval(effect: KnobEffect) -> str:
     if effect.is_without_effect:
-        return "no effect seen"
+        return "no effect observed"
     if not effect.low or not effect.high:
         return "no interval"
     low, high = f"{units.floor(effect.low)}", f"{units.ceil(effect.high)}"
