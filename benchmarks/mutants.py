@@ -3,11 +3,11 @@
     python -m benchmarks.mutants choose faults.json --seed 1 --count 40
     python -m benchmarks.mutants run faults.json results.json
 
-Kinds of faults, in equal numbers: ``bound`` (``<`` for ``<=``), ``sign`` (``+`` for ``-``, ``*`` for ``/``), ``condition``
-(a conditional expression turned around), ``lost`` (a call for its effect left out), ``swapped`` (the values of two
-keyword arguments exchanged). Places are drawn uniformly from all functions of the product. A fault is stored with its
-function and the text that it replaces, so that it can be planted again after modules have moved; one whose place is gone
-is reported as such. A fault counts as found when a test fails or errs within ``--limit-s``.
+Kinds of faults, in equal numbers: ``bound`` (``<`` for ``<=``), ``sign`` (``+`` for ``-``, ``*`` for ``/``),
+``condition`` (a conditional expression turned around), ``lost`` (a call for its effect left out), ``swapped`` (the values
+of two keyword arguments exchanged). Places are drawn uniformly from all functions of the product. A fault is stored with
+its function and the text that it replaces, so that it can be planted again after modules have moved; one whose place is
+gone is reported as such. A fault counts as found when a test fails or errs within ``--limit-s``.
 """
 
 from __future__ import annotations
@@ -237,9 +237,8 @@ def main() -> None:
     results = run(faults, python=sys.executable, limit_s=arguments.limit_s, jobs=arguments.jobs)
     arguments.results.write_text(json.dumps(results, indent=1) + "\n")
     known = [result for result in results if result["found"] is not None]
-    print(
-        f"{sum(bool(result['found']) for result in known)} of {len(known)} faults found, {len(results) - len(known)} places gone"
-    )
+    num_found = sum(bool(result["found"]) for result in known)
+    print(f"{num_found} of {len(known)} faults found, {len(results) - len(known)} places gone")
 
 
 if __name__ == "__main__":
