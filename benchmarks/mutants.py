@@ -4,10 +4,10 @@
     python -m benchmarks.mutants run faults.json results.json
 
 Kinds of faults, in equal numbers: ``bound`` (``<`` for ``<=``), ``sign`` (``+`` for ``-``, ``*`` for ``/``),
-``condition`` (a conditional expression turned around), ``lost`` (a call for its effect left out), ``swapped`` (the values
-of two keyword arguments exchanged). Places are drawn uniformly from all functions of the product. A fault is stored with
-its function and the text that it replaces, so that it can be planted again after modules have moved; one whose place is
-gone is reported as such. A fault counts as found when a test fails or errs within ``--limit-s``.
+``condition`` (a conditional expression turned around), ``lost`` (a call for its effect left out), ``swapped`` (the
+values of two keyword arguments exchanged). Places are drawn uniformly from all functions of the product. A fault is
+stored with its function and the text that it replaces, so that it can be planted again after modules have moved; one
+whose place is gone is reported as such. A fault counts as found when a test fails or errs within ``--limit-s``.
 """
 
 from __future__ import annotations
