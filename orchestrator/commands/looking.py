@@ -17,6 +17,7 @@ from orchestrator.draft.observed import Filled, Looked, OptionChange, Proof, cha
 from orchestrator.draft.program_reading import runnable
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.snapshot import Home
+from trials.files import write_atomically
 from trials.outcome import Measured
 from trials.reports import ScriptFacts, SeenOption
 
@@ -62,7 +63,7 @@ class Looker:
             NotSeenError: it failed, or took longer.
         """
         file = self._folder / "look.yaml"
-        file.write_text(json.dumps(self._sweep(variant)), encoding="utf-8")  # JSON is YAML
+        write_atomically(file, [json.dumps(self._sweep(variant)).encode()])  # JSON is YAML
         try:
             spec = load_sweep(file)
         except ConfigError as error:
@@ -87,7 +88,7 @@ class Looker:
         changed = {word: text for word, text in variant.files.items() if text != self._files.get(word)}
         copies = {word: self._folder / f"{place}-{Path(word).name}" for place, word in enumerate(changed)}
         for word, copy in copies.items():
-            copy.write_text(changed[word], encoding="utf-8")
+            write_atomically(copy, [changed[word].encode()])
         pattern = script.source.log_pattern if script.source is not None else None
         return {
             "name": "look",

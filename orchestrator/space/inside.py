@@ -2,15 +2,21 @@
 
 Built-in knobs are only set in a different way: names, cost model, dominance and the loss gate treat them as usual. The
 others are own knobs, called ``inside:dotted.key`` after their key in the hook's file.
+
+What a program refuses once, it refuses again: :class:`Refusals`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, create_model
 
+from cluster.candidate_table import FIELDS, CandidateTable
 from orchestrator.space.file_types import (
     ALL_LAYERS,
     CUDNN_ON,
@@ -20,7 +26,7 @@ from orchestrator.space.file_types import (
     fault,
     precision_text,
 )
-from orchestrator.space.knobs import AS_IS, INSIDE, KNOBS, OwnKnob, OwnValues
+from orchestrator.space.knobs import AS_IS, INSIDE, KNOBS, Knob, OwnKnob, OwnValues, is_inside
 from trials.spec import Candidate, LoaderTuning, Precision
 
 _ROWS = {knob.name: knob for knob in KNOBS}
@@ -193,3 +199,83 @@ def _as_written(name: str, value: Any) -> Any:
     if name == "cudnn_benchmark":
         return "on" if value else "off"
     return value
+
+
+# What a refusal proves: a fact of the program as its command starts it
+
+_SHAPE_THE_PROGRAM = ("compile", ARGUMENTS)
+"""Inside knobs that others may be refused for: they change what the program does by itself."""
+_DEPENDS_ON_BATCH = ("ddp_static_graph",)
+"""Knobs refused where the program accumulates, which its micro-batch size decides."""
+_WHATEVER_VALUE = ("prefetch_factor", "ddp_bucket_mb", "allocator")
+"""Knobs of many values that are refused for what the program lacks, not for a value."""
+
+
+class Refusals:
+    """Rules out the candidates with a knob that the program has refused: at the same value, and in a program that the
+    command starts alike.
+
+    Args:
+        today: value that the baseline has, by the name of each built-in knob that is set within the program.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], today: Mapping[str, Any]) -> None:
+        self._table = CandidateTable.of(candidates)
+        self._today = today
+
+    @functools.cached_property
+    def _set(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
+        """What the hook is to set, and by row which of these it is."""
+        reads = {"loader", "own", *(_ROWS[name].part for name in self._today)}
+        return self._table.each(sorted(reads), lambda candidate: knobs_set(candidate, self._today))
+
+    def add(self, witness: Candidate, refused: Sequence[str]) -> dict[int, str]:
+        """Row of each candidate that is ruled out, to its rule id: ``refused-<knob>``.
+
+        Args:
+            refused: knobs that the program refused of the witness, by their keys in the hook's file.
+        """
+        wanted, found = knobs_set(witness, self._today), dict[int, str]()
+        for name in refused:
+            if name not in wanted:
+                continue
+            values, places = self._set
+            alike = np.array([_is_alike(name, wanted[name], one.get(name)) for one in values], dtype=bool)[places]
+            for row in np.flatnonzero(alike & self._starts_alike(witness, name)).tolist():
+                found.setdefault(row, f"refused-{name.replace('_', '-')}")
+        return found
+
+    def _starts_alike(self, witness: Candidate, name: str) -> NDArray[np.bool_]:
+        """By row, whether the candidate agrees with the witness in all that the refusal of ``name`` may follow from."""
+        free = {*self._today, *_OF_WORKERS} - set(_SHAPE_THE_PROGRAM)
+        if "precision" in self._today:
+            free.update(knob.name for knob in KNOBS if knob.part == "precision")
+        if name not in _DEPENDS_ON_BATCH:
+            free.add("micro_batch_size")
+        alike = np.ones(len(self._table), dtype=bool)
+        for field in FIELDS:
+            rows = [knob for knob in KNOBS if knob.part == field and knob.name not in free]
+            described = _own_of_command if field == "own" else _described(rows)
+            values, places = self._table.each((field,), described)
+            wanted = described(witness)
+            alike &= np.array([one == wanted for one in values], dtype=bool)[places]
+        return alike
+
+
+def _described(rows: Sequence[Knob]) -> Callable[[Candidate], tuple[Any, ...]]:
+    return lambda candidate: tuple(knob.read(candidate) for knob in rows)
+
+
+def _own_of_command(candidate: Candidate) -> tuple[Any, ...]:
+    """Own knobs that the command has, and inside knobs that change what the program does by itself."""
+    arguments = f"{INSIDE}:{ARGUMENTS}."
+    return tuple(one for one in candidate.own if not is_inside(one.name) or one.name.startswith(arguments))
+
+
+def _is_alike(name: str, refused: Any, value: Any) -> bool:
+    """Whether a value of the knob is refused where another one was; None: the candidate leaves the knob alone."""
+    if value is None:
+        return False
+    if name == "num_workers" and refused != "auto":  # one worker may do where several do not
+        return value == "auto" or (value >= refused > 0) or value == refused
+    return name in _WHATEVER_VALUE or bool(value == refused)

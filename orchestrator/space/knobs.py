@@ -171,6 +171,11 @@ def memory_ranks(knobs: Sequence[OwnKnob]) -> dict[str, dict[OwnChoice, int]]:
     }
 
 
+def roles_of(knobs: Sequence[OwnKnob]) -> dict[str, str]:
+    """The built-in knob that each one stands for, where the sweep file says so."""
+    return {knob.name: knob.role for knob in knobs if knob.role is not None}
+
+
 def _is_among(value: OwnScalar, values: Sequence[OwnScalar]) -> bool:
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 

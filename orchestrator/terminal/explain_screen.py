@@ -157,7 +157,7 @@ def _diagnoses(explained: SweepExplanation) -> RenderableType:
 def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableType]:
     name = f"{side.role} {units.trial_id(side.trial)}"
     if side.bottleneck is None:
-        advice = "" if explained.is_script else f"; measure it: {_profile_command(explained, side)}"
+        advice = f"; measure it: {_profile_command(explained, side)}"
         return [Text.assemble((name, "bold"), f": what holds it back is not known: {explained.unmodelled}{advice}")]
     first, *others = side.bottlenecks
     words = Text.assemble((f"{name}: ", "bold"))
@@ -204,7 +204,7 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
     for i, line in enumerate(one.evidence):
         grid.add_row(("seen" if is_guess or one.kind == "passes" else "because") if i == 0 else "", Text(line))
     is_open = one.source == "modelled" or one.kind == "passes"
-    if is_open and explained.virtual is None and not explained.is_script:
+    if is_open and explained.virtual is None:
         grid.add_row("profile", Text(f"{_profile_command(explained, side)} measures it"))
     if one.remedy is not None:
         grid.add_row("change", Text(change_words(one.remedy), style="green"))
@@ -331,7 +331,8 @@ def render_explanation(explained: Explanation) -> RenderableType:
     if explained.ruled_out:
         total = sum(explained.ruled_out.values())
         rules = ", ".join(f"{rule} {number}" for rule, number in explained.ruled_out.items())
-        parts += [_heading("Ruled out"), *_lines([f"{total} candidates that need no less memory: {rules}"])]
+        why = "have a knob that the program refuses" if trial.status == "infeasible" else "need no less memory"
+        parts += [_heading("Ruled out"), *_lines([f"{total} candidates that {why}: {rules}"])]
     return Group(*parts)
 
 

@@ -94,6 +94,10 @@ class TooFewStepsError(RuntimeError):
 class NotApplied(InfeasibleSpec):  # named like the outcome it leads to
     """What the program does is not what the candidate says: its times would be those of something else."""
 
+    def __init__(self, message: str, refused: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.refused = refused
+
 
 class TrainingDiverged(NonFiniteLoss):  # says what was found
     """The program's loss or gradient norm became inf or nan."""
@@ -383,10 +387,15 @@ class Judge:
             NotApplied: a knob is refused, or has no effect, on any rank.
         """
         for origin, knobs in self._book.knobs.items():
+            refused: dict[str, str] = {}  # of several knobs refused for one reason, only the first need be at fault
+            problems: list[str] = []
             for name, (state, detail) in knobs.items():
+                if state == "refused":
+                    refused.setdefault(detail, name)
                 if state != "applied":
-                    how = "is refused" if state == "refused" else "has no effect"
-                    raise NotApplied(f"not applied: {name} {how}: {detail} (seen by {origin})")
+                    problems.append(f"{name} {'is refused' if state == 'refused' else 'has no effect'}: {detail}")
+            if problems:
+                raise NotApplied(f"not applied: {'; '.join(problems)} (seen by {origin})", tuple(refused.values()))
         for name in inside_knobs(self._command) if is_last else ():
             silent = [origin for origin, knobs in self._book.knobs.items() if name not in knobs]
             if silent or not self._book.knobs:

@@ -267,6 +267,27 @@ def test_a_knob_that_does_not_act_on_every_rank_is_not_applied(told, problem):
         judge.check_knobs(is_last=True)
 
 
+@pytest.mark.parametrize(
+    ("told", "refused"),
+    [
+        ({"recompute": ("refused", "no block"), "precision": ("applied", "bf16")}, ("recompute",)),
+        ({"recompute": ("refused", "no block"), "precision": ("refused", "autocast")}, ("recompute", "precision")),
+        ({"num_workers": ("refused", "iterable"), "pin_memory": ("refused", "iterable")}, ("num_workers",)),
+        ({"attention": ("no_effect", "no call")}, ()),
+    ],
+)
+def test_a_refusal_names_the_knobs_at_fault(told, refused):
+    """Of several knobs refused for one reason, others may be refused only since the first is."""
+    book = StepBook(command(dict.fromkeys(told, True)))
+    for name, (state, detail) in told.items():
+        line = {"source": "hook:torch", "event": "knob", "name": name, "state": state, "detail": detail}
+        book.hear_report(json.dumps(line), origin="rank0.jsonl", arrived_s=0.0)
+    with pytest.raises(NotApplied) as error:
+        Judge(command({}), book).check_knobs()
+    assert error.value.refused == refused
+    assert all(detail in str(error.value) for _, detail in told.values() if _ != "applied")
+
+
 def test_reports_keep_what_was_seen_and_the_fingerprint():
     silent, speaking = ScriptReport(), ScriptReport(knobs=(("recompute", "3 of 3"),), fingerprint='{"torch":"2.13"}')
     merged = merge_scripts((silent, speaking))
