@@ -224,7 +224,7 @@ def _by_profile(found: Measurement, profile: ProfileOf) -> tuple[list[Part], lis
         "optimizer": optimizer_s,
         "data": data_s,
     }
-    note = f"the step is split as rank {rank.rank} spent its time in the profile {trial_id(profile.run)}"
+    note = f"the step is split by the profile {trial_id(profile.run)} of rank {rank.rank}"
     return _shared_out(found.step_time_s, shares, "profiled"), [note]
 
 
@@ -667,11 +667,11 @@ def _imbalance_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     what = "stage" if case.trial.candidate.layout.pp > 1 else "rank"
     shown = " ".join(f"{load / mean:.2f}" for load in loads[:8]) + (" ..." if len(loads) > 8 else "")
     slowest = loads.index(max(loads))
-    lines = [f"load of each {what} over the mean: {shown}; {what} {slowest} is the slowest"]
+    lines = [f"load of each {what} relative to the mean: {shown}; {what} {slowest} is the slowest"]
     if source == "measured":
         places = case.measurement.places
         where = f" on {places[slowest]}" if slowest < len(places) else ""
-        lines.append(f"the others wait for rank {slowest}{where}: its device, its host, or its share of the data")
+        lines.append(f"the others wait for rank {slowest}{where}: check its device, its host and its share of the data")
     elif (even := _even_layers(case)) is not None:
         lines.append(f"even stages have {even} layers")
     return _bottleneck(case, "imbalance", seconds, source, lines)

@@ -1,5 +1,6 @@
-"""What a program is seen to do in a few steps, and which option does what: a changed run decides, names and values only
-choose what to change."""
+"""Observations of a program in a few steps, and of its options in changed runs.
+
+A changed run decides what an option does; names and values only select the options to change."""
 
 from __future__ import annotations
 
@@ -207,7 +208,7 @@ def _options_typed(argv: tuple[str, ...]) -> Iterator[ScriptOption]:
 def changes(
     argv: tuple[str, ...], options: Sequence[ScriptOption], facts: ScriptFacts, *, is_gpu: bool
 ) -> Iterator[OptionChange]:
-    """What to change, most useful first: per role options with a usual name, then those with the number seen."""
+    """Options to change, most useful first: per role those with a usual name, then those with the recorded number."""
     numbers = {
         "micro_batch_size": facts.micro_batch_size,
         "accumulation": facts.micro_batches,

@@ -1,4 +1,4 @@
-"""A custom program: which words of its command and variables trials fill in, and which of its options may be tuned."""
+"""Reads a custom program: the words of its command and variables that trials fill in, and the options to tune."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def read_program(
 
 
 def runnable(argv: tuple[str, ...], source: SourceFile | None) -> tuple[str, ...]:
-    """The command as it is run to be looked at: it writes into a folder of its own, and logs every step."""
+    """The command for a short run: it writes into a separate folder, and logs every step."""
     return argv if source is None or source.problem else _out_and_steps(argv, _by_role(argv, source, Looked()))
 
 

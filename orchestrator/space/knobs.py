@@ -240,8 +240,8 @@ class OwnKnobSection(Section):
     )
     role: Role | None = Field(
         default=None,
-        description="The built-in knob that this one stands for, where its name does not say: then it is the answer to "
-        "what that knob answers in `explain`.",
+        description="The built-in knob that this one stands for, if its name does not show it; `explain` then suggests "
+        "it like that knob.",
     )
     when: OwnAccepted = Field(
         default={}, description="Other own knobs with the values that this one needs to have an effect."
@@ -775,7 +775,7 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "kernels.cudnn_tuning_range",
         CudnnValue,
-        "off, on, or {first: 1, last: 10}, which is on: steps in which cuDNN measures its convolutions. "
+        "off, on, or {first: 1, last: 10}, the same as on: steps in which cuDNN times its convolutions. "
         "Becomes off for models without convolutions.",
         Sign(
             "cudnn{A-B}",

@@ -378,10 +378,10 @@ class Judge:
                 raise NotApplied(f"not applied: the program never reads {wanted}")
 
     def check_knobs(self, *, is_last: bool = False) -> None:
-        """Compares what the hook was to set within the program with what it says of it.
+        """Check the hook's reports on the knobs that it was to set within the program.
 
         Args:
-            is_last: whether a knob that nothing was heard of is an error.
+            is_last: whether a knob without a report is an error.
 
         Raises:
             NotApplied: a knob is refused, or has no effect, on any rank.
@@ -400,7 +400,7 @@ class Judge:
             silent = [origin for origin, knobs in self._book.knobs.items() if name not in knobs]
             if silent or not self._book.knobs:
                 who = silent[0] if silent else "the program"
-                raise NotApplied(f"not applied: {name}: {who} reports nothing of it")
+                raise NotApplied(f"not applied: {name}: no report from {who}")
 
     def _is_wanted(self, option: SeenOption) -> bool:
         return self._command.is_look or any(map(option.is_called, self._command.options))

@@ -42,18 +42,18 @@ CASES = {
             "pin_memory": "no accelerator",
             "cudnn_benchmark": "no accelerator",
             "allocator": "no accelerator",
-            "ddp_bucket_mb": "makes no DistributedDataParallel",
+            "ddp_bucket_mb": "does not use DistributedDataParallel",
             "memory_format": "Decoder has no Conv2d",
             "color": "no such knob",
         },
         ROUNDED,
     ),
-    "constants autocast": ({"precision": "O1-bf16"}, {}, {"precision": "autocast of its own"}, EXACT),
-    "constants scaler": ({"precision": "O1-bf16"}, {}, {"precision": "autocast of its own"}, EXACT),
+    "constants autocast": ({"precision": "O1-bf16"}, {}, {"precision": "already uses "}, EXACT),
+    "constants scaler": ({"precision": "O1-bf16"}, {}, {"precision": "already uses "}, EXACT),
     "constants recomputes": (
         {"recompute": "full", "precision": "O1-bf16"},
         {"precision": "in bfloat16"},
-        {"recompute": "recomputes by itself"},
+        {"recompute": "already recomputes"},
         BF16,
     ),
     "constants counts": (
@@ -65,7 +65,7 @@ CASES = {
     "constants compiles": (
         {"recompute": "full", "compile": "model", "num_workers": 1},
         {"num_workers": "1 worker"},
-        {"recompute": "compile", "compile": "compiles by itself"},
+        {"recompute": "compile", "compile": "already compiles"},
         EXACT,
     ),
     "constants iterable": (
@@ -252,8 +252,8 @@ def judge_of(knobs, *told):
         ([(0, "recompute", "applied"), (1, "recompute", "applied")], None),
         ([(0, "recompute", "applied"), (1, "recompute", "refused")], "recompute is refused: as seen .*rank1"),
         ([(0, "recompute", "no_effect")], "recompute has no effect: as seen"),
-        ([], "recompute: the program reports nothing of it"),
-        ([(0, "recompute", "applied"), (1, "compile", "applied")], "recompute: rank1.jsonl reports nothing of it"),
+        ([], "recompute: no report from the program"),
+        ([(0, "recompute", "applied"), (1, "compile", "applied")], "recompute: no report from rank1.jsonl"),
     ],
 )
 def test_a_knob_that_does_not_act_on_every_rank_is_not_applied(told, problem):
