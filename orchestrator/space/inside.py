@@ -277,5 +277,5 @@ def _is_alike(name: str, refused: Any, value: Any) -> bool:
     if value is None:
         return False
     if name == "num_workers" and refused != "auto":  # one worker may do where several do not
-        return value == "auto" or (value >= refused > 0) or value == refused
+        return bool(value == "auto" or value >= refused > 0 or value == refused)
     return name in _WHATEVER_VALUE or bool(value == refused)
