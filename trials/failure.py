@@ -433,6 +433,9 @@ def _gives_reason(line: str) -> bool:
 class InfeasibleSpec(ValueError):  # noqa: N818  # named like the outcome it leads to
     """The runner refuses the specification: retrying cannot help. The message names the rule and the remedy."""
 
+    refused: tuple[str, ...] = ()
+    """Knobs that the program cannot take, see :class:`trials.outcome.Infeasible`."""
+
 
 class DataError(ValueError):
     """The training data cannot be read or is too short. The message names the path and the remedy."""

@@ -474,6 +474,8 @@ class Infeasible:
     kind: ClassVar[str] = "infeasible"
     consequence: ClassVar[Consequence] = "constraint"
     evidence: Evidence
+    refused: tuple[str, ...] = ()
+    """Inside knobs that the program cannot take, each for a reason that no other knob here has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

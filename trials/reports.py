@@ -437,7 +437,7 @@ class SeenOption:
 
     @property
     def is_unread(self) -> bool:
-        """Whether the program is known to leave it alone."""
+        """Whether the program is known not to read it."""
         return not self.is_read and not self.at_once
 
     def merged(self, later: SeenOption) -> SeenOption:

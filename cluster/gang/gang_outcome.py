@@ -370,7 +370,8 @@ def _outcome(root: RankFailure, *, collateral: Sequence[RankFailure]) -> Failure
         case "killed":
             return GangLost(evidence=evidence, cause="killed")
         case category:
-            return _by_treatment(TREATMENTS.get(category, TREATMENTS["error"]), evidence)
+            found = _by_treatment(TREATMENTS.get(category, TREATMENTS["error"]), evidence)
+            return replace(found, refused=root.refused) if isinstance(found, Infeasible) else found
 
 
 def _by_treatment(treatment: Treatment, evidence: Evidence) -> Failure:

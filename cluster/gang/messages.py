@@ -69,6 +69,8 @@ class RankFailure:
     exit_code: int | None = None
     phase: str = "starting"
     log_tail: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    """See :class:`trials.outcome.Infeasible`."""
     sights: tuple[RankSight, ...] = ()
     """What the rank was doing when its gang hung, or the gang's ranks that it had started; empty for other failures."""
 

@@ -46,7 +46,7 @@ from cluster.node.load_watch import (
 )
 from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
 from trials.accelerator.kinds import DeviceKind, family_of
-from trials.failure import cause_in_log, classify, of_host, tells_of_abort
+from trials.failure import InfeasibleSpec, cause_in_log, classify, of_host, tells_of_abort
 from trials.files import from_json, is_disk_full, to_json, write_atomically
 from trials.outcome import Phase, ProgressSink, RankReport
 from trials.reports import FOLDER as PROFILE
@@ -208,6 +208,7 @@ def _failure(error: BaseException, launch: NodeLaunch, slot: RankSlot, phase: Ph
         at_s=time.time(),
         error_type=cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}",
         phase=phase,
+        refused=error.refused if isinstance(error, InfeasibleSpec) else (),
     )
 
 

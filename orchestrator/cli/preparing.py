@@ -44,9 +44,15 @@ _OUTPUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--max-trials", type=click.IntRange(1), help="Trials at most; default: 25, on CPUs 12.")
 @click.option("--name", help="Name of the sweep; default: the model's.")
 @click.option("--output", "-o", type=_OUTPUT, help="The file to write; default: sweep.yaml, or NAME.yaml.")
-@click.option("--run/--no-run", "runs", default=True, help="Run COMMAND for a few steps to see what it does (default).")
 @click.option(
-    "--run-time", type=click.FloatRange(1), default=180.0, show_default=True, help="Seconds for all of these runs."
+    "--run/--no-run", "runs", default=True, help="Run COMMAND for a few steps to detect what it trains (default)."
+)
+@click.option(
+    "--run-time",
+    type=click.FloatRange(1),
+    default=180.0,
+    show_default=True,
+    help="Time limit for all of these runs, in seconds.",
 )
 @click.option("--example", metavar="NAME", help="Write a complete example instead.")
 @click.option("--list", "list_examples", is_flag=True, help="List the examples; write nothing.")
@@ -68,10 +74,10 @@ def init(
 ) -> None:
     """Write a first sweep file, short and commented: for your own training command, or for a model and a cluster.
 
-    A training command is read and run for three steps, then once per option that may be worth tuning: what it trains,
-    and which option does what, is seen. What could not be read or seen is named. --no-run only reads. For a model, the
-    cost model chooses a usual baseline that fits into the memory: put what you run today in its place. A cluster that
-    is only described is simulated.
+    A training command is read, run for three steps to detect its batch, and run again for each option worth tuning, to
+    find out what the option does. What could not be read or detected is listed; --no-run only reads. For a model, the
+    cost model chooses a usual baseline that fits into memory: replace it with your present configuration. A cluster
+    that is only described is simulated.
 
     \b
     Examples:
@@ -186,11 +192,11 @@ def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
     grid.add_row("batch", f"{draft.global_batch_size} samples an optimiser step")
     grid.add_row("hardware", draft.hardware)
     if draft.looked.is_seen:
-        grid.add_row("seen", draft.looked.words)
+        grid.add_row("detected", draft.looked.words)
     for proof in draft.looked.proofs.values():
         grid.add_row("proven", f"{proof.option.names[0]}: {proof.before} became {proof.after} in a changed run")
     if draft.looked.problem:
-        grid.add_row("not seen", draft.looked.problem)
+        grid.add_row("not detected", draft.looked.problem)
     for remark in draft.remarks:
         grid.add_row("not read", remark)
     program = Invocation.current(DEFAULT_HOME)

@@ -354,7 +354,7 @@ COMMAND = "command"
     type=click.Choice(["hook", "diff"]),
     default="hook",
     show_default=True,
-    help="Knobs without a flag: set by the hook, shipped beside the command, or as lines to write into the program.",
+    help="Knobs without a flag: include the hook that sets them, or list the lines to add to the program.",
 )
 @home_option
 @click.option("--tracking-uri", help="MLflow store to look in, if it is not the one in --home.")

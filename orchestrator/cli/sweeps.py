@@ -267,8 +267,8 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
 def compare(a: str, b: str, home: Path, as_json: bool) -> None:
     """Compare two sweeps, A and B.
 
-    Results, the knobs of their best configurations, workload, hardware, software and budget as far as they differ, and
-    the speeds of every candidate that both measured. `diff` compares promoted versions and single trials.
+    Shows results, differences in best configurations, workload, hardware, software and budget, and the speeds of every
+    candidate that both measured. To compare promoted versions or single trials, use `diff`.
 
     \b
     Examples:

@@ -39,6 +39,7 @@ from orchestrator.planning.dry_runs import (
 from orchestrator.planning.planner import BalanceProgress, Plan, make_plan
 from orchestrator.planning.predictions import PlanPredictions, UsualRanking, Why, explain, predict_plan, rank_usual
 from orchestrator.search.predictor import MAX_CANDIDATES, UnpredictableError
+from orchestrator.space.knobs import roles_of
 from orchestrator.space.notation import describe, short_name
 from orchestrator.sweep.snapshot import Home
 from trials.accelerator.kinds import DeviceKind
@@ -104,7 +105,9 @@ def plan_file(
     except UnpredictableError as error:
         unpredicted = str(error)
         if len(plan.candidates) <= MAX_CANDIDATES:
-            usual = rank_usual(plan, spec.to_workload(), topology, spec.to_objective(topology))
+            usual = rank_usual(
+                plan, spec.to_workload(), topology, spec.to_objective(topology), roles_of(spec.own_knobs)
+            )
     return PlannedFile(plan=plan, predictions=predictions, unpredicted=unpredicted, usual=usual, why=explained)
 
 

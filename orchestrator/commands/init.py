@@ -118,8 +118,8 @@ def draft_command(
     """Draft a sweep of a custom training program, and write its file.
 
     Args:
-        look_s: how long the program may be run, to see what it does; None: it is only read.
-        tell: gets what is seen meanwhile.
+        look_s: time limit for running the program; None: it is only read.
+        tell: receives progress.
 
     Raises:
         ConfigError: the command or its batch cannot be read, see :class:`Questions` and :func:`write_draft`.

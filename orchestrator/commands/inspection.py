@@ -1,4 +1,4 @@
-"""Logs of a sweep's trials and controller, MLflow's pages, and two sweeps side by side."""
+"""Shows logs of a sweep's trials and controller, MLflow's pages, and two sweeps side by side."""
 
 from __future__ import annotations
 

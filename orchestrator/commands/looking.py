@@ -1,4 +1,4 @@
-"""Running a command before a sweep is drafted: for a few steps, then once per option that is to be proven."""
+"""Runs a training command before a sweep is drafted: for a few steps, then once per option to test."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from orchestrator.draft.observed import Filled, Looked, OptionChange, Proof, cha
 from orchestrator.draft.program_reading import runnable
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.snapshot import Home
+from trials.files import write_atomically
 from trials.outcome import Measured
 from trials.reports import ScriptFacts, SeenOption
 
 LOOK_S = 180.0
-"""Seconds that a draft takes for running the program, if nothing else is asked for."""
+"""Default time limit of these runs, in seconds."""
 ROOM = 1.3
-"""Times the first run that a further one may take."""
+"""Expected time of a further run, as a multiple of the first one's."""
 Tell = Callable[[str], None]
 
 
 class NotSeenError(Exception):
-    """The program did not make the steps; the text says why."""
+    """The program made no steps that can be used; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneLook:
-    """What one run showed."""
+    """Facts and options recorded in one run."""
 
     facts: ScriptFacts
     options: tuple[SeenOption, ...]
@@ -43,9 +44,9 @@ class Looker:
     """Runs a command as a trial does, with the reporting hook, in its own ranks.
 
     Args:
-        script: what was read of the command.
+        script: the command, as read.
         machine: where it runs.
-        folder: of the runs, which is left empty.
+        folder: for files of the runs; empty again afterwards.
     """
 
     def __init__(self, script: DraftedScript, machine: DraftedMachine, folder: Path, tell: Tell) -> None:
@@ -62,7 +63,7 @@ class Looker:
             NotSeenError: it failed, or took longer.
         """
         file = self._folder / "look.yaml"
-        file.write_text(json.dumps(self._sweep(variant)), encoding="utf-8")  # JSON is YAML
+        write_atomically(file, [json.dumps(self._sweep(variant)).encode()])  # JSON is YAML
         try:
             spec = load_sweep(file)
         except ConfigError as error:
@@ -72,22 +73,22 @@ class Looker:
             raise NotSeenError(ran.outcome.evidence.message)
         found = ran.outcome.measurement.findings.script
         if found is None or found.facts.samples_per_step is None:
-            raise NotSeenError("its steps were seen, its batch was not")
+            raise NotSeenError("its steps were detected, but not its batch size")
         return OneLook(facts=found.facts, options=found.options)
 
     def _waits(self, line: str) -> None:
-        """Tell why nothing happens; how far a run is does not matter."""
+        """Pass on reasons for waiting, but not progress."""
         if not line.startswith("the first step"):
             self._tell(line)
 
     def _sweep(self, variant: Filled) -> dict[str, object]:
-        """A sweep of the command alone, of whose arguments nothing is expected."""
+        """A sweep of the command alone; its arguments are not checked."""
         script, devices = self._script, self._machine.devices_per_node
         starts_itself = script.command.starts_ranks or (script.command.launcher is None and devices == 1)
         changed = {word: text for word, text in variant.files.items() if text != self._files.get(word)}
         copies = {word: self._folder / f"{place}-{Path(word).name}" for place, word in enumerate(changed)}
         for word, copy in copies.items():
-            copy.write_text(changed[word], encoding="utf-8")
+            write_atomically(copy, [changed[word].encode()])
         pattern = script.source.log_pattern if script.source is not None else None
         return {
             "name": "look",
@@ -111,7 +112,7 @@ class Looker:
 
 
 def _escaped(word: str) -> str:
-    """The word without placeholders but those of a trial's own folder and its last step."""
+    """The word with all braces escaped, except for the placeholders of the trial's folder and its last step."""
     doubled = word.replace("{", "{{").replace("}", "}}")
     return doubled.replace("{{out}}", "{out}").replace("{{steps}}", "{steps}")
 
@@ -122,7 +123,7 @@ def look_at(script: DraftedScript, machine: DraftedMachine, *, budget_s: float, 
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tune-cluster-look-") as folder:
         looker = Looker(script, machine, Path(folder), tell)
-        tell("running it for three steps, to see what it trains")
+        tell("running the command for three steps")
         try:
             first = looker.look(as_typed, budget_s)
         except NotSeenError as reason:
@@ -134,14 +135,14 @@ def look_at(script: DraftedScript, machine: DraftedMachine, *, budget_s: float, 
             files=as_typed.files,
             starts_ranks=_starts_ranks(script, machine, first.facts),
         )
-        tell(f"seen after {took_s:.0f} s: {looked.words}")
+        tell(f"detected after {took_s:.0f} s: {looked.words}")
         if not script.uses_placeholders and script.framework.name != "accelerate":  # whose options are the script's
             return looked
         return _with_proofs(looked, script, machine, looker, begun_s + budget_s, took_s * ROOM, tell)
 
 
 def _as_typed(script: DraftedScript) -> Filled:
-    """The command with its variables and files, as it is run."""
+    """The command with its variables and files."""
     files = files_of(script.command.argv, Path(script.run.cwd))
     return Filled(argv=runnable(script.command.argv, script.source), env=dict(script.run.env), files=files)
 
@@ -159,7 +160,7 @@ def _with_proofs(
     run_s: float,
     tell: Tell,
 ) -> Looked:
-    """What a changed run per option shows; options for which no time was left are named."""
+    """Add the result of one changed run per option, and the options for which no time was left."""
     as_typed = _as_typed(script)
     declared = script.source.options if script.source is not None else ()
     asked = tuple(changes(as_typed.argv, (*declared, *looked.options), looked.facts, is_gpu=machine.is_gpu))
@@ -180,13 +181,13 @@ def _with_proofs(
         else:
             refuted.add(name)
             tell(f"{change.words}: {found}")
-    problem = f"no time was left for {', '.join(dict.fromkeys(late))}" if late else ""
+    problem = f"no time left to test {', '.join(dict.fromkeys(late))}: see --run-time" if late else ""
     proven = {one.option.names[0] for one in proofs.values()}
     return replace(looked, proofs=proofs, refuted=frozenset(refuted - proven), problem=problem)
 
 
 def _tried(change: OptionChange, looker: Looker, as_typed: Filled, until_s: float, before: ScriptFacts) -> Proof | str:
-    """What a changed run proves, or why it proves nothing."""
+    """The proof from a changed run, or why there is none."""
     try:
         after = looker.look(change.applied(as_typed), until_s - time.monotonic())
     except NotSeenError as reason:
@@ -194,4 +195,4 @@ def _tried(change: OptionChange, looker: Looker, as_typed: Filled, until_s: floa
     unread = [one for one in after.options if change.option.names[0] in (*one.flags, one.name) and one.is_unread]
     if unread:
         return "the program never reads it"
-    return proof(change, before, after.facts) or "changed nothing of the kind"
+    return proof(change, before, after.facts) or "no such effect"

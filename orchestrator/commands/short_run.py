@@ -6,12 +6,13 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 from packaging.specifiers import SpecifierSet
 
 from cluster.base import ClusterRequest, GangLaunch, GangProgress
@@ -25,6 +26,7 @@ from orchestrator.planning.planner import make_plan
 from orchestrator.proof.confirmation import MIN_SOAK_S
 from orchestrator.search.search import Search
 from orchestrator.space.inside import knobs_set
+from orchestrator.space.knobs import is_inside
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.sweep.events import Budget, Hardware, SweepCreated
 from orchestrator.sweep.ledger import Ledger
@@ -44,19 +46,19 @@ MIN_STARTING_S = 600.0
 ROOM = 3.0
 """Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
 _REMEDIES = {
-    "the world size": "Hold as many devices as the program starts ranks (cluster.devices_per_node), with launcher: own "
-    "where it starts them itself.",
-    "samples per micro-batch": "Correct baseline.micro_batch_size, and the argument that takes {micro_batch_size}: "
-    "`tune-cluster init -- COMMAND` finds the one that acts.",
-    "forward passes per step": "Correct global_batch_size, and the argument that takes {accumulation}, or "
-    "{total_accumulation} where the program divides it by the ranks.",
-    "samples per optimiser step": "Write the program's number into workload.global_batch_size.",
-    "the number format": "Correct baseline.precision, or leave precision out where the program decides.",
-    "data loading processes": "Correct the argument that takes {num_workers}, or leave num_workers out.",
-    "to be recomputed": "Leave recompute out, or correct the argument that switches it.",
+    "the world size": "Set cluster.devices_per_node to the number of ranks that the program starts; if it starts them "
+    "itself, also set launcher: own.",
+    "samples per micro-batch": "Correct baseline.micro_batch_size, or the argument that takes {micro_batch_size}: "
+    "`tune-cluster init -- COMMAND` finds the option that acts.",
+    "forward passes per step": "Correct global_batch_size, or the argument that takes {accumulation}; use "
+    "{total_accumulation} if the program divides it by the number of ranks.",
+    "samples per optimiser step": "Set workload.global_batch_size to the program's number.",
+    "the number format": "Correct baseline.precision, or omit precision if the program decides it.",
+    "data loading processes": "Correct the argument that takes {num_workers}, or omit num_workers.",
+    "to be recomputed": "Omit recompute, or correct the argument that turns it on.",
     "never reads": "Correct the name of the option, or remove it from space.own and baseline.own.",
 }
-"""What to do about a knob that does not act, by words of the reason."""
+"""Remedy for a knob that does not act, by words of the reason."""
 SILENCE_S = 30.0
 """After so long without a step, each time, the end of the program's output is told."""
 MAX_LOG_LINES = 20
@@ -104,6 +106,18 @@ def expected_duration(spec: SweepSpec, num_legal: int, *, starting_s: float, ste
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedInside:
+    """What one more run with knobs of ``space.inside`` showed."""
+
+    knobs: tuple[str, ...]
+    """Those that it set, by their keys in the hook's file."""
+    applied: tuple[tuple[str, ...], ...]
+    """Pairs of knob and what was seen of it, where all act."""
+    problem: str | None
+    """Which do not, and why; or how the run failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """What one short run showed."""
 
@@ -130,6 +144,8 @@ class Checked:
     """Tokens of a sample in the sweep file; 1: they are not counted."""
     data_parallel: int = 1
     """Ranks that the batch is divided among."""
+    inside: CheckedInside | None = None
+    """Whether the program takes the knobs of ``space.inside``; None where there are none, or nobody looked."""
 
     @property
     def measurement(self) -> Measurement | None:
@@ -208,7 +224,7 @@ class Checked:
 
     @property
     def is_not_applied(self) -> bool:
-        """Whether the program trained something else than it was told."""
+        """Whether the program trained something else than the candidate."""
         return isinstance(self.outcome, Infeasible) and "not applied" in self.outcome.evidence.message
 
     @property
@@ -220,13 +236,13 @@ class Checked:
 
     @property
     def remedy(self) -> str | None:
-        """What to do about a number that is another one, or a module that is missing in the Python that PATH gives."""
+        """Remedy for a number that differs, or for a module that is missing in the Python on PATH."""
         if self.is_not_applied and self.evidence is not None:
             return next((words for sign, words in _REMEDIES.items() if sign in self.evidence.message), None)
         if self.measurement is not None and self.other_batch:
-            return f"Write workload.global_batch_size: {self.seen_batch}, or correct the baseline's micro_batch_size."
+            return f"Set workload.global_batch_size: {self.seen_batch}, or correct baseline.micro_batch_size."
         if self.longer_samples:
-            return f"Write workload.seq_length: {self.seen.facts.seq_length}."
+            return f"Set workload.seq_length: {self.seen.facts.seq_length}."
         if not self.command or self.command[0] not in PYTHONS or self.evidence is None:
             return None
         if "No module named" not in self.evidence.message:
@@ -268,11 +284,12 @@ class Checked:
             "needed_starting_s": self.needed_starting_s,
             "duration_s": self.duration_s,
             "expected": to_json(self.expected) if self.expected is not None else None,
+            "inside": to_json(self.inside) if self.inside is not None else None,
         }
 
 
 def check_file(file: Path, home: Home, *, address: str | None = None, tell: Tell | None = None) -> Checked:
-    """Run the smallest candidate of a sweep file for a few steps.
+    """Run the smallest candidate of a sweep file for a few steps, and again with the knobs of ``space.inside``.
 
     Args:
         address: the Ray cluster's, in place of the one in the file.
@@ -282,7 +299,43 @@ def check_file(file: Path, home: Home, *, address: str | None = None, tell: Tell
         ConfigError: the file, or a cluster on which nothing runs.
         ClusterError: no lease, or no room for the candidate.
     """
-    return check_sweep(load_sweep(file, address=address), home, address=address, tell=tell)
+    spec = load_sweep(file, address=address)
+    checked = check_sweep(spec, home, address=address, tell=tell)
+    return replace(checked, inside=_check_inside(spec, home, address, tell)) if checked.is_good else checked
+
+
+def _check_inside(spec: SweepSpec, home: Home, address: str | None, tell: Tell | None) -> CheckedInside | None:
+    """Run the candidate with the most inside knobs that is like the smallest one otherwise."""
+    today = {} if spec.script is None else spec.script.inside
+    topology = known_topology(spec, home, address=address)
+    least, _ = smallest(spec, topology)
+    table = make_plan(spec, topology).candidates
+    of_layout = table.codes["layout"] == table.places["layout"].get(least.layout, -1)
+    of_batch = table.codes["micro_batch_size"] == table.places["micro_batch_size"].get(least.micro_batch_size, -1)
+    alike = table.take(np.flatnonzero(of_layout & of_batch))
+    chosen = max(alike, key=lambda one: _is_told_by(one, least, today), default=least)
+    knobs = knobs_set(chosen, today)
+    if not knobs:
+        return None
+    say = _once(tell or (lambda _: None))
+    say(f"running {short_name(chosen)} once more, for the knobs of space.inside")
+    outcome = run_once(spec, chosen, home, say, address=address).outcome
+    found = outcome.measurement.findings.script if isinstance(outcome, Measured) else None
+    return CheckedInside(
+        knobs=tuple(knobs),
+        applied=found.knobs if found is not None else (),
+        problem=None if isinstance(outcome, Measured) else outcome.evidence.message,
+    )
+
+
+def _is_told_by(one: Candidate, least: Candidate, today: Mapping[str, Any]) -> tuple[Any, ...]:
+    """How well the candidate shows which knobs the program takes: nothing else differs, and no knob hides another."""
+    command = [[choice for choice in each.own if not is_inside(choice.name)] for each in (one, least)]
+    return (
+        command[0] == command[1],
+        one.kernels.compile == "off",  # a compiled model takes no recompute
+        len(knobs_set(one, today)),
+    )
 
 
 def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell: Tell | None = None) -> Checked:
@@ -392,8 +445,8 @@ def run_once(
     """Run the candidate for a few steps, as the only trial of a sweep whose ledger is deleted afterwards.
 
     Args:
-        looks_within_s: what the program does is looked at and compared with nothing, and its first step has to come
-            within so many seconds; None: it is compared with the candidate, and has time to start.
+        looks_within_s: time limit for the first step, in seconds, of a run whose facts are only recorded; None: facts
+            are compared with the candidate, and the program has time to start.
     """
     folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
     try:

@@ -127,8 +127,8 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
         script = SweepSpec.from_json(seen.spec).script if what == "profile" and seen.spec else None
         if script is not None and not script.hook:
             raise ConfigError(
-                f"the hook records a training program, and metrics.hook is off in {name!r}",
-                remedy="Submit a sweep with the hook on.",
+                f"a profile needs the hook, and metrics.hook is off in {name!r}",
+                remedy="Submit a sweep with metrics.hook on.",
             )
         if chosen_trial is None or chosen_trial.measurement is None:
             raise ConfigError(f"{trial or 'the best trial'} of {name!r} was not measured", remedy="Name another trial.")

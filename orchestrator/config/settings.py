@@ -248,7 +248,7 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
     )
     inside: InsideSection | None = Field(
         default=None,
-        description="Knobs that your own training program has no option for, set within it by our hook.",
+        description="Knobs for which your own training program has no option, set inside it by our hook.",
     )
     forbid: Patterns = Field(default=(), description="Candidates matching any of these patterns are left out.")
     require: Patterns = Field(default=(), description="Candidates must match all of these patterns.")
@@ -756,7 +756,7 @@ class ProfileSection(Switchable):
 
     @property
     def is_auto(self) -> bool:
-        """Whether baseline and winner are profiled unasked, where that costs little of what the sweep has cost."""
+        """Whether baseline and winner are profiled automatically, if that is cheap compared with the sweep."""
         return self._is_auto
 
     def to_spec(self) -> ProfileSpec:

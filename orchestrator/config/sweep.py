@@ -102,7 +102,7 @@ class SweepSpec(Section):
     )
     profile: ProfileValue = Field(
         default=AUTO_PROFILE,
-        description="Trials to run once more with the profiler on; auto: baseline and winner, if the sweep took ten "
+        description="Trials to run again with the profiler on; auto: baseline and winner, if the sweep took ten "
         "minutes or more; off: none.",
     )
     deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="How long a trial may take.")
@@ -150,8 +150,8 @@ class SweepSpec(Section):
             if own := next((name for name in ("space", "baseline") if getattr(self, name).own), None):
                 raise fault(f"{own}.own", "is for a training program of your own", "Remove it.")
             if self.space.inside is not None:
-                message = "is for a training program of your own; our runner has every knob itself"
-                raise fault("space.inside", message, "Write these knobs under space.")
+                message = "is only for custom training programs; our runner has every knob"
+                raise fault("space.inside", message, "Move these knobs to space.")
             return self
         refuse_for_scripts(self)
         num_devices = self.cluster.devices_per_node

@@ -156,7 +156,7 @@ def refuse_for_scripts(spec: Any) -> None:
     if spec.runner != type(spec).model_fields["runner"].default:
         raise fault("runner", "a training program of your own has no other runner", "Leave it out.")
     if spec.profile.is_on and not spec.profile.is_auto and not spec.workload.metrics.hook:
-        raise fault("profile", "the hook records a training program, and metrics.hook is off", "Switch the hook on.")
+        raise fault("profile", "a profile needs the hook, and metrics.hook is off", "Turn metrics.hook on.")
     if spec.space.balance:
         raise fault("space.balance", "the balancer knows models of our runner only", "Leave it out.")
 
@@ -439,13 +439,13 @@ def _check_told(workload: ScriptSection, space: SpaceSection, run: Run, given: M
     if workload.recipe == CUSTOM:
         for name in KNOB_NAMES:
             if getattr(space, name) is not None and name not in told | LAYOUT_WITHOUT_PLACEHOLDER:
-                message = "the command is not told of it, so it would change nothing"
-                or_inside = f", or write it under space.{INSIDE}" if name in BUILT_IN else ""
+                message = "the command never uses this knob"
+                or_inside = f", or move it to space.{INSIDE}" if name in BUILT_IN else ""
                 raise fault(f"space.{name}", message, f"Put {{{name}}} into workload.run{or_inside}.")
     for name in sorted(told - LAYOUT_WITHOUT_PLACEHOLDER):
         if name not in given:
-            message = f"the command has {{{name}}}, so nobody knows what it runs with today"
-            raise fault(f"baseline.{name}", message, f"Add baseline: {{{name}: VALUE}} with today's value.")
+            message = f"the placeholder {{{name}}} has no baseline value"
+            raise fault(f"baseline.{name}", message, f"Add baseline: {{{name}: VALUE}} with the present value.")
 
 
 def _check_inside(workload: ScriptSection, space: SpaceSection, run: Run) -> None:
@@ -453,22 +453,22 @@ def _check_inside(workload: ScriptSection, space: SpaceSection, run: Run) -> Non
     if space.inside is None:
         return
     if not workload.metrics.hook:
-        message = "the hook sets these knobs, and workload.metrics.hook is false"
-        raise fault(f"space.{INSIDE}", message, "Remove that key.")
+        message = "these knobs need the hook, and workload.metrics.hook is false"
+        raise fault(f"space.{INSIDE}", message, "Remove workload.metrics.hook.")
     if INSIDE in run.files:
-        raise fault(f"workload.files.{INSIDE}", "the file of the knobs has that name", "Give this one another name.")
+        raise fault(f"workload.files.{INSIDE}", "this name is reserved for the file of the knobs", "Rename this file.")
     for name in space.inside.choices():
         if getattr(space, name) is not None or name in _told(run):
             where = f"space.{name}" if getattr(space, name) is not None else f"the command, as {{{name}}}"
-            raise fault(f"space.{INSIDE}.{name}", f"it is in {where} as well", "Keep one of the two.")
+            raise fault(f"space.{INSIDE}.{name}", f"also set in {where}", "Keep one of the two.")
 
 
 def _check_no_setting(workload: ScriptSection, reading: Reading, inside: Mapping[str, Any]) -> None:
     """Refuse knobs within the program for which its framework has a setting."""
     for name in inside:
         if not paths_of(name).isdisjoint(reading.values):
-            message = f"{workload.to_training().title} has a setting for it, which the command changes"
-            raise fault(f"space.{INSIDE}.{name}", message, f"Write space.{name}.")
+            message = f"{workload.to_training().title} has a setting for it"
+            raise fault(f"space.{INSIDE}.{name}", message, f"Move it to space.{name}.")
 
 
 def _check_own(workload: ScriptSection, run: Run, own: tuple[OwnKnob, ...], baseline: BaselineSection) -> None:

@@ -67,7 +67,7 @@ class CountedSection(Section):
     activation_elements: int = Field(default=0, ge=0, description="Elements kept for the backward pass of a sample.")
     num_kernels: int = Field(default=0, ge=0, description="Operators of a forward pass.")
     has_batch_norm: bool = Field(default=False, description="Whether it normalises over the samples of a micro-batch.")
-    has_convolutions: bool = Field(default=False, description="Whether it convolves images, with Conv2d.")
+    has_convolutions: bool = Field(default=False, description="Whether it has layers of type Conv2d.")
     no_pipeline: str | None = Field(default=None, description="Why a pipeline cannot split it; null: it can.")
     no_tensor_parallel: str | None = Field(default=None, description="Why tp cannot split it; null: it can.")
     head: str | None = Field(

@@ -45,7 +45,7 @@ from orchestrator.report.summary import Summary, summarize
 from orchestrator.search.knob_effects import EarlierTrial, RelativePredictor, num_sweeps, same_program
 from orchestrator.search.predictor import Predictor, UnknownDimensionsError, UnpredictableError
 from orchestrator.search.search import GuidedSearch, Search
-from orchestrator.space.knobs import memory_ranks
+from orchestrator.space.knobs import memory_ranks, roles_of
 from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import Hardware, SweepCreated
 from orchestrator.sweep.fold import fold
@@ -160,6 +160,7 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
         stop_when_converged=spec.search.stop_when_converged,
         beyond=plan.beyond,
         own_memory=memory_ranks(spec.own_knobs),
+        inside={} if spec.script is None else spec.script.inside,
     )
 
 
@@ -176,7 +177,7 @@ def _predictor(
     try:
         return search_predictor(plan, workload, topology, known.profile, **given)
     except UnpredictableError as error:
-        found = relative_search_predictor(plan, workload, topology, **given)
+        found = relative_search_predictor(plan, workload, topology, roles=roles_of(spec.own_knobs), **given)
         level = logging.INFO if isinstance(error, UnknownDimensionsError) else logging.WARNING
         logger.log(level, "candidates are ranked by what knobs usually do: %s", error)
         return found

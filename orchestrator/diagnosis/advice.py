@@ -1,4 +1,4 @@
-"""What costs nothing to change: sizes, layouts, masks, copies and waits that a step was seen to have."""
+"""Advice that costs nothing to follow: sizes, layouts, masks, copies and waits recorded in a step."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from trials.reports import ScriptFacts
 from trials.spec import Candidate, Workload, decoder_of
 
 ALIGNED = 64
-"""Rows of a vocabulary of which tensor cores compute whole tiles, in any 16-bit format."""
+"""Multiple of vocabulary rows for which tensor cores compute full tiles, in any 16-bit format."""
 SMALL_BUCKET = 1 << 20
-"""Bytes of a gradient bucket below which a network spends its time on latency."""
+"""Bytes of a gradient bucket below which latency dominates on a network."""
 MANY_BUCKETS = 4
 MANY_CASTS = 0.1
-"""Share of a step's operators that only change the number format, from which on that is said."""
+"""Least share of a step's operators that are casts, for a line of advice."""
 MANY_SKIPPED = 0.1
-"""Share of a trial's steps that loss scaling skipped, from which on that is said."""
+"""Least share of a trial's steps that loss scaling skipped, for a line of advice."""
 NEARLY_FULL = 0.92
-"""Share of device memory from which on the allocator gives blocks back and takes them again."""
+"""Share of device memory above which the allocator is likely to free and reallocate blocks."""
 HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """A trial as advice sees it."""
+    """A trial, as input to advice."""
 
     workload: Workload
     candidate: Candidate
@@ -34,7 +34,7 @@ class Observed:
     on_cpu: bool
     limit_bytes: float | None
     baseline: Candidate | None
-    """None where the trial is the baseline itself."""
+    """None if the trial is the baseline."""
 
     @property
     def facts(self) -> ScriptFacts:
@@ -47,7 +47,7 @@ class Observed:
 
 
 def advise(one: Observed) -> tuple[str, ...]:
-    """Sentences, each with the figure that shows it."""
+    """Lines of advice, each with its figure."""
     return tuple(line for look in _LOOKS for line in look(one))
 
 
@@ -58,28 +58,28 @@ def _sizes(one: Observed) -> Iterator[str]:
     rows = one.facts.vocab_size or (decoder.vocab_size if decoder is not None else 0)
     if rows > ALIGNED and rows % ALIGNED:
         more = -rows % ALIGNED
-        yield f"a vocabulary of {rows:,} is no multiple of {ALIGNED}: {more} unused rows more make {rows + more:,}"
+        yield f"the vocabulary size {rows:,} is not a multiple of {ALIGNED}: pad it with {more} rows to {rows + more:,}"
     width = one.facts.hidden_size or 0
     if width > ALIGNED and width % ALIGNED and one.is_half:
-        yield f"a hidden size of {width:,} is no multiple of {ALIGNED}"
+        yield f"the hidden size {width:,} is not a multiple of {ALIGNED}"
     if one.facts.unaligned_products:
         products = count(one.facts.unaligned_products, "matrix product")
-        yield f"{products} a step in 16 bits with a size that is no multiple of 8: tensor cores fill such tiles in part"
+        yield f"{products} per step in 16 bits with sizes not multiples of 8: tensor-core tiles are partly empty"
 
 
 def _layout(one: Observed) -> Iterator[str]:
     if one.facts.nchw_convolutions:
         number = count(one.facts.nchw_convolutions, "convolution")
         yield (
-            f"{number} a step in 16 bits on inputs that lie channels first: "
-            "`.to(memory_format=torch.channels_last)` of model and input saves transposing them"
+            f"{number} per step in 16 bits on channels-first inputs: "
+            "`.to(memory_format=torch.channels_last)` on model and input avoids transposing them"
         )
 
 
 def _mask(one: Observed) -> Iterator[str]:
     if one.facts.mask_bytes:
         size = num_bytes(one.facts.mask_bytes)
-        yield f"attention gets a mask of {size} that grows with the square of the sequence: `is_causal=True` needs none"
+        yield f"the attention mask takes {size}, quadratic in the sequence length: `is_causal=True` needs no mask"
 
 
 def _underflow(one: Observed) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _batch_norm(one: Observed) -> Iterator[str]:
         before, now = one.baseline.micro_batch_size, one.candidate.micro_batch_size
         if before != now:
             layers = count(one.facts.batch_norms, "batch-norm layer")
-            yield f"{layers} see {now} samples at a time in place of {before}: another training, whatever its speed"
+            yield f"{layers} with {now} samples per micro-batch instead of {before}: this is not the same training"
 
 
 def _buckets(one: Observed) -> Iterator[str]:
@@ -103,8 +103,8 @@ def _buckets(one: Observed) -> Iterator[str]:
         mean = facts.bucket_bytes / facts.buckets
         if mean < SMALL_BUCKET:
             yield (
-                f"DistributedDataParallel sends {facts.buckets} buckets of {num_bytes(mean)} in the mean: "
-                "a larger `bucket_cap_mb` (25 by default) sends fewer"
+                f"DistributedDataParallel sends {facts.buckets} buckets of {num_bytes(mean)} on average: "
+                "a larger `bucket_cap_mb` (default 25) sends fewer"
             )
 
 
@@ -113,8 +113,8 @@ def _copies(one: Observed) -> Iterator[str]:
         copies = count(one.facts.pageable_copies, "transfer")
         size = num_bytes(one.facts.pageable_bytes or 0)
         yield (
-            f"{copies} a step, {size}, from memory that is not pinned, for which the host waits: "
-            "`pin_memory=True` and `.to(device, non_blocking=True)`"
+            f"the host waits for {copies} per step, {size}, from memory that is not pinned: "
+            "use `pin_memory=True` and `.to(device, non_blocking=True)`"
         )
 
 
@@ -124,22 +124,22 @@ def _syncs(one: Observed) -> Iterator[str]:
         values = count(facts.host_syncs, "value")
         where = f" ({facts.sync_site})" if facts.sync_site else ""
         ahead = f"; the host is {milliseconds(facts.ahead_s)} ahead of the device" if facts.ahead_s is not None else ""
-        yield f"the host reads {values} of the device in each step{where}{ahead}: read losses every few steps only"
+        yield f"the host reads {values} from the device in every step{where}{ahead}: read losses only every few steps"
 
 
 def _casts(one: Observed) -> Iterator[str]:
     facts = one.facts
     if facts.casts and facts.operators and facts.casts >= MANY_CASTS * facts.operators:
         yield (
-            f"{facts.casts} of {facts.operators} operators of a step only change the number format, "
-            f"{num_bytes(facts.cast_bytes or 0)}: weights in 16 bits, or graph mode, which fuses them"
+            f"{facts.casts} of {facts.operators} operators per step are casts, {num_bytes(facts.cast_bytes or 0)}: "
+            "keep weights in 16 bits, or use graph mode, which fuses casts"
         )
 
 
 def _breaks(one: Observed) -> Iterator[str]:
     if one.facts.graph_breaks:
         why = f": {one.facts.break_reason}" if one.facts.break_reason else ""
-        yield f"graph mode breaks off {count(one.facts.graph_breaks, 'time')}{why}"
+        yield f"graph mode has {count(one.facts.graph_breaks, 'graph break')}{why}"
 
 
 def _memory(one: Observed) -> Iterator[str]:
@@ -148,7 +148,7 @@ def _memory(one: Observed) -> Iterator[str]:
     if one.on_cpu or not limit or peak < NEARLY_FULL * limit:
         return
     retries = memory.num_retries if memory is not None else 0
-    again = f"; the allocator gave blocks back and took them again {count(retries, 'time')}" if retries else ""
+    again = f"; the allocator freed its cache and retried {count(retries, 'time')}" if retries else ""
     yield f"memory is nearly full, {num_bytes(peak)} of {num_bytes(limit)}{again}"
 
 

@@ -57,7 +57,7 @@ IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "hos
 """Parts into which forward and backward are split."""
 
 _SCRIPT = "your program tells only how long a step takes"
-_UNTOLD = "forward and backward are your program's own clock's; `profile` would tell computation from waiting in them"
+_UNTOLD = "forward and backward are timed in your program; only `profile` separates computation from waiting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +224,7 @@ def _by_profile(found: Measurement, profile: ProfileOf) -> tuple[list[Part], lis
         "optimizer": optimizer_s,
         "data": data_s,
     }
-    note = f"the step is split as rank {rank.rank} spent its time in the profile {trial_id(profile.run)}"
+    note = f"the step is split by the profile {trial_id(profile.run)} of rank {rank.rank}"
     return _shared_out(found.step_time_s, shares, "profiled"), [note]
 
 
@@ -445,7 +445,7 @@ def _communication_evidence(case: DiagnosedCase) -> list[str]:
 
 
 def _collectives(case: DiagnosedCase) -> list[str]:
-    """What a program was seen to send."""
+    """The collectives recorded in a program."""
     script = case.measurement.findings.script
     if script is None:
         return []
@@ -456,7 +456,7 @@ def _collectives(case: DiagnosedCase) -> list[str]:
         lines.append(f"DistributedDataParallel reduces {buckets}{wait}")
     if facts.collectives:
         size = num_bytes(facts.collective_bytes or 0)
-        lines.append(f"{facts.collectives:.3g} collectives a step are called from Python, {size}")
+        lines.append(f"{facts.collectives:.3g} collectives per step are called from Python, {size}")
     return lines
 
 
@@ -503,8 +503,8 @@ def _dispatch_evidence(case: DiagnosedCase) -> list[str]:
         lines.append(f"in the profile, rank {rank.rank} neither computes nor communicates {free:.0%} of the step")
         if rank.gaps and rank.gaps[0].before:
             gap = rank.gaps[0]
-            after = gap.after or "the begin of the step"
-            lines.append(f"the longest of it, {milliseconds(gap.time_s)} per step, between {after} and {gap.before}")
+            after = gap.after or "the start of the step"
+            lines.append(f"the longest gap, {milliseconds(gap.time_s)} per step, is between {after} and {gap.before}")
     for effect in case.effects:
         is_amp = effect.knobs == ("precision",) and "O0" in (str(effect.before[0]), str(effect.after[0]))
         if is_amp and effect.ratio < LITTLE_GAIN and not is_wide(effect):
@@ -516,7 +516,7 @@ def _dispatch_evidence(case: DiagnosedCase) -> list[str]:
 
 
 def _recompiled(case: DiagnosedCase) -> tuple[int, str]:
-    """How often graph mode compiled again, and why the last time."""
+    """How often graph mode recompiled, and the last reason."""
     graph, script = case.measurement.findings.graph, case.measurement.findings.script
     if graph is not None:
         return graph.num_recompilations, graph.reasons[0] if graph.reasons else ""
@@ -527,11 +527,11 @@ def _recompiled(case: DiagnosedCase) -> tuple[int, str]:
 
 def _recompilations(case: DiagnosedCase) -> list[str]:
     number, reason = _recompiled(case)
-    return [f"graph mode compiled again {count(number, 'time')}{f': {reason}' if reason else ''}"] if number else []
+    return [f"graph mode recompiled {count(number, 'time')}{f': {reason}' if reason else ''}"] if number else []
 
 
 def _compilation_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
-    """Graph mode that compiles again and again: what that takes in the measured steps, or that it has given up."""
+    """Repeated recompilation: its time in the measured steps, or that PyTorch has given up."""
     number, _ = _recompiled(case)
     script = case.measurement.findings.script
     seconds = (script.facts.compiling_s or 0.0) if script is not None else 0.0
@@ -540,8 +540,8 @@ def _compilation_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
         return None
     lines = _recompilations(case)
     if number >= GIVES_UP:
-        lines.append(f"after {GIVES_UP + 1} graphs of one function PyTorch gives up and runs it without")
-    lines.append("inputs of one shape, or `dynamic=True`, or values that change kept out of the compiled function")
+        lines.append(f"after {GIVES_UP + 1} graphs of one function PyTorch gives up and runs it uncompiled")
+    lines.append("use inputs of one shape or `dynamic=True`, and keep changing values out of the compiled function")
     return _bottleneck(case, "compilation", seconds, "measured", lines)
 
 
@@ -559,12 +559,12 @@ def _launch_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     busy_s, cpu_s = sum(case.parts.seconds(name) for name in parts), facts.cpu_s or step_s
     launching_s = busy_s * min(1.0, operators * launch_s / cpu_s)
     lines = [
-        f"{operators:,} operators a step, {_micro(cpu_s / operators)} of the host's time each; "
-        f"one on a single element takes {_micro(launch_s)} here"
+        f"{operators:,} operators per step take {_micro(cpu_s / operators)} of host time each; "
+        f"an operator on one element takes {_micro(launch_s)} here"
     ]
     if facts.ahead_s is not None:
-        lines.append("the device has nothing left to do when the host comes to the end of a step")
-        lines += [f"the host waits for a value of the device in {facts.sync_site}"] if facts.host_syncs else []
+        lines.append("the device is idle when the host reaches the end of a step")
+        lines += [f"the host waits for a value from the device in {facts.sync_site}"] if facts.host_syncs else []
         launching_s = max(launching_s, MIN_BOTTLENECK * step_s)
     if launching_s < MIN_BOTTLENECK * step_s:
         return None
@@ -581,12 +581,12 @@ def _optimizer_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     share = case.parts.share("optimizer")
     if case.measurement.findings.script is None or share < MUCH_OPTIMIZER:
         return None
-    lines = ["it takes as long however many samples a step has: larger micro-batches or accumulation share it out"]
+    lines = ["its time does not depend on the batch: with larger micro-batches or accumulation it is paid less often"]
     return _bottleneck(case, "optimizer", case.parts.seconds("optimizer"), "measured", lines)
 
 
 def _passes_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
-    """Forward and backward where nothing tells what they consist of."""
+    """Forward and backward if they cannot be split further."""
     found = [part for part in case.parts.parts if part.name in ("forward", "backward", "forward_backward")]
     if not found:
         return []
@@ -667,11 +667,11 @@ def _imbalance_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     what = "stage" if case.trial.candidate.layout.pp > 1 else "rank"
     shown = " ".join(f"{load / mean:.2f}" for load in loads[:8]) + (" ..." if len(loads) > 8 else "")
     slowest = loads.index(max(loads))
-    lines = [f"load of each {what} over the mean: {shown}; {what} {slowest} is the slowest"]
+    lines = [f"load of each {what} relative to the mean: {shown}; {what} {slowest} is the slowest"]
     if source == "measured":
         places = case.measurement.places
         where = f" on {places[slowest]}" if slowest < len(places) else ""
-        lines.append(f"the others wait for rank {slowest}{where}: its device, its host, or its share of the data")
+        lines.append(f"the others wait for rank {slowest}{where}: check its device, its host and its share of the data")
     elif (even := _even_layers(case)) is not None:
         lines.append(f"even stages have {even} layers")
     return _bottleneck(case, "imbalance", seconds, source, lines)

@@ -26,6 +26,7 @@ from orchestrator.planning.planner import Plan, make_plan
 from orchestrator.planning.predictions import PriorKnowledge
 from orchestrator.proof.progress import confirmation
 from orchestrator.search.predictor import UnknownDimensionsError, UnpredictableError, make_predictor
+from orchestrator.space.knobs import roles_of
 from orchestrator.space.notation import flat_params
 from orchestrator.space.space import LargeSpace, neighbours
 from orchestrator.sweep.events import SweepCreated
@@ -303,7 +304,7 @@ def load_basis(ledger: Ledger, state: SweepState) -> Basis:
         candidates=made.candidates,
         beyond=made.beyond,
         varied=_varied_knobs(spec),
-        roles=_roles(spec),
+        roles=roles_of(spec.own_knobs),
         topology=topology,
         knowledge=known,
         problem=unknown,
@@ -335,12 +336,8 @@ def _plan(spec: SweepSpec, topology: Topology | None, known: PriorKnowledge) -> 
         return None, f"its candidates cannot be listed again: {error}"
 
 
-def _roles(spec: SweepSpec) -> dict[str, str]:
-    return {knob.name: knob.role for knob in spec.own_knobs if knob.role is not None}
-
-
 def _varied_knobs(spec: SweepSpec) -> frozenset[str]:
-    own = {meaning(knob.name, *knob.values, roles=_roles(spec)): knob.values for knob in spec.own_knobs}
+    own = {meaning(knob.name, *knob.values, roles=roles_of(spec.own_knobs)): knob.values for knob in spec.own_knobs}
     return frozenset(name for name, values in {**spec.choices, **own}.items() if len(values) > 1)
 
 

@@ -251,11 +251,11 @@ def _name(script: DraftedScript) -> str:
 
 
 def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
-    """Samples of an optimiser step: those that were seen, else those that are given, else those in the command:
-    micro-batch x accumulation x data-parallel ranks.
+    """Samples of an optimiser step: as detected in a run, else as given, else as in the command: micro-batch x
+    accumulation x data-parallel ranks.
 
     Raises:
-        ConfigError: other ones are given than were seen, or they are not known.
+        ConfigError: the given number differs from the detected one, or the number is unknown.
     """
     reading = script.reading
     if (seen := script.looked.facts.samples_per_step) is not None:
@@ -264,7 +264,7 @@ def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
             raise ConfigError(
                 f"an optimiser step of the program trains {batch} samples, not {given}: {script.looked.words}",
                 key="--global-batch-size",
-                remedy=f"Write {batch}, or leave it out; --no-run takes the number as it is.",
+                remedy=f"Write {batch}, or omit the option; with --no-run the given number is used.",
             )
         return batch
     if given is not None:
@@ -272,7 +272,7 @@ def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
     if reading.global_batch_size is not None:
         return reading.global_batch_size
     if (micro := script.micro_batch_size) is None:
-        unseen = f", and was not seen: {script.looked.problem}" if script.looked.problem else ""
+        unseen = f", and a run did not show it: {script.looked.problem}" if script.looked.problem else ""
         raise ConfigError(
             f"the batch size could not be read from the command{unseen}",
             key="--global-batch-size",
@@ -383,7 +383,7 @@ def _lines(
     yield from comment(f"{name}: {script.framework.title}, on {machine.label}.")
     yield from comment(textwrap.shorten(f"Made from: {typed}", 230, placeholder=" ..."))
     if script.looked.is_seen:
-        yield from comment(f"Seen in a run of it: {script.looked.words}.")
+        yield from comment(f"Detected in a run: {script.looked.words}.")
     for remark in (*script.remarks[:3], *machine.remarks):
         yield from comment(remark)
     yield from (f"name: {name}", "", "workload: # your own training; every key is in docs/your-own-training.md")
@@ -402,13 +402,13 @@ def _lines(
             yield "  own: # options and environment variables of your program"
             yield from (f"    {quoted(own)}: {value_text(choices)}" for own, choices in value.items())
         elif key == "inside":
-            yield "  inside: # set within your program, which has no option for them"
+            yield "  inside: # set inside your program, which has no option for them"
             yield from (f"    {name}: {value_text(choices)}" for name, choices in value.items())
             yield from (f"    # {name}: {value_text(choices)}" for name, choices in inside.offered.items())
         else:
             yield f"  {key}: {value_text(value)}"
     if inside.offered and "inside" not in space:
-        yield "  # inside: # may be set within your program, which has no option for them"
+        yield "  # inside: # can be set inside your program, which has no option for them"
         yield from (f"  #   {name}: {value_text(choices)}" for name, choices in inside.offered.items())
     yield f"deadlines: {{starting_s: {PATIENCE_S}, warmup_s: {PATIENCE_S}, stall_s: {PATIENCE_S}}}"
     yield f"budget: {{max_trials: {trials}}}"

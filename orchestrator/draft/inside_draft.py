@@ -1,7 +1,7 @@
-"""Knobs within a program that a draft proposes, where the program has no option for them.
+"""Drafts ``space.inside``: knobs for which the program has no option.
 
-What the source calls decides: a knob is left out where the program does the same in code. Those that have been seen to
-leave a training as it is are proposed; others stand in the file as comments, for people to decide.
+A knob is left out if the source does the same in code. Knobs that leave the training as it is are proposed; the others
+are written as comments, for people to decide.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a program is seen to do in a few steps, and which option does what: a changed run decides, names and values only
-choose what to change."""
+"""Observations of a program in a few steps, and of its options in changed runs.
+
+A changed run decides what an option does; names and values only select the options to change."""
 
 from __future__ import annotations
 
@@ -43,13 +44,13 @@ program keeps its global batch; or something else than a number changes."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """An option of which a changed run has shown what it does."""
+    """An option whose effect a changed run has shown."""
 
     option: ScriptOption
     way: Way
     before: str
     after: str
-    """What was seen without the change and with it, in words."""
+    """The observation without the change and with it, in words."""
 
     def to_json(self) -> dict[str, str]:
         """The documented JSON form."""
@@ -58,7 +59,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """What running a command for a few steps has shown."""
+    """Result of running a command for a few steps."""
 
     facts: ScriptFacts = field(default_factory=ScriptFacts)
     options: tuple[ScriptOption, ...] = ()
@@ -68,30 +69,30 @@ class Looked:
     proofs: Mapping[str, Proof] = field(default_factory=dict)
     """By role."""
     refuted: frozenset[str] = frozenset()
-    """Options, by their first name, that did not do what their name says, or nothing."""
+    """Options, by their first name, that did not do what their name suggests."""
     problem: str = ""
-    """Why it was not seen, or not all of it; empty where it was."""
+    """Why something was not detected; empty if all was."""
 
     starts_ranks: bool = False
     """Whether the program starts its ranks itself."""
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON form of a run that showed the batch."""
+        """The documented JSON form of a run in which the batch was detected."""
         facts = {name: value for name, value in fields_json(self.facts, *_FACTS).items() if value is not None}
         return {**facts, "options": {role: proof.to_json() for role, proof in self.proofs.items()}}
 
     @property
     def is_seen(self) -> bool:
-        """Whether the batch was seen."""
+        """Whether the batch was detected."""
         return self.facts.samples_per_step is not None
 
     @property
     def words(self) -> str:
-        """What was seen, in one line."""
+        """The recorded facts in one line."""
         facts = self.facts
         parts = [
-            f"{facts.micro_batch_size} samples a micro-batch",
-            f"{facts.micro_batches} micro-batches a step",
+            f"{facts.micro_batch_size} samples per micro-batch",
+            f"{facts.micro_batches} micro-batches per step",
             f"{facts.world_size or 1} ranks",
             facts.dtype,
             None if facts.num_workers is None else f"{facts.num_workers} loader workers",
@@ -207,7 +208,7 @@ def _options_typed(argv: tuple[str, ...]) -> Iterator[ScriptOption]:
 def changes(
     argv: tuple[str, ...], options: Sequence[ScriptOption], facts: ScriptFacts, *, is_gpu: bool
 ) -> Iterator[OptionChange]:
-    """What to change, most useful first: per role options with a usual name, then those with the number seen."""
+    """Options to change, most useful first: per role those with a usual name, then those with the recorded number."""
     numbers = {
         "micro_batch_size": facts.micro_batch_size,
         "accumulation": facts.micro_batches,
@@ -266,7 +267,7 @@ def _other(argv: tuple[str, ...], option: ScriptOption, role: str, facts: Script
 
 
 def proof(change: OptionChange, before: ScriptFacts, after: ScriptFacts) -> Proof | None:
-    """What the change did; None where it did not do what its role says."""
+    """The effect of the change; None if it was not that of its role."""
     made = _way(change, before, after)
     if made is None:
         return None
@@ -287,7 +288,7 @@ def _way(change: OptionChange, before: ScriptFacts, after: ScriptFacts) -> tuple
             return None if way is None else (way, f"micro-batch {before.micro_batch_size}", f"{micro}")
         case "accumulation" if count != before.micro_batches and micro == before.micro_batch_size:
             way = "as_is" if count == wanted else "over_ranks" if (count or 0) * ranks == wanted else None
-            return None if way is None else (way, f"{before.micro_batches} micro-batches a step", f"{count}")
+            return None if way is None else (way, f"{before.micro_batches} micro-batches per step", f"{count}")
         case "workers" if after.num_workers == wanted and after.num_workers != before.num_workers:
             return "as_is", f"{before.num_workers} loader workers", f"{after.num_workers}"
         case "dtype" | "amp" if after.dtype is not None and after.dtype != before.dtype:

@@ -1,4 +1,4 @@
-"""A custom program: which words of its command and variables trials fill in, and which of its options may be tuned."""
+"""Reads a custom program: the words of its command and variables that trials fill in, and the options to tune."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def read_program(
 
 
 def runnable(argv: tuple[str, ...], source: SourceFile | None) -> tuple[str, ...]:
-    """The command as it is run to be looked at: it writes into a folder of its own, and logs every step."""
+    """The command for a short run: it writes into a separate folder, and logs every step."""
     return argv if source is None or source.problem else _out_and_steps(argv, _by_role(argv, source, Looked()))
 
 
@@ -211,9 +211,9 @@ def _remarks(
             "the command line, with HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()"
         )
     elif (looked.facts.num_optimizers or 0) > 1:
-        yield "several optimisers step: a step of the first one counts, and the batch is that of one micro-batch"
+        yield "the program has several optimisers: steps of the first one count, the batch is that of one micro-batch"
     elif "micro_batch_size" not in by_role:
-        what = "that was seen to set the batch size" if looked.is_seen else "with a usual name for the batch size"
+        what = "that changed the batch size in a run" if looked.is_seen else "with a usual name for the batch size"
         yield (
             f"{name} has no option {what}, which stays as it is: to tune it, add the options --batch-size and "
             "--accumulation"
@@ -231,11 +231,11 @@ def _remarks(
             option.names[0] for role, option in by_role.items() if role in PROVABLE if role not in looked.proofs
         ]
         if unproven:
-            yield f"by name only, no run has shown what they do: {', '.join(unproven)}"
+            yield f"recognised by name only, not tested by a run: {', '.join(unproven)}"
     if source is not None and source.has_batch_norm and is_tuned:
         yield (
-            "the model has batch normalisation: with another micro-batch its statistics differ, which the loss gate "
-            "judges"
+            "the model has batch normalisation: its statistics depend on the micro-batch, and the loss gate decides "
+            "whether that matters"
         )
 
 

@@ -497,7 +497,7 @@ def _check(edit: Edit, request: OverlayRequest, arguments_of: Callable[[Edit], T
         if arguments.is_on(_KEPT):
             arguments.put({_KEPT: False})
     if loader.tuning is not None:
-        edit.refuse("loader.tuning", "nothing tunes the loader of a program of your own: name num_workers")
+        edit.refuse("loader.tuning", "the loader of a custom program is not tuned here: set num_workers")
     for choice in request.candidate.own:
         if choice.value is None:
             arguments.drop(choice.name)

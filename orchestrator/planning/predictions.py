@@ -6,10 +6,12 @@ nothing about what a resumed sweep proposes.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -40,7 +42,7 @@ from orchestrator.search.predictor import (
     make_predictor,
     predict,
 )
-from orchestrator.space.knobs import KNOB_NAMES
+from orchestrator.space.knobs import KNOB_NAMES, roles_of
 from orchestrator.space.notation import describe, diff, flat_params, short_name
 from orchestrator.space.rules import Violation, check
 from orchestrator.sweep.ledger import Document, Ledger
@@ -227,11 +229,13 @@ def relative_predictor(
     earlier: Sequence[EarlierTrial] = (),
     objective: Objective | None = None,
     candidates: Sequence[Candidate] = (),
+    roles: Mapping[str, str] = MappingProxyType({}),
 ) -> RelativePredictor:
     """What usual effects say of the plan's candidates, and after them of the baseline where it is none of them.
 
     Args:
         candidates: those to ask about in the place of the plan's.
+        roles: the built-in knob that an own one stands for, where its name does not say so.
 
     Raises:
         UnpredictableError: there are too many candidates.
@@ -256,6 +260,7 @@ def relative_predictor(
         limit_bytes=limit_bytes,
         earlier=earlier,
         objective=objective,
+        roles=roles,
     )
 
 
@@ -267,20 +272,24 @@ def relative_search_predictor(
     earlier: Sequence[EarlierTrial] = (),
     objective: Objective | None = None,
     seed: int = 0,
+    roles: Mapping[str, str] = MappingProxyType({}),
 ) -> RelativePredictor:
     """As :func:`relative_predictor`; of very many candidates the most promising half, and others at random.
 
     Raises:
         UnpredictableError: there are too many candidates.
     """
-    whole = relative_predictor(plan, workload, topology, earlier=earlier, objective=objective)
+    made = functools.partial(
+        relative_predictor, plan, workload, topology, earlier=earlier, objective=objective, roles=roles
+    )
+    whole = made()
     num = len(whole.candidates)
     if num <= POOL_SIZE:
         return whole
     best = np.argsort(_promise(whole, num), kind="stable")[: POOL_SIZE // 2]
     drawn = np.random.default_rng(seed).choice(num, POOL_SIZE // 2, replace=False)
     pool = whole.candidates.take(np.union1d(best, drawn))
-    return relative_predictor(plan, workload, topology, earlier=earlier, objective=objective, candidates=pool)
+    return made(candidates=pool)
 
 
 def _promise(predictor: RelativePredictor, num: int) -> NDArray[np.float64]:
@@ -289,13 +298,15 @@ def _promise(predictor: RelativePredictor, num: int) -> NDArray[np.float64]:
     return np.asarray((weighted / np.maximum(predictor.probability_fits, 1e-9))[:num])
 
 
-def rank_usual(plan: Plan, workload: Workload, topology: Topology | None, objective: Objective) -> UsualRanking:
+def rank_usual(
+    plan: Plan, workload: Workload, topology: Topology | None, objective: Objective, roles: Mapping[str, str]
+) -> UsualRanking:
     """The plan's candidates by what knobs usually do.
 
     Raises:
         UnpredictableError: there are too many candidates.
     """
-    predictor = relative_predictor(plan, workload, topology, objective=objective)
+    predictor = relative_predictor(plan, workload, topology, objective=objective, roles=roles)
     num = len(plan.candidates)
     fits = predictor.probability_fits[:num]
     ranked = np.argsort(_promise(predictor, num), kind="stable").tolist()
@@ -376,7 +387,14 @@ def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, p
             predicted = predict(predictor, 0, workload)
         except UnpredictableError as error:
             reason = str(error)
-            relative = relative_predictor(plan, workload, topology, objective=objective, candidates=(candidate,))
+            relative = relative_predictor(
+                plan,
+                workload,
+                topology,
+                objective=objective,
+                candidates=(candidate,),
+                roles=roles_of(spec.own_knobs),
+            )
             usual = usual_gain(relative, 0)
     return Why(
         candidate=candidate,

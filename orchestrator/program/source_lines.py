@@ -1,4 +1,4 @@
-"""Knobs that our hook sets within a program, as the lines that do the same in its source."""
+"""Source lines that do the same as the knobs that our hook sets within a program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = (
 
 
 def source_lines(knobs: Mapping[str, Any]) -> str:
-    """A text for people: where each knob goes, and the lines, which begin with ``+``."""
+    """A text to read: the place of each knob, and its lines, which begin with ``+``."""
     parts = []
     for place, lines in _parts(knobs):
         parts.append("\n".join([f"# {place}", *(f"+ {line}" for line in lines)]))
@@ -37,7 +37,7 @@ def _parts(knobs: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     if knobs.get("num_workers") == "auto":
         yield (
             "arguments of the DataLoader that feeds training",
-            ["num_workers=N,  # as the evidence of this version says"],
+            ["num_workers=N,  # see the evidence of this version"],
         )
     if "training_arguments" in knobs:
         yield "arguments of TrainingArguments", [f"{k}={v!r}," for k, v in knobs["training_arguments"].items()]

@@ -587,7 +587,7 @@ def _when_full(memory: SoakMemory | None, pair: Pair, limit_bytes: int | None) -
     return (
         f"its memory grows by {units.num_bytes(round(memory.growth_bytes))} per step, from"
         f" {units.num_bytes(memory.first_bytes)} to {units.num_bytes(memory.last_bytes)} between the first and the last"
-        f" third of its longer run: the {units.num_bytes(memory.limit_bytes or 0)} of a rank would be full at step"
+        f" third of its longer run: the {units.num_bytes(memory.limit_bytes or 0)} of a rank would be used up at step"
         f" {memory.full_at_step}"
     )
 
@@ -602,10 +602,10 @@ def _memory_notes(finalist: int, memory: SoakMemory | None) -> list[str]:
         full = f"; full at step {memory.full_at_step} at this rate" if memory.full_at_step is not None else ""
         notes.append(f"{who}: memory grows during the longer run, {grown} between its first and last third{full}")
     if memory.fragmentation is not None and memory.fragmentation >= MUCH_FRAGMENTED:
-        notes.append(f"{who}: {memory.fragmentation:.0%} of the memory that the allocator holds is in no tensor")
+        notes.append(f"{who}: {memory.fragmentation:.0%} of the memory that the allocator holds is not used by tensors")
     if 0 < memory.longest_measured < memory.longest_sample:
-        lengths = f"{memory.longest_sample} tokens, those of the search {memory.longest_measured}"
-        notes.append(f"{who}: the longest samples of the longer run have {lengths}")
+        lengths = f"{memory.longest_sample} tokens, in the search {memory.longest_measured}"
+        notes.append(f"{who}: the longest sample of the longer run has {lengths}")
     return notes
 
 

@@ -324,10 +324,10 @@ def remarks(tables: ProfileTables) -> Iterator[Remark]:
         yield Remark(text=text, is_warning=True)
     for late in tables.stragglers:
         own, median = units.milliseconds(late.own_s), units.milliseconds(late.median_s)
-        text = f"rank {late.rank} is late: its own part of the step takes {own}, the median rank's {median}"
+        text = f"rank {late.rank} is late: its step without waiting takes {own}, the median rank's {median}"
         yield Remark(text=text, is_warning=True)
     if (casts := max(profile.cast_share for profile in tables.ranks)) >= MIN_CAST_SHARE:
-        yield Remark(text=f"casts take up to {casts:.0%} of a rank's operators")
+        yield Remark(text=f"casts take up to {casts:.0%} of a rank's operator time")
     yield from map(_redundancy, tables.redundancies)
     if not tables.redundancies and any(profile.counted for profile in tables.ranks):
         yield Remark(text="no redundant communication found" if tables.collectives else "no communication")
@@ -335,7 +335,7 @@ def remarks(tables: ProfileTables) -> Iterator[Remark]:
         if profile.memory is not None:
             phase = f" in {profile.memory.phase}" if profile.memory.phase else ""
             start_bytes = profile.memory.start_bytes
-            start = f"{units.num_bytes(start_bytes)} before" if start_bytes else "beyond what was when recording began"
+            start = f"{units.num_bytes(start_bytes)} before" if start_bytes else "beyond the start of the recording"
             peak = units.num_bytes(profile.memory.peak_bytes)
             yield Remark(text=f"rank {profile.rank}: {peak} at the memory peak{phase}, {start}")
     yield from (Remark(text=note) for note in tables.notes)
@@ -387,7 +387,7 @@ def _phases_table(tables: ProfileTables) -> ShownTable:
 
 def _gaps_table(profile: RankProfile) -> ShownTable:
     return _table(
-        title=f"Longest gaps of rank {profile.rank}: nothing is computed or communicated",
+        title=f"Longest gaps of rank {profile.rank}, without computation or communication",
         heads=("after", "before", "gaps", "time"),
         rows=[(gap.after, gap.before, f"{gap.num_gaps:g}", units.milliseconds(gap.time_s)) for gap in profile.gaps],
         num_words=2,

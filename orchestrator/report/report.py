@@ -51,12 +51,12 @@ from orchestrator.report.words import (
 )
 from orchestrator.space.notation import diff, short_name
 from orchestrator.statistics import Estimate
-from orchestrator.sweep.events import Conclusion
+from orchestrator.sweep.events import CandidatesPruned, Conclusion
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.units import is_wide, trial_id, watermark
 from trials.files import to_json
-from trials.outcome import Measurement, NotBelieved
+from trials.outcome import Infeasible, Measurement, NotBelieved
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +100,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuledOut:
-    """Candidates not tried because a trial that ran out of memory needs no more than they do."""
+    """Candidates not tried because a trial that ran out of memory needs no more than they do, or the program refused a
+    knob that they have."""
 
     witness: int
-    """The trial that ran out of memory."""
+    """The trial that shows it."""
     rules: Mapping[str, int]
     """Rule to number of candidates."""
+    refusal: str = ""
+    """Why the program refused the witness; empty where that ran out of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +236,7 @@ def make_report(
         **{field.name: getattr(short, field.name) for field in fields(short)},
         trials=make_trial_table(state, by_speed(state)),
         failures=tuple(failures(state)),
-        ruled_out=tuple(RuledOut(witness=event.witness, rules=event.rules) for event in summary.ruled_out),
+        ruled_out=tuple(_ruled_out(state, event) for event in summary.ruled_out),
         profiles=_profiles(state, summary, sources.folder),
         explanation=explanation,
         history=history(state),
@@ -248,6 +251,12 @@ def make_report(
         links=sweep_links(uri, recorded.experiment_id, recorded.run_id, summary.sweep) if recorded else {},
         commands=tuple(next_commands(state, invocation)),
     )
+
+
+def _ruled_out(state: SweepState, event: CandidatesPruned) -> RuledOut:
+    outcome = state.trials[event.witness].outcome
+    refusal = outcome.evidence.message if isinstance(outcome, Infeasible) else ""
+    return RuledOut(witness=event.witness, rules=event.rules, refusal=refusal)
 
 
 def read_report(ledger: Ledger, state: SweepState, summary: Summary, invocation: Invocation = PLAIN) -> Report:

@@ -156,7 +156,7 @@ def _merged(folder: Path, measurement: Measurement, found: Mapping[str, Path]) -
     try:
         return write_timeline(folder, traces, [place.rpartition("/")[0] for place in measurement.places])
     except (OSError, ValueError, KeyError) as error:
-        logger.warning("the traces in %s cannot be put together: %s", folder, error)
+        logger.warning("the traces in %s cannot be merged: %s", folder, error)
         return []
 
 

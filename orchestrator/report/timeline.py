@@ -1,7 +1,7 @@
-"""The traces of a profile's ranks as one timeline, and as a table of their steps and collectives.
+"""Merges the traces of a profile's ranks into one timeline, and into a table of their steps and collectives.
 
-In the timeline, for <https://ui.perfetto.dev>, a process is a rank. Ranks of one node have one clock; the clocks of
-other nodes are set by the ends of the collectives that all ranks take part in.
+In the timeline, for <https://ui.perfetto.dev>, a process is a rank. Ranks of one node share a clock; the clocks of
+other nodes are aligned by the ends of the collectives that all ranks take part in.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ from orchestrator.search.memory_belief import Array, MemoryBelief, Structured
 from orchestrator.space.knobs import INHERITED
 from orchestrator.space.notation import Features, Scalar, feature_columns
 from trials.outcome import Measured, Outcome, OutOfMemory
-from trials.spec import Candidate, ScriptModel, Workload
+from trials.spec import Candidate, OwnChoice, ScriptModel, Workload
 
 # What is believed of the effects of knobs before any trial, in the form that the Gaussian process takes
 
@@ -271,6 +272,15 @@ class RelativeEstimates:
     """Peak memory of the fullest rank, from a guess of the baseline's."""
 
 
+def _by_role(candidate: Candidate, roles: Mapping[str, str]) -> Candidate:
+    return replace(candidate, own=_called_by_role(candidate.own, roles))
+
+
+def _called_by_role(own: tuple[OwnChoice, ...], roles: Mapping[str, str]) -> tuple[OwnChoice, ...]:
+    """The choices, each called like the built-in knob that it stands for: names say what knobs usually do."""
+    return tuple(OwnChoice(name=roles.get(choice.name, choice.name), value=choice.value) for choice in own)
+
+
 class RelativePredictor:
     """What usual effects of knobs say of a fixed list of candidates.
 
@@ -283,6 +293,7 @@ class RelativePredictor:
         limit_bytes: memory of a device.
         earlier: trials of other sweeps on the same hardware; those of the same program count.
         objective: what candidates are compared by; times that are compared are weighted by it.
+        roles: the built-in knob that an own one stands for, where its name does not say so.
     """
 
     is_absolute = False
@@ -299,14 +310,17 @@ class RelativePredictor:
         limit_bytes: float = np.inf,
         earlier: Sequence[EarlierTrial] = (),
         objective: Objective | None = None,
+        roles: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.candidates = CandidateTable.of(candidates)
         self.earlier = tuple(trial for trial in earlier if same_program(trial.workload, workload))
         self.objective = objective or Objective()
         self.limit_bytes = float(limit_bytes)
-        known = KnobColumns.of_pairs([(trial.workload, trial.candidate) for trial in self.earlier])
-        self._columns = KnobColumns.of_table(workload, self.candidates).followed_by(known)
-        self._baseline = KnobColumns.of_pairs([(workload, baseline)])
+        known = [(trial.workload, _by_role(trial.candidate, roles)) for trial in self.earlier]
+        own = tuple(_called_by_role(choices, roles) for choices in self.candidates.values["own"])
+        called = CandidateTable({**self.candidates.values, "own": own}, self.candidates.codes)
+        self._columns = KnobColumns.of_table(workload, called).followed_by(KnobColumns.of_pairs(known))
+        self._baseline = KnobColumns.of_pairs([(workload, _by_role(baseline, roles))])
         self._kind = kind
         self._baseline_weight = self.objective.weight(baseline.layout.world_size)
         others = [*(trial.candidate for trial in self.earlier), baseline]

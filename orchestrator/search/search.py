@@ -15,7 +15,8 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from orchestrator.search.acquisition import (
 from orchestrator.search.knob_effects import RelativePredictor
 from orchestrator.search.memory_belief import Array
 from orchestrator.search.predictor import Predictor
+from orchestrator.space.inside import Refusals
 from orchestrator.space.knobs import INHERITED
 from orchestrator.space.notation import FeatureColumns, Features, Scalar, feature_columns, flat_params, shared_change
 from orchestrator.space.rules import OwnMemory, Pruner
@@ -43,7 +45,7 @@ from orchestrator.sweep.events import CandidatesPruned, PredictedResult, Suggest
 from orchestrator.sweep.state import SweepState, Trial, Vector, rank_fastest, weighted_step_s
 from orchestrator.units import chance, rate
 from trials.files import digest
-from trials.outcome import Diverged, Infeasible, Measured, NotBelieved, OutOfMemory, StoppedEarly
+from trials.outcome import Diverged, Infeasible, Measured, NotBelieved, Outcome, OutOfMemory, StoppedEarly
 from trials.spec import Candidate
 
 if TYPE_CHECKING:
@@ -122,19 +124,26 @@ NEVER = np.iinfo(np.int64).max
 
 
 class OpenCandidates:
-    """Follows one sweep: a candidate is closed once it was proposed, an out-of-memory outcome has ruled it out, or it
-    has all that the trials which the proof disqualified share.
+    """Follows one sweep: a candidate is closed once it was proposed, another trial has ruled it out (out of memory, a
+    refused knob), or it has all that the trials which the proof disqualified share.
 
     A function of the state; what was worked out for the state before is kept as long as one follows from the other.
 
     Args:
         candidates: without duplicates; their order numbers the rows of all arrays.
         own_memory: what is known of the memory that the user's own knobs take.
+        inside: the baseline's value of each built-in knob that is set within the program.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], own_memory: OwnMemory | None = None) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        own_memory: OwnMemory | None = None,
+        inside: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._own_memory = own_memory
         self.candidates = CandidateTable.of(candidates)
+        self._refusals = Refusals(self.candidates, inside)
         self._start()
 
     def _start(self) -> None:
@@ -146,6 +155,7 @@ class OpenCandidates:
         self._state = SweepState()
         self._pruner: Pruner | None = None
         self._ruled_out: dict[int, dict[int, str]] = {}
+        self._is_proven = np.zeros(len(self.candidates), dtype=bool)
 
     @property
     def open_rows(self) -> NDArray[np.intp]:
@@ -162,7 +172,7 @@ class OpenCandidates:
                 self.tried_by[row] = min(self.tried_by[row], trial.number)
         num_known = len(self._state.end_order)
         for place, number in enumerate(state.end_order.since(num_known), start=num_known):
-            if isinstance(state.trials[number].outcome, OutOfMemory):
+            if _proves_more(state.trials[number].outcome):
                 self._rule_out(state.trials[number], state, place)
         if state.disqualified and not self._state.disqualified:
             self._close_shared(state)
@@ -180,13 +190,19 @@ class OpenCandidates:
                 yield witness, dict(sorted(counts.items()))
 
     def _rule_out(self, trial: Trial, state: SweepState, place: int) -> None:
-        if self._pruner is None:
-            batch = state.sweep.workload.global_batch_size
-            self._pruner = Pruner(self.candidates, global_batch_size=batch, own=self._own_memory)
         if trial.number in self._ruled_out:
             return
-        found = self._ruled_out[trial.number] = self._pruner.add(trial.candidate)
+        if isinstance(trial.outcome, Infeasible):
+            proven = self._refusals.add(trial.candidate, trial.outcome.refused)
+        else:
+            if self._pruner is None:
+                batch = state.sweep.workload.global_batch_size
+                self._pruner = Pruner(self.candidates, global_batch_size=batch, own=self._own_memory)
+            proven = self._pruner.add(trial.candidate)
+        found = {row: rule_id for row, rule_id in proven.items() if not self._is_proven[row]}
+        self._ruled_out[trial.number] = found
         for row in found:
+            self._is_proven[row] = True
             self.ruled_out_by[row] = place
 
     def _close_shared(self, state: SweepState) -> None:
@@ -211,8 +227,13 @@ class OpenCandidates:
             return False
         last, witness = len(before.trials) - 1, next(reversed(self._ruled_out), None)
         return (last < 0 or state.trials[last].candidate == before.trials[last].candidate) and (
-            witness is None or isinstance(state.trials[witness].outcome, OutOfMemory)
+            witness is None or _proves_more(state.trials[witness].outcome)
         )
+
+
+def _proves_more(outcome: Outcome | None) -> bool:
+    """Whether it says of other candidates, too, that they cannot work."""
+    return isinstance(outcome, OutOfMemory) or (isinstance(outcome, Infeasible) and bool(outcome.refused))
 
 
 # The guided sampler on a sweep: turns its state into what was seen, and a proposal into a candidate with a reason
@@ -521,6 +542,7 @@ class Search:
         beyond: the space of which ``candidates`` are a part, where it was too large to enumerate. Then conditional TPE
             and random draws range over the whole space; ``guided`` goes there when its guide knows nothing more.
         own_memory: what is known of the memory that the user's own knobs take.
+        inside: the baseline's value of each built-in knob that is set within the user's program.
     """
 
     def __init__(
@@ -534,6 +556,7 @@ class Search:
         stop_when_converged: bool = False,
         beyond: LargeSpace | None = None,
         own_memory: OwnMemory | None = None,
+        inside: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         if not isinstance(candidates, CandidateTable):
             candidates = CandidateTable.of(dict.fromkeys(candidates))
@@ -543,8 +566,8 @@ class Search:
         self._seed = seed
         self._guide = guide if sampler == "guided" else None
         self._stop_when_converged = stop_when_converged
-        self._own_memory = own_memory
-        self._open = OpenCandidates(self._candidates, own_memory)
+        self._open_of = functools.partial(OpenCandidates, own_memory=own_memory, inside=inside)
+        self._open = self._open_of(self._candidates)
         self._beyond = beyond
         if beyond is not None and sampler == "guided":
             logger.warning("%s", beyond.message)
@@ -579,7 +602,7 @@ class Search:
         return bool(self._open.open_rows.size) and self._guide.is_converged(state, self._open)
 
     def newly_pruned(self, state: SweepState) -> tuple[CandidatesPruned, ...]:
-        """Events for what out-of-memory outcomes have ruled out that no event speaks of yet, one per witness."""
+        """Events for what trials have ruled out that no event speaks of yet, one per witness."""
         return tuple(
             CandidatesPruned(at_s=state.now_s, witness=witness, rules=rules)
             for witness, rules in self._open.newly_ruled_out(state)
@@ -630,10 +653,10 @@ class Search:
         return None
 
     def _is_ruled_out(self, candidate: Candidate, state: SweepState) -> bool:
-        """Whether it needs at least the memory of one that ran out of it."""
-        batch = state.sweep.workload.global_batch_size
-        pruner = Pruner((candidate,), global_batch_size=batch, own=self._own_memory)
-        return any(isinstance(trial.outcome, OutOfMemory) and pruner.add(trial.candidate) for trial in state.trials)
+        """Whether a trial has proven that it cannot work."""
+        alone = self._open_of((candidate,))
+        alone.follow(state)
+        return bool(alone.ruled_out_by[0] != NEVER)
 
     @functools.cached_property
     def _lookup(self) -> Lookup:

@@ -1,17 +1,22 @@
-"""Knobs that the user's program has no option for: our hook sets them within the program, before its first forward
-pass.
+"""Section ``space.inside``: knobs for which a custom program has no option. Our hook sets them inside the program.
 
-Built-in knobs stay the knobs that they are and are only set in another way, so that names, cost model, dominance and
-the loss gate know them. The others are own knobs, called ``inside:dotted.key`` after their key in the hook's file.
+Built-in knobs are only set in a different way: names, cost model, dominance and the loss gate treat them as usual. The
+others are own knobs, called ``inside:dotted.key`` after their key in the hook's file.
+
+What a program refuses once, it refuses again: :class:`Refusals`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, create_model
 
+from cluster.candidate_table import FIELDS, CandidateTable
 from orchestrator.space.file_types import (
     ALL_LAYERS,
     CUDNN_ON,
@@ -21,7 +26,7 @@ from orchestrator.space.file_types import (
     fault,
     precision_text,
 )
-from orchestrator.space.knobs import AS_IS, INSIDE, KNOBS, OwnKnob, OwnValues
+from orchestrator.space.knobs import AS_IS, INSIDE, KNOBS, Knob, OwnKnob, OwnValues, is_inside
 from trials.spec import Candidate, LoaderTuning, Precision
 
 _ROWS = {knob.name: knob for knob in KNOBS}
@@ -36,7 +41,7 @@ def _row(name: str, note: str, is_fit: Callable[[Any], bool] | None = None, reme
 
     def check(value: Any) -> Any:
         if is_fit is not None and not is_fit(value):
-            raise fault(None, f"{name} cannot be set to that within a program", remedy)
+            raise fault(None, f"{name} cannot have this value within a program", remedy)
         return value
 
     return _values(Annotated[_ROWS[name].type, AfterValidator(check)]), Field(default=None, description=note)
@@ -51,50 +56,57 @@ def _is_all_or_none(value: RecomputeChoice) -> bool:
 
 
 _FIELDS: dict[str, Any] = {
-    "num_workers": _row("num_workers", "Of the DataLoader that feeds training, where its data set is map-style."),
+    "num_workers": _row("num_workers", "Workers of the DataLoader that feeds training; needs a map-style data set."),
     "dataloader": _row(
         "dataloader",
-        "auto: workers and prefetch found by hill climbing while the program starts.",
+        "auto: tune workers and prefetch by hill climbing while the program starts.",
         lambda value: value in (None, LoaderTuning()),
         "Write manual or auto.",
     ),
-    "prefetch_factor": _row("prefetch_factor", "Of the same DataLoader."),
-    "pin_memory": _row("pin_memory", "Of the same DataLoader."),
-    "persistent_workers": _row("persistent_workers", "Of the same DataLoader."),
+    "prefetch_factor": _row("prefetch_factor", "Batches per worker that the same DataLoader loads ahead."),
+    "pin_memory": _row("pin_memory", "Whether the same DataLoader copies batches into page-locked memory."),
+    "persistent_workers": _row("persistent_workers", "Whether the same DataLoader keeps its workers between epochs."),
     "precision": _row(
         "precision",
         "O0, or O1: autocast to bfloat16 around the forward pass.",
         lambda value: value in (Precision(), Precision(level="O1", dtype="bfloat16")),
         "Write O0 or O1.",
     ),
-    "recompute": _row("recompute", "none or full, of the repeated block.", _is_all_or_none, "Write none or full."),
-    "compile": _row("compile", "Of the repeated block, or of the model."),
+    "recompute": _row(
+        "recompute", "full: recompute the repeated block in the backward pass.", _is_all_or_none, "Write none or full."
+    ),
+    "compile": _row("compile", "Compile the repeated block, or the model."),
     "attention": _row("attention", "Kernel of `scaled_dot_product_attention`."),
-    "matmul_precision": _row("matmul_precision", "Set when torch is imported."),
-    "cudnn_benchmark": _row("cudnn_benchmark", "off or on.", lambda value: value in ((), CUDNN_ON), "Write off or on."),
+    "matmul_precision": _row("matmul_precision", "Precision of fp32 matrix products, as PyTorch sets it."),
+    "cudnn_benchmark": _row(
+        "cudnn_benchmark", "Whether cuDNN times its kernels.", lambda value: value in ((), CUDNN_ON), "Write off or on."
+    ),
     "memory_format": _row(
-        "memory_format", "nhwc: module and inputs, channels last.", lambda value: value != "auto", "Write nchw or nhwc."
+        "memory_format",
+        "nhwc: model and inputs in channels-last layout.",
+        lambda value: value != "auto",
+        "Write nchw or nhwc.",
     ),
     "ddp_bucket_mb": _own(
         Annotated[float, Field(gt=0, le=2**20)], "Size of DistributedDataParallel's gradient buckets, in MiB."
     ),
-    "ddp_gradient_as_bucket_view": _own(bool, "Whether its gradients are views into these buckets."),
-    "ddp_static_graph": _own(bool, "Whether it takes the graph for the same in every step."),
-    "allocator": _own(Annotated[str, Field(min_length=1)], "Settings of the CUDA allocator."),
+    "ddp_gradient_as_bucket_view": _own(bool, "Whether gradients are views into these buckets."),
+    "ddp_static_graph": _own(bool, "Whether DistributedDataParallel assumes the same graph in every step."),
+    "allocator": _own(Annotated[str, Field(min_length=1)], "Value of PYTORCH_CUDA_ALLOC_CONF."),
 }
 _Knobs: Any = create_model("_Knobs", __base__=Section, **_FIELDS)
 
 
 def _is_field(name: str) -> str:
     if not name.isidentifier():
-        raise fault(None, f"{name[:60]!r} is no field of TrainingArguments", "Write its name as Python has it.")
+        raise fault(None, f"{name[:60]!r} is not a field of TrainingArguments", "Use the field's Python name.")
     return name
 
 
 class InsideSection(_Knobs):  # type: ignore[misc]
-    """Knobs that your program has no option for: our hook sets them within the program, before its first forward pass
-    (docs/your-own-training.md). A built-in knob at its value in `baseline`, and `as_is` for the others, leave the
-    program alone."""
+    """Knobs for which your program has no option: our hook sets them inside the program, before its first forward pass
+    (docs/your-own-training.md). A built-in knob at its value in `baseline`, and `as_is` for the others, change
+    nothing."""
 
     training_arguments: Annotated[dict[Annotated[str, AfterValidator(_is_field)], OwnValues], Field(max_length=64)] = (
         Field(default={}, description="Fields of transformers' TrainingArguments that the program sets in code.")
@@ -187,3 +199,83 @@ def _as_written(name: str, value: Any) -> Any:
     if name == "cudnn_benchmark":
         return "on" if value else "off"
     return value
+
+
+# What a refusal proves: a fact of the program as its command starts it
+
+_SHAPE_THE_PROGRAM = ("compile", ARGUMENTS)
+"""Inside knobs that others may be refused for: they change what the program does by itself."""
+_DEPENDS_ON_BATCH = ("ddp_static_graph",)
+"""Knobs refused where the program accumulates, which its micro-batch size decides."""
+_WHATEVER_VALUE = ("prefetch_factor", "ddp_bucket_mb", "allocator")
+"""Knobs of many values that are refused for what the program lacks, not for a value."""
+
+
+class Refusals:
+    """Rules out the candidates with a knob that the program has refused: at the same value, and in a program that the
+    command starts alike.
+
+    Args:
+        today: value that the baseline has, by the name of each built-in knob that is set within the program.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], today: Mapping[str, Any]) -> None:
+        self._table = CandidateTable.of(candidates)
+        self._today = today
+
+    @functools.cached_property
+    def _set(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
+        """What the hook is to set, and by row which of these it is."""
+        reads = {"loader", "own", *(_ROWS[name].part for name in self._today)}
+        return self._table.each(sorted(reads), lambda candidate: knobs_set(candidate, self._today))
+
+    def add(self, witness: Candidate, refused: Sequence[str]) -> dict[int, str]:
+        """Row of each candidate that is ruled out, to its rule id: ``refused-<knob>``.
+
+        Args:
+            refused: knobs that the program refused of the witness, by their keys in the hook's file.
+        """
+        wanted, found = knobs_set(witness, self._today), dict[int, str]()
+        for name in refused:
+            if name not in wanted:
+                continue
+            values, places = self._set
+            alike = np.array([_is_alike(name, wanted[name], one.get(name)) for one in values], dtype=bool)[places]
+            for row in np.flatnonzero(alike & self._starts_alike(witness, name)).tolist():
+                found.setdefault(row, f"refused-{name.replace('_', '-')}")
+        return found
+
+    def _starts_alike(self, witness: Candidate, name: str) -> NDArray[np.bool_]:
+        """By row, whether the candidate agrees with the witness in all that the refusal of ``name`` may follow from."""
+        free = {*self._today, *_OF_WORKERS} - set(_SHAPE_THE_PROGRAM)
+        if "precision" in self._today:
+            free.update(knob.name for knob in KNOBS if knob.part == "precision")
+        if name not in _DEPENDS_ON_BATCH:
+            free.add("micro_batch_size")
+        alike = np.ones(len(self._table), dtype=bool)
+        for field in FIELDS:
+            rows = [knob for knob in KNOBS if knob.part == field and knob.name not in free]
+            described = _own_of_command if field == "own" else _described(rows)
+            values, places = self._table.each((field,), described)
+            wanted = described(witness)
+            alike &= np.array([one == wanted for one in values], dtype=bool)[places]
+        return alike
+
+
+def _described(rows: Sequence[Knob]) -> Callable[[Candidate], tuple[Any, ...]]:
+    return lambda candidate: tuple(knob.read(candidate) for knob in rows)
+
+
+def _own_of_command(candidate: Candidate) -> tuple[Any, ...]:
+    """Own knobs that the command has, and inside knobs that change what the program does by itself."""
+    arguments = f"{INSIDE}:{ARGUMENTS}."
+    return tuple(one for one in candidate.own if not is_inside(one.name) or one.name.startswith(arguments))
+
+
+def _is_alike(name: str, refused: Any, value: Any) -> bool:
+    """Whether a value of the knob is refused where another one was; None: the candidate leaves the knob alone."""
+    if value is None:
+        return False
+    if name == "num_workers" and refused != "auto":  # one worker may do where several do not
+        return value == "auto" or (value >= refused > 0) or value == refused
+    return name in _WHATEVER_VALUE or bool(value == refused)

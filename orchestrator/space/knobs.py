@@ -171,6 +171,11 @@ def memory_ranks(knobs: Sequence[OwnKnob]) -> dict[str, dict[OwnChoice, int]]:
     }
 
 
+def roles_of(knobs: Sequence[OwnKnob]) -> dict[str, str]:
+    """The built-in knob that each one stands for, where the sweep file says so."""
+    return {knob.name: knob.role for knob in knobs if knob.role is not None}
+
+
 def _is_among(value: OwnScalar, values: Sequence[OwnScalar]) -> bool:
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 
@@ -235,8 +240,8 @@ class OwnKnobSection(Section):
     )
     role: Role | None = Field(
         default=None,
-        description="The built-in knob that this one stands for, where its name does not say: then it is the answer to "
-        "what that knob answers in `explain`.",
+        description="The built-in knob that this one stands for, if its name does not show it; `explain` then suggests "
+        "it like that knob.",
     )
     when: OwnAccepted = Field(
         default={}, description="Other own knobs with the values that this one needs to have an effect."
@@ -770,7 +775,7 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "kernels.cudnn_tuning_range",
         CudnnValue,
-        "off, on, or {first: 1, last: 10}, which is on: steps in which cuDNN measures its convolutions. "
+        "off, on, or {first: 1, last: 10}, the same as on: steps in which cuDNN times its convolutions. "
         "Becomes off for models without convolutions.",
         Sign(
             "cudnn{A-B}",

@@ -122,7 +122,8 @@ class Explanation:
     proof: tuple[str, ...]
     """What the last proof found out about it, in sentences; empty where it was no finalist."""
     ruled_out: Mapping[str, int]
-    """Rule to the number of candidates that are not tried because this trial ran out of memory."""
+    """Rule to the number of candidates that are not tried because this trial ran out of memory or its program refused
+    a knob."""
 
     @property
     def measurement(self) -> Measurement | None:

@@ -35,7 +35,7 @@ MIN_EVENTS = 256
 CODE = (
     *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "state")),
     "orchestrator.objective",
-    *(f"trials.{name}" for name in ("files", "outcome", "reports", "spec")),
+    *(f"trials.{name}" for name in ("files", "health", "outcome", "reports", "spec")),
     "cluster.hardware.topology",
 )
 """Modules that say what a state is and what events make of it. A copy holds for their very text."""

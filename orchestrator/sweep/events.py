@@ -630,13 +630,14 @@ class AttemptEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidatesPruned:
-    """Trial ``witness`` ran out of memory, and with it candidates that need as much: ``rules`` counts them by rule."""
+    """Trial ``witness`` ran out of memory, or its program refused a knob, and with it candidates that need as much, or
+    have that knob: ``rules`` counts them by rule."""
 
     kind: ClassVar[str] = "candidates_pruned"
     at_s: float
     witness: int
     rules: Mapping[str, int]
-    """Rule id (``oom-<knob>``, ``oom-several``) to the number of candidates it rules out."""
+    """Rule id (``oom-<knob>``, ``oom-several``, ``refused-<knob>``) to the number of candidates it rules out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,7 +225,7 @@ def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepSt
 
 
 def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
-    """Ended, unmeasured trials wait again; what their running out of memory ruled out is open again."""
+    """Ended, unmeasured trials wait again; what they ruled out is open again."""
     again = tuple(number for number in event.trials if is_retriable(state, number))
     if not again or state.status == "cancelled" or spent_by_search(state):
         return state

@@ -157,7 +157,7 @@ def _diagnoses(explained: SweepExplanation) -> RenderableType:
 def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableType]:
     name = f"{side.role} {units.trial_id(side.trial)}"
     if side.bottleneck is None:
-        advice = "" if explained.is_script else f"; measure it: {_profile_command(explained, side)}"
+        advice = f"; measure it: {_profile_command(explained, side)}"
         return [Text.assemble((name, "bold"), f": what holds it back is not known: {explained.unmodelled}{advice}")]
     first, *others = side.bottlenecks
     words = Text.assemble((f"{name}: ", "bold"))
@@ -200,13 +200,11 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
             Text(f"{estimate}, which counts no waiting for the host or for other ranks that it does not know"),
         )
     if one.kind == "passes":
-        grid.add_row(
-            "", Text("computation, or waiting for the host or for other ranks: only a profile tells them apart")
-        )
+        grid.add_row("", Text("computation, or waiting for the host or other ranks: only a profile can separate them"))
     for i, line in enumerate(one.evidence):
         grid.add_row(("seen" if is_guess or one.kind == "passes" else "because") if i == 0 else "", Text(line))
     is_open = one.source == "modelled" or one.kind == "passes"
-    if is_open and explained.virtual is None and not explained.is_script:
+    if is_open and explained.virtual is None:
         grid.add_row("profile", Text(f"{_profile_command(explained, side)} measures it"))
     if one.remedy is not None:
         grid.add_row("change", Text(change_words(one.remedy), style="green"))
@@ -225,7 +223,7 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
 def _fixed(one: Bottleneck, explained: SweepExplanation) -> str:
     fixed = one.fixed[:5]
     settable = [knob for knob in fixed if explained.is_script and knob in BUILT_IN]
-    how = f"; space.inside sets {', '.join(settable)} in a program without an option" if settable else ""
+    how = f"; space.inside can set {', '.join(settable)} without an option" if settable else ""
     return f"not varied by this sweep: {', '.join(fixed)}{how}"
 
 
@@ -270,7 +268,7 @@ def _effects(effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
 
 def _interval(effect: KnobEffect) -> str:
     if effect.is_without_effect:
-        return "no effect seen"
+        return "no effect observed"
     if not effect.low or not effect.high:
         return "no interval"
     low, high = f"{units.floor(effect.low)}", f"{units.ceil(effect.high)}"
@@ -333,7 +331,8 @@ def render_explanation(explained: Explanation) -> RenderableType:
     if explained.ruled_out:
         total = sum(explained.ruled_out.values())
         rules = ", ".join(f"{rule} {number}" for rule, number in explained.ruled_out.items())
-        parts += [_heading("Ruled out"), *_lines([f"{total} candidates that need no less memory: {rules}"])]
+        why = "have a knob that the program refuses" if trial.status == "infeasible" else "need no less memory"
+        parts += [_heading("Ruled out"), *_lines([f"{total} candidates that {why}: {rules}"])]
     return Group(*parts)
 
 

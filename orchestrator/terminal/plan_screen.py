@@ -18,7 +18,7 @@ from cluster.probing import SLOW_DEVIATIONS, SLOW_RATIO, Network, NodeRates, Pro
 from cluster.probing import Progress as Report
 from orchestrator import units
 from orchestrator.commands.forecast import DryRunVerdict, PlannedFile, Probed
-from orchestrator.commands.short_run import Checked, ExpectedDuration
+from orchestrator.commands.short_run import Checked, CheckedInside, ExpectedDuration
 from orchestrator.console import SafeConsole
 from orchestrator.doctor import Diagnosed, Finding
 from orchestrator.frameworks.shell import assignments
@@ -664,8 +664,16 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
             "seen",
             ", ".join(f"{name.replace('_', ' ')} {_plain_number(value)}" for name, value in checked.facts.items()),
         )
+    if checked.inside is not None:
+        yield "inside", _inside(checked.inside)
     for note in checked.seen.notes:
         yield "note", plain(note)
+
+
+def _inside(found: CheckedInside) -> str:
+    if found.problem is None:
+        return ", ".join(f"{name} applied ({detail})" for name, detail in found.applied)
+    return f"set {', '.join(found.knobs)}: {plain(found.problem).removeprefix('not applied: ')}"
 
 
 def _start(checked: Checked) -> str:

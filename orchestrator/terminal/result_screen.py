@@ -134,12 +134,16 @@ def _failures(report: Report) -> RenderableType | None:
         first = f"{units.trial_id(group.trials[0].number)}: " if len(group.trials) > 1 else ""
         parts.append(Text.assemble((units.status_words(group.status), "yellow"), f"  {_numbers(group.trials)}"))
         parts.append(indented(Text(f"{first}{group.trials[0].evidence}", style="dim")))
-    if total := sum(sum(ruled.rules.values()) for ruled in report.ruled_out):
-        why = "not tried: no less memory is needed than by a trial that ran out of it"
-        parts.append(Text.assemble(("ruled out", "yellow"), f"  {total}", (f"  {why}", "dim")))
-    for ruled in report.ruled_out:
-        rules = ", ".join(f"{rule} {number}" for rule, number in ruled.rules.items())
-        parts.append(indented(Text(f"{units.trial_id(ruled.witness)}: {rules}", style="dim")))
+    for why, some in (
+        ("no less memory is needed than by a trial that ran out of it", [r for r in report.ruled_out if not r.refusal]),
+        ("the program refuses a knob of theirs", [r for r in report.ruled_out if r.refusal]),
+    ):
+        if total := sum(sum(ruled.rules.values()) for ruled in some):
+            parts.append(Text.assemble(("ruled out", "yellow"), f"  {total}", (f"  not tried: {why}", "dim")))
+        for ruled in some:
+            rules = ", ".join(f"{rule} {number}" for rule, number in ruled.rules.items())
+            line = f"{units.trial_id(ruled.witness)}: {rules}" + (f"; {ruled.refusal}" if ruled.refusal else "")
+            parts.append(indented(Text(line, style="dim")))
     return Group(*parts) if parts else None
 
 

@@ -30,6 +30,7 @@ from orchestrator.sweep.events import (
 )
 from orchestrator.sweep.ledger import Ledger, MeasuredProgram
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
+from orchestrator.text import plain
 from orchestrator.units import rounded, watermark, watermark_line
 from trials.files import to_json
 from trials.health import UsageKind
@@ -258,7 +259,7 @@ def trial_note(state: SweepState, trial: Trial) -> str:
     else:
         result = _result_note(state, trial)
     parts = (watermark_line(state.virtual), result, f"Proposed: {trial.reason}.")
-    return "\n\n".join(part for part in parts if part)
+    return plain("\n\n".join(part for part in parts if part))
 
 
 def _result_note(state: SweepState, trial: Trial) -> str:

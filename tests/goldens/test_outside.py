@@ -22,8 +22,7 @@ def test_what_is_special_about_a_sweep_is_shown_everywhere_and_fits(name):
     assert not found, f"{found}\n\n{REMEDY}"
     shown = variants.rendered(name)
     for part, text in shown.items():
-        if not part.startswith("note of"):  # goes to MLflow, which shows it as Markdown
-            assert not CONTROLS.search(text.replace("\n", "").replace("\t", "")), part
+        assert not CONTROLS.search(text.replace("\n", "").replace("\t", "")), part
         is_table = part.startswith(("ps", "status", "explain", "report")) and "\nexit code 2\n" not in text
         if is_table and not part.endswith("--json"):
             assert max(map(len, text.splitlines())) <= outside.WIDTH, part

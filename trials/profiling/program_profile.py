@@ -1,8 +1,8 @@
-"""Turns what a training program's hook recorded into a profile: two traces, and what the hook saw around them. Pure.
+"""Turns the recordings of a training program's hook into a profile: two traces, and the facts recorded with them. Pure.
 
-The first trace holds the recorded steps as they are. The second holds one further step with the names of its modules
-and its allocations, which cost time. A module's backward pass is known by autograd's sequence numbers: an operator of
-the forward pass and the node that it made have the same one.
+The first trace holds the recorded steps as they are. The second holds one more step with module names and allocations,
+which take time to record. A module's backward pass is identified by autograd's sequence numbers: an operator of the
+forward pass and the node that it made have the same one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _DEVICES = ("cuda", "xpu", "npu")
 
 
 class UnreadableProfile(ValueError):  # noqa: N818  # says what was found
-    """What the hook wrote cannot be read."""
+    """The files that the hook wrote cannot be read."""
 
 
 def windows(folder: Path) -> list[Path]:
@@ -87,7 +87,7 @@ def read_window(path: Path, folder: Path, alive: Callable[[], None]) -> RankProf
     events = lasting(trace)
     steps_us = step_ranges(events)
     if not steps_us:
-        raise UnreadableProfile(f"the trace of rank {rank} holds no step")
+        raise UnreadableProfile(f"the trace of rank {rank} contains no step")
     step = _raw(path, rank, MODULES_TRACE) if window.get("modules") else None
     alive()
     modules = None if step is None else ModuleStep(step["traceEvents"])
@@ -118,7 +118,7 @@ def _raw(path: Path, rank: int, kind: str) -> dict[str, Any]:
     try:
         if raw.stat().st_size > MAX_RAW_BYTES:
             raise UnreadableProfile(
-                f"the trace of rank {rank} has more than {MAX_RAW_BYTES >> 30} GiB; record fewer steps"
+                f"the trace of rank {rank} is larger than {MAX_RAW_BYTES >> 30} GiB; record fewer steps"
             )
         return load_trace(raw)
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Reads Chrome traces of torch's profiler: where the time of a step goes, its operators, gaps and memory. Pure.
+"""Analyses Chrome traces of torch's profiler: the parts of a step, its operators, gaps and memory. Pure.
 
 Times are seconds unless a name ends in ``_us``. Intervals are pairs ``(start, end)``; :func:`union` makes sets of
-them, sorted and disjoint. Also here: what is added to a trace for people who open one, and which steps are recorded.
+them, sorted and disjoint. Also here: tracks that are added to a trace for display, and the choice of recorded steps.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _interval(event: Event) -> Interval:
 
 
 def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
-    """Means over one step or more."""
+    """Means over one or more steps."""
     means = {field.name: statistics.fmean(getattr(step, field.name) for step in steps) for field in fields(StepTimes)}
     return StepTimes(**means)
 

@@ -94,6 +94,10 @@ class TooFewStepsError(RuntimeError):
 class NotApplied(InfeasibleSpec):  # named like the outcome it leads to
     """What the program does is not what the candidate says: its times would be those of something else."""
 
+    def __init__(self, message: str, refused: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.refused = refused
+
 
 class TrainingDiverged(NonFiniteLoss):  # says what was found
     """The program's loss or gradient norm became inf or nan."""
@@ -374,24 +378,29 @@ class Judge:
                 raise NotApplied(f"not applied: the program never reads {wanted}")
 
     def check_knobs(self, *, is_last: bool = False) -> None:
-        """Compares what the hook was to set within the program with what it says of it.
+        """Check the hook's reports on the knobs that it was to set within the program.
 
         Args:
-            is_last: whether a knob that nothing was heard of is an error.
+            is_last: whether a knob without a report is an error.
 
         Raises:
             NotApplied: a knob is refused, or has no effect, on any rank.
         """
         for origin, knobs in self._book.knobs.items():
+            refused: dict[str, str] = {}  # of several knobs refused for one reason, only the first need be at fault
+            problems: list[str] = []
             for name, (state, detail) in knobs.items():
+                if state == "refused":
+                    refused.setdefault(detail, name)
                 if state != "applied":
-                    how = "is refused" if state == "refused" else "has no effect"
-                    raise NotApplied(f"not applied: {name} {how}: {detail} (seen by {origin})")
+                    problems.append(f"{name} {'is refused' if state == 'refused' else 'has no effect'}: {detail}")
+            if problems:
+                raise NotApplied(f"not applied: {'; '.join(problems)} (seen by {origin})", tuple(refused.values()))
         for name in inside_knobs(self._command) if is_last else ():
             silent = [origin for origin, knobs in self._book.knobs.items() if name not in knobs]
             if silent or not self._book.knobs:
                 who = silent[0] if silent else "the program"
-                raise NotApplied(f"not applied: {name}: {who} reports nothing of it")
+                raise NotApplied(f"not applied: {name}: no report from {who}")
 
     def _is_wanted(self, option: SeenOption) -> bool:
         return self._command.is_look or any(map(option.is_called, self._command.options))

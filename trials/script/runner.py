@@ -542,12 +542,12 @@ def read_profile(
     wanted = _num_recorded(command, rank)
     found = windows(places.report)
     if wanted and not found:
-        raise CommandError("the hook recorded no step: it saw none of torch's optimizers step, or could not profile it")
+        raise CommandError("the hook recorded no step: no optimizer of torch made a step, or torch's profiler failed")
     step = command.protocol.num_steps
     try:
         return tuple(read_window(path, places.profile, lambda: progress("measuring", step=step)) for path in found)
     except (UnreadableProfile, KeyError) as error:
-        raise CommandError(f"what the hook recorded cannot be read: {error}") from error
+        raise CommandError(f"the hook's recording cannot be read: {error}") from error
 
 
 def log_files(command: ScriptCommand, places: Places) -> FolderTails:

@@ -108,6 +108,42 @@ def test_submit_does_not_begin_what_the_check_refuses(tmp_path):
     assert not (tmp_path / "home" / "sweeps").exists() or not list((tmp_path / "home" / "sweeps").iterdir())
 
 
+MODEL = """\
+import torch
+
+torch.set_num_threads(1)
+model = torch.nn.Linear(64, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(2000):
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("inside", "problem"),
+    [
+        ({"precision": ["O0", "O1"]}, None),
+        ({"precision": ["O0", "O1"], "recompute": ["none", "full"]}, "recompute is refused"),
+    ],
+)
+def test_a_check_shows_which_knobs_the_program_takes(tmp_path, inside, problem):
+    file = sweep(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    content = yaml.safe_load(file.read_text())
+    content["workload"] |= {"run": ["python", "model.py"], "metrics": {}, "launcher": "own"}
+    file.write_text(yaml.safe_dump(content | {"space": {"inside": inside}}))
+    result = run("check", file, "--home", tmp_path / "home", "--json")
+    found = json.loads(result.stdout)["inside"]
+    assert result.exit_code == 0, "what is refused is no fault of the file"
+    assert set(found["knobs"]) == set(inside)
+    assert (found["problem"] is None) == (problem is None) and (problem or "") in (found["problem"] or "")
+    assert [name for name, _ in found["applied"]] == ([] if problem else list(inside))
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_gang_that_is_lost_once_is_launched_again(tmp_path):

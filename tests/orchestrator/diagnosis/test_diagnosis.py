@@ -123,7 +123,7 @@ def test_on_unknown_hardware_forward_and_backward_are_not_split_and_not_called_c
     assert "no accelerator called 'Frobnicator 9000'" in explained.unmodelled
     assert explained.unmodelled in explained.baseline.parts.notes[0]
     assert (explained.bottleneck.kind, explained.bottleneck.at_most) == ("passes", None)
-    assert "only a profile tells them apart" in text(render_sweep_explanation(explained), 200)
+    assert "only a profile can separate them" in text(render_sweep_explanation(explained), 200)
 
 
 def test_a_profile_splits_what_the_clock_measured_even_on_unknown_hardware():

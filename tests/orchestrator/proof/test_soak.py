@@ -103,7 +103,9 @@ def test_memory_that_would_be_full_later_disqualifies(own, base, limit, answer, 
     assert report.memory.full_at_step == (None if full_at is None else pytest.approx(full_at, abs=4))
     assert [note in one for one in report.notes] == [True] * (note is not None)
     if answer == "failed":
-        assert "grows by 1 MiB per step" in report.reason and "300 MiB of a rank would be full at step" in report.reason
+        assert (
+            "grows by 1 MiB per step" in report.reason and "300 MiB of a rank would be used up at step" in report.reason
+        )
 
 
 def test_fragmentation_and_longer_samples_are_noted():

@@ -90,6 +90,26 @@ def test_names_of_own_knobs_say_what_they_usually_do(name, value, column):
     assert column_of(name, value) == column
 
 
+@pytest.mark.parametrize(
+    ("values", "name", "role"),
+    [
+        ((0, 8), "--num-workers", "num_workers"),
+        (("fp32", "bf16"), "--dtype", "precision"),
+        ((False, True), "--compile", "compile"),
+    ],
+)
+def test_a_role_says_what_a_name_does_not(values, name, role):
+    """The same search, whether the option is called like the built-in knob or has its role."""
+
+    def found(called, roles):
+        baseline, other = (
+            dataclasses.replace(BASELINE, own=(OwnChoice(name=called, value=value),)) for value in values
+        )
+        return predictor([baseline, other], baseline=baseline, roles=roles).gain_of(1)
+
+    assert found("--odd", {"--odd": role}) == found(name, {}) != found("--odd", {})
+
+
 def test_numbers_below_zero_have_places_too():
     values = [-4, -1, 0, 2]
     table = CandidateTable.of([dataclasses.replace(BASELINE, own=own(limit=value)) for value in values])

@@ -44,18 +44,18 @@ CASES = {
             "pin_memory": "no accelerator",
             "cudnn_benchmark": "no accelerator",
             "allocator": "no accelerator",
-            "ddp_bucket_mb": "makes no DistributedDataParallel",
+            "ddp_bucket_mb": "does not use DistributedDataParallel",
             "memory_format": "Decoder has no Conv2d",
             "color": "no such knob",
         },
         ROUNDED,
     ),
-    "constants autocast": ({"precision": "O1-bf16"}, {}, {"precision": "autocast of its own"}, EXACT),
-    "constants scaler": ({"precision": "O1-bf16"}, {}, {"precision": "autocast of its own"}, EXACT),
+    "constants autocast": ({"precision": "O1-bf16"}, {}, {"precision": "already uses "}, EXACT),
+    "constants scaler": ({"precision": "O1-bf16"}, {}, {"precision": "already uses "}, EXACT),
     "constants recomputes": (
         {"recompute": "full", "precision": "O1-bf16"},
         {"precision": "in bfloat16"},
-        {"recompute": "recomputes by itself"},
+        {"recompute": "already recomputes"},
         BF16,
     ),
     "constants counts": (
@@ -67,7 +67,7 @@ CASES = {
     "constants compiles": (
         {"recompute": "full", "compile": "model", "num_workers": 1},
         {"num_workers": "1 worker"},
-        {"recompute": "compile", "compile": "compiles by itself"},
+        {"recompute": "compile", "compile": "already compiles"},
         EXACT,
     ),
     "constants iterable": (
@@ -254,8 +254,8 @@ def judge_of(knobs, *told):
         ([(0, "recompute", "applied"), (1, "recompute", "applied")], None),
         ([(0, "recompute", "applied"), (1, "recompute", "refused")], "recompute is refused: as seen .*rank1"),
         ([(0, "recompute", "no_effect")], "recompute has no effect: as seen"),
-        ([], "recompute: the program reports nothing of it"),
-        ([(0, "recompute", "applied"), (1, "compile", "applied")], "recompute: rank1.jsonl reports nothing of it"),
+        ([], "recompute: no report from the program"),
+        ([(0, "recompute", "applied"), (1, "compile", "applied")], "recompute: no report from rank1.jsonl"),
     ],
 )
 def test_a_knob_that_does_not_act_on_every_rank_is_not_applied(told, problem):
@@ -267,6 +267,27 @@ def test_a_knob_that_does_not_act_on_every_rank_is_not_applied(told, problem):
         return
     with pytest.raises(NotApplied, match=problem):
         judge.check_knobs(is_last=True)
+
+
+@pytest.mark.parametrize(
+    ("told", "refused"),
+    [
+        ({"recompute": ("refused", "no block"), "precision": ("applied", "bf16")}, ("recompute",)),
+        ({"recompute": ("refused", "no block"), "precision": ("refused", "autocast")}, ("recompute", "precision")),
+        ({"num_workers": ("refused", "iterable"), "pin_memory": ("refused", "iterable")}, ("num_workers",)),
+        ({"attention": ("no_effect", "no call")}, ()),
+    ],
+)
+def test_a_refusal_names_the_knobs_at_fault(told, refused):
+    """Of several knobs refused for one reason, others may be refused only since the first is."""
+    book = StepBook(command(dict.fromkeys(told, True)))
+    for name, (state, detail) in told.items():
+        line = {"source": "hook:torch", "event": "knob", "name": name, "state": state, "detail": detail}
+        book.hear_report(json.dumps(line), origin="rank0.jsonl", arrived_s=0.0)
+    with pytest.raises(NotApplied) as error:
+        Judge(command({}), book).check_knobs()
+    assert error.value.refused == refused
+    assert all(detail in str(error.value) for _, detail in told.values() if _ != "applied")
 
 
 def test_reports_keep_what_was_seen_and_the_fingerprint():

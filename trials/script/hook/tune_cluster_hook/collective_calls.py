@@ -1,7 +1,7 @@
-"""Collectives of a step: how many, how many bytes, and how long the program waits in them.
+"""Counts the collectives of a step, their bytes, and the time that the program waits in them.
 
-What is called from Python is counted there. ``DistributedDataParallel`` reduces its buckets in C++ and keeps times of
-its first iterations itself, which are read; no hook of its is used, for that would change what it sends.
+Calls from Python are counted there. ``DistributedDataParallel`` reduces its buckets in C++ and records the times of its
+first iterations, which are read from it; a communication hook would change what it sends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch.compile counts of itself: graphs, compilations again and why, breaks and where, and how long it takes."""
+"""Reads torch.compile's own counters: graphs, recompilations and graph breaks with reason and place, compile time."""
 
 from __future__ import annotations
 

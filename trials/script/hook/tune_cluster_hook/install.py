@@ -122,7 +122,7 @@ def install() -> None:
 
 
 def _knob_hooks() -> dict[str, Hook]:
-    """Reads the file of knobs; without one that can be read, the program trains unchanged and says so."""
+    """Reads the file of knobs; if it cannot be read, the program trains unchanged, with a warning."""
     try:
         KNOBS.read(os.environ[KNOBS_VARIABLE])
     except (OSError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""Knobs for which the program has no flag: what is wanted, what became of each, and whether the program is the one.
+"""The file of knobs without a flag: values to set, the outcome of each, and the fingerprint of the program.
 
 ``TUNE_CLUSTER_KNOBS`` is the path of a JSON file: ``{"version": 1, "knobs": {...}, "fingerprint": {...} or null,
 "expect": {...} or null, "on_mismatch": "train_unchanged"}``. Values are spelled as in a sweep file:
 
 ==========================  =========================================  =================================================
-name                        value                                      seen to act by
+name                        value                                      verified by
 ==========================  =========================================  =================================================
 num_workers                 number, or "auto": hill climb in place     worker processes alive
 prefetch_factor             number                                     the iterator's setting
@@ -25,8 +25,8 @@ allocator                   text for PYTORCH_CUDA_ALLOC_CONF           read back
 training_arguments          {name: value}                              read back
 ==========================  =========================================  =================================================
 
-Each knob ends as ``applied``, ``refused`` or ``no_effect`` with what was seen or why not: a report line (``event:
-knob``) in a trial, one line on stderr elsewhere. Whatever happens, the program trains on.
+Each knob ends as ``applied``, ``refused`` or ``no_effect``, with evidence or a reason: a report line (``event: knob``)
+in a trial, a line on stderr elsewhere. The program always continues to train.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ NAMES = (
     *("matmul_precision", "allocator", "training_arguments"),
 )
 Seen = Callable[[], "tuple[str, str]"]
-"""Gives a knob's state and what was seen, after the first steps."""
+"""Returns a knob's state and its evidence, after the first steps."""
 
 
 class ProgramTraits:
-    """What the program does by itself, and what identifies it."""
+    """Settings that the program makes itself, and its fingerprint."""
 
     def __init__(self) -> None:
         self.has_autocast = False
@@ -76,7 +76,7 @@ class ProgramTraits:
         return told
 
     def fingerprint(self) -> dict[str, Any]:
-        """All of it, after the first steps."""
+        """The fingerprint, after the first steps."""
         return {
             "torch": torch_version(),
             "roots": self.roots,
@@ -100,7 +100,7 @@ class Knobs:
         self.wanted: dict[str, Any] = {}
         self.traits = ProgramTraits()
         self.mismatch: str | None = None
-        """Why the program is not the one that the file was written for."""
+        """How the program differs from the one that the file was written for."""
         self._fingerprint: dict[str, Any] | None = None
         self._expect: dict[str, Any] = {}
         self._refused: dict[str, str] = {}
@@ -219,20 +219,20 @@ class Knobs:
 
     def _outcome(self, name: str) -> tuple[str, str]:
         if self.mismatch is not None and name not in self._seen:
-            return REFUSED, f"another program: {self.mismatch}"
+            return REFUSED, f"the program differs from the measured one: {self.mismatch}"
         if name in self._refused:
             return REFUSED, self._refused[name]
         if name not in self._seen:
-            return REFUSED, MISSING.get(name, "the program has nothing that it applies to")
+            return REFUSED, MISSING.get(name, "nothing in the program to apply it to")
         try:
             seen = [one() for one in self._seen[name]]
         except Exception as error:
-            return NO_EFFECT, f"cannot be seen: {type(error).__name__}: {str(error)[:200]}"
+            return NO_EFFECT, f"cannot be verified: {type(error).__name__}: {str(error)[:200]}"
         state = APPLIED if all(state == APPLIED for state, _ in seen) else NO_EFFECT
         return state, "; ".join(dict.fromkeys(detail for _, detail in seen))
 
     def _notice(self, outcomes: dict[str, tuple[str, str]]) -> None:
-        """Outside of trials, one line on stderr for what is applied, and one for each knob that is not."""
+        """Prints to stderr, outside of trials: a line for all knobs that are applied, and one for each that is not."""
         if os.environ.get(FOLDER_VARIABLE) or os.environ.get("RANK", "0") != "0":
             return
         done = [f"{name} ({detail})" for name, (state, detail) in outcomes.items() if state == APPLIED]
@@ -242,14 +242,14 @@ class Knobs:
             if state != APPLIED:
                 measured = self._expect.get(name)
                 _say(
-                    f"WARNING: {name} is not applied: {detail}. Training goes on without it"
+                    f"WARNING: {name} is not applied: {detail}. Training continues without it"
                     + (f"; measured with: {measured}" if measured else "")
                 )
         now = self.traits.fingerprint()
         before = {key: value for key, value in (self._fingerprint or {}).items() if value is not None}
         changed = [key for key, value in before.items() if now.get(key) != value]
         if changed and self.mismatch is None:
-            _say(f"WARNING: the program is not the one that was measured: {', '.join(changed)} changed")
+            _say(f"WARNING: the program differs from the measured one: {', '.join(changed)} changed")
 
 
 MISSING = dict.fromkeys(
@@ -258,9 +258,9 @@ MISSING = dict.fromkeys(
 MISSING.update(
     dict.fromkeys(
         ("ddp_bucket_mb", "ddp_gradient_as_bucket_view", "ddp_static_graph"),
-        "the program makes no DistributedDataParallel",
+        "the program does not use DistributedDataParallel",
     ),
-    training_arguments="the program makes no TrainingArguments",
+    training_arguments="the program does not use TrainingArguments",
 )
 
 

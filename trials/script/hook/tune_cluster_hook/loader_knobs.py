@@ -1,9 +1,8 @@
-"""Knobs of the program's DataLoader: workers, prefetch, pinned memory, workers that stay; and the hill climb in place.
+"""Sets knobs of the program's DataLoader: workers, prefetch, pinned memory, persistent workers, and the hill climb.
 
-Settings are changed when a loader is iterated for the first time, as long as no step was trained, and of the one that
-was iterated last before the first training call: the loaders of later evaluations stay as they are. Data set, sampler,
-collate function and order stay the program's. Items are tried in a forked process only, so that nothing is opened,
-drawn or counted here.
+Settings are changed when a loader is first iterated before any training step, and on the loader that was iterated last
+before the first training call; loaders of later evaluations stay as they are. Data set, sampler, collate function and
+order do not change. Items are tried in a forked process only, so that this process opens, draws and counts nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class LoaderPlace:
 
 
 class Loaders:
-    """All loaders of the program, by weak knowledge: what is known of one is an attribute of it."""
+    """All loaders of the program; the record of each is an attribute of the loader."""
 
     ATTRIBUTE = "_tune_cluster_place"
 
@@ -228,9 +227,9 @@ def _workers_problem(loader: Any, place: LoaderPlace, wanted: Any) -> str | None
     if wanted is None or wanted == loader.num_workers:
         return None
     if wanted != "auto" and (not isinstance(wanted, int) or wanted < 0):
-        return f"{wanted!r} is no number of workers"
+        return f"{wanted!r} is not a number of workers"
     if loader._dataset_kind != 0 and (wanted == "auto" or wanted > 1 or loader.num_workers > 1):
-        return "iterable data set: each worker would yield all of it, or another part than before"
+        return "iterable data set: each worker would yield all of it, or a different part of it"
     if wanted == 0 or loader._dataset_kind != 0:
         return None
     place.items = in_fork(functools.partial(_look, loader, climbs=wanted == "auto")) or {"error": "no answer"}
@@ -282,7 +281,7 @@ def _attributes(data_set: Any) -> list[Any]:
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
-    """The result of ``function`` as JSON, run in a fork of this process, in which nothing of it changes; None: none."""
+    """Run ``function`` in a fork of this process, which stays unchanged. Returns its result as JSON; None: none."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a process with threads forks, as torch itself does for workers
@@ -425,14 +424,14 @@ def _workers_seen(loader: Any, place: LoaderPlace) -> tuple[str, str]:
     if place.climb:
         detail += ", ms per batch by workers " + ", ".join(f"{n}: {1e3 * s:.3g}" for n, s in place.climb.items())
     if place.items.get("draws"):
-        detail += ", items draw random numbers: theirs depend on the number of workers"
+        detail += ", items draw random numbers, which depend on the number of workers"
     return (APPLIED if place.workers == loader.num_workers else NO_EFFECT), detail
 
 
 def _prefetch_seen(loader: Any, place: LoaderPlace) -> tuple[str, str]:
     now = place.prefetch
     if now is None:
-        return (NO_EFFECT if KNOBS.value("prefetch_factor") else APPLIED), "no worker processes, none ahead"
+        return (NO_EFFECT if KNOBS.value("prefetch_factor") else APPLIED), "no worker processes, no prefetching"
     return (APPLIED if now == (KNOBS.value("prefetch_factor") or PREFETCH) else NO_EFFECT), f"{now} batches per worker"
 
 
@@ -445,7 +444,7 @@ def _persistent_seen(loader: Any, place: LoaderPlace) -> tuple[str, str]:
     now, wanted = bool(loader.persistent_workers), bool(KNOBS.value("persistent_workers"))
     if now != wanted and not loader.num_workers:
         return NO_EFFECT, "no worker processes"
-    return (APPLIED if now == wanted else NO_EFFECT), "kept between epochs" if now else "started for each epoch"
+    return (APPLIED if now == wanted else NO_EFFECT), "kept between epochs" if now else "restarted for each epoch"
 
 
 SEEN: dict[str, Callable[[Any, LoaderPlace], Any]] = {

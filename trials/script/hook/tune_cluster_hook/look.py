@@ -1,7 +1,6 @@
-"""One look at all operators of a step: how many, what they compute, copy and cast, and where the host waits for them.
+"""Inspects all operators of one step: their number, products, copies and casts, and where the host waits for them.
 
-The step that is looked at takes longer and says so. Nothing is looked at in a program that compiles, or that watches
-its operators itself.
+The inspected step takes longer and is marked. Programs that compile, or that have a dispatch mode, are not inspected.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _PACKAGES = ("/site-packages/", "/torch/", "/lib/python3", "<frozen")
 
 
 class SeenOperators:
-    """What was seen of one step's operators."""
+    """Record of one step's operators."""
 
     def __init__(self) -> None:
         self.flops = 0

@@ -1,4 +1,4 @@
-"""What the tree of modules says of a model: layers, widths, heads, vocabulary. Only what is certain."""
+"""Reads facts from a model's tree of modules: layers, widths, heads, vocabulary; only those that are certain."""
 
 from __future__ import annotations
 

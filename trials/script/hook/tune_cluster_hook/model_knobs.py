@@ -1,7 +1,7 @@
-"""Knobs of the model, applied before its first forward pass: precision, memory format, recompute, compile, attention.
+"""Sets knobs of the model before its first forward pass: precision, memory format, recompute, compile, attention.
 
-Each is a function of a root that refuses with a reason, or applies and registers what will show that it acts. What is
-found out during the first forward pass only (an inner autocast, a block that changes its buffers) is undone then.
+Each is a function of a root that refuses with a reason, or applies the knob and registers a check of its effect. A knob
+is undone if the first forward pass shows that it must not be applied (inner autocast, a block that changes buffers).
 """
 
 from __future__ import annotations
@@ -107,15 +107,15 @@ _formats: list[str] = []
 def precision(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
     """Autocast to bf16 for calls that train; losses outside of it get fp32, as they had before."""
     if value == "O1-fp16":
-        return "float16 needs a gradient scaler whose state the program's checkpoints would not have"
+        return "float16 needs a gradient scaler, and the program's checkpoints would not save its state"
     if value not in ("O0", SIXTEEN):
         return f"{value} is none of O0, {SIXTEEN}"
     torch, model = _torch(), root.model
     first = next(model.parameters())
     if KNOBS.traits.has_autocast or is_autocast_on(torch):
-        return "the program has an autocast of its own"
+        return "the program already uses autocast"
     if KNOBS.traits.has_scaler:
-        return "the program has a gradient scaler of its own"
+        return "the program already uses a gradient scaler"
     if first.dtype != torch.float32:
         return f"the model's parameters are {str(first.dtype).rpartition('.')[2]}, not float32"
     _watch_formats(model)
@@ -125,7 +125,7 @@ def precision(root: Root, block: RepeatedBlock | None, value: str) -> str | None
         name = str(wanted).rpartition(".")[2]
         found = _formats.count(name)
         if not _formats:
-            return APPLIED, "compiled: number formats cannot be seen"
+            return APPLIED, "compiled: number formats cannot be checked"
         return (APPLIED if found else NO_EFFECT), f"{found} of {len(_formats)} first linear outputs in {name}"
 
     undo = root.wrap(functools.partial(_autocast, root, first.device.type)) if value == SIXTEEN else None
@@ -150,7 +150,7 @@ def _autocast(root: Root, device: str, call: Callable[..., Any]) -> Callable[...
 
 
 class Ours:
-    """Our autocast: entering it is none of the program's."""
+    """Our autocast, distinguishable from the program's."""
 
     is_entering = False
 
@@ -199,9 +199,9 @@ def memory_format(root: Root, block: RepeatedBlock | None, value: str) -> str | 
     is_last = any(_is_channels_last(module.weight) for module in convolutions)
     if value == "nchw":
         KNOBS.applied("memory_format", lambda: (APPLIED, "weights are contiguous"))
-        return "the program itself has channels last" if is_last else None
+        return "the program already uses channels last" if is_last else None
     if _has_state(torch, model):
-        return "the optimiser has states already, which would keep their layout"
+        return "the optimiser already has states, which would keep their layout"
     if any(tensor.dim() == 5 for tensor in (*model.parameters(), *model.buffers())):
         return f"{type(model).__name__} has weights of five dimensions, which have no such layout"
     model.to(memory_format=torch.channels_last)
@@ -296,14 +296,14 @@ def recompute(root: Root, block: RepeatedBlock | None, value: str) -> str | None
     if value not in ("none", "full"):
         return f"{value} is none of none, full"
     if any_compiled(model) or (value == "full" and KNOBS.value("compile") in ("block", "model")):
-        return "a compiled model recomputes as its compiler decides"
+        return "in a compiled model the compiler decides what is recomputed"
     official = next((one for one in model.modules() if _has_switch(one)), None)
     if value == "none":
         return _keep(block, official)
     if block is None:
         return f"{type(model).__name__} has no repeated block"
     if getattr(official, "is_gradient_checkpointing", False) or KNOBS.traits.has_checkpoint:
-        return "the program recomputes by itself"
+        return "the program already recomputes"
     if reason := _side_effects(block):
         return reason
     if official is not None:
@@ -353,9 +353,9 @@ def _count_calls(block: RepeatedBlock, *, wants_again: bool, how: str, undo: Cal
 def _side_effects(block: RepeatedBlock) -> str | None:
     for part in (part for member in block.members for part in member.modules()):
         if getattr(part, "track_running_stats", False):
-            return f"{block.name} holds {type(part).__name__}, whose running statistics would move twice"
+            return f"{block.name} holds {type(part).__name__}, whose running statistics would be updated twice"
     if any("forward" in member.__dict__ for member in block.members):
-        return f"{block.name} has a forward set on its instances"
+        return f"instances of {block.name} override forward"
     return None
 
 
@@ -403,7 +403,7 @@ def _check_buffers(root: Root, block: RepeatedBlock) -> None:
             if changed:
                 KNOBS.refuse("recompute", f"{block.name} changes its buffer {changed[0]} in the forward pass")
             elif KNOBS.traits.has_checkpoint:
-                KNOBS.refuse("recompute", "the program recomputes by itself")
+                KNOBS.refuse("recompute", "the program already recomputes")
             return output
 
         return checked
@@ -420,7 +420,7 @@ def compile_(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
     if value not in ("off", "block", "model"):
         return f"{value} is none of off, block, model"
     if any(map(is_compiled, root.module.modules())) or (was_compiled() and not KNOBS.is_set("compile")):
-        return "the program compiles by itself"
+        return "the program already compiles"
     if value == "off":
         KNOBS.applied("compile", lambda: (APPLIED, "nothing is compiled"))
         return None
@@ -491,11 +491,11 @@ def attention(root: Root, block: RepeatedBlock | None, value: str) -> str | None
 
 def _attention_seen(value: str, names: dict[str, int]) -> tuple[str, str]:
     if not names:
-        return NO_EFFECT, "operators cannot be seen in a compiled model"
+        return NO_EFFECT, "operators cannot be checked in a compiled model"
     calls = names.get(CALLS, 0)
     fused = {name: count for name, count in names.items() if "scaled_dot_product" in name and name != CALLS}
     if not calls and not fused:
-        return NO_EFFECT, "the model calls no scaled_dot_product_attention"
+        return NO_EFFECT, "the model does not call scaled_dot_product_attention"
     if value == "math":
         return (NO_EFFECT if fused else APPLIED), f"{calls} calls, fused operators: {', '.join(fused) or 'none'}"
     acts = any(name.startswith(FUSED[value][0]) for name in fused)
@@ -558,7 +558,7 @@ def autocast(module: Any) -> None:
     def enter(self: Any) -> Any:
         if not Ours.is_entering and self._enabled and not in_backward():
             KNOBS.traits.has_autocast = True
-            KNOBS.refuse("precision", "the program has an autocast of its own")
+            KNOBS.refuse("precision", "the program already uses autocast")
         return entered(self)
 
     def put_back() -> None:

@@ -1,4 +1,4 @@
-"""Knobs of the process: data parallelism, TrainingArguments, PyTorch's global settings, the allocator."""
+"""Sets knobs of the process: data parallelism, TrainingArguments, PyTorch's global settings, the allocator."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def _static_graph(root: Root) -> str | None:
     if wanted and not wrapper.require_backward_grad_sync:
         return "the program accumulates under no_sync"
     if wanted and wrapper.find_unused_parameters:
-        return "the program has find_unused_parameters: its graph may change"
+        return "the program sets find_unused_parameters: its graph may change"
     if not wanted and wrapper.static_graph:
-        return "the program itself has a static graph"
+        return "the program already sets static_graph"
     if wanted:
         wrapper._set_static_graph()
 
@@ -171,8 +171,8 @@ def _matmul_precision(root: Root) -> None:
         if now != wanted:
             return NO_EFFECT, f"the program has set it to {now}"
         if is_other or before == wanted:
-            return APPLIED, f"{now}, {'another product' if is_other else 'as before'}"
-        return NO_EFFECT, f"products of this {device.type} device are the same to the last bit"
+            return APPLIED, f"{now}, {'a different product' if is_other else 'unchanged'}"
+        return NO_EFFECT, f"products on this {device.type} device are the same to the last bit"
 
     KNOBS.applied("matmul_precision", seen)
 

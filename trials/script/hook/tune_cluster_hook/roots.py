@@ -1,4 +1,4 @@
-"""Root modules of a program: found at their first call, before it runs, and intercepted at every call.
+"""Finds the root modules of a program at their first call, before it runs, and intercepts every call of them.
 
 A root is the outermost module of a call that trains: in training mode, with parameters that require gradients, while
 gradients are recorded and no backward pass runs. A model wrapped for data parallelism is one root, a GAN has two.
@@ -166,7 +166,7 @@ def _observed(root: Root, call: Call, observers: list[CallObserver]) -> Call:
 
 
 class Roots:
-    """Finds roots and tells those who registered; does nothing in a program in which nobody did."""
+    """Finds roots and notifies callbacks; does nothing if none is registered."""
 
     def __init__(self) -> None:
         self.found: list[Root] = []

@@ -1,8 +1,8 @@
-"""Where the time of a step goes: data, forward, backward, recompute, communication, optimiser; the rest is left over.
+"""Splits the time of a step: data, forward, backward, recompute, communication, optimiser, and the rest.
 
-Sections nest, and time inside of an inner one is not the outer one's: Lightning runs forward and backward inside of the
-optimiser's closure, recomputation runs inside of the backward pass. On an accelerator each change of section records an
-event in the stream, read after the step's end: nothing waits for it.
+Sections nest, and the time of an inner one is not counted in the outer one: Lightning runs forward and backward in the
+optimiser's closure, recomputation runs in the backward pass. On an accelerator each change of section records an event
+in the stream, which is read after the end of the step: nothing waits for it.
 """
 
 from __future__ import annotations

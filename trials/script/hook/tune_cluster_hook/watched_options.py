@@ -1,7 +1,7 @@
-"""Which of its options the program reads: arguments of argparse, keys of OmegaConf, variables of the environment.
+"""Records which options the program reads: arguments of argparse, keys of OmegaConf, environment variables.
 
-An option that is never read cannot act. Reading is no proof that it does: programs print and log all of theirs. Where
-a program takes all options at once, as ``vars(args)`` does, what it does with each is unknown.
+An option that is never read cannot act. Reading is no proof that it does: programs print and log all of theirs. If a
+program takes all options at once, as ``vars(args)`` does, its use of each is unknown.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Records some steps with torch's profiler, later one with the names of modules and allocations; writes raw files only.
+"""Records steps with torch's profiler, then one more with module names and allocations; writes raw files only.
 
-What is recorded is read outside of the program: ending a recording takes seconds as it is. Hooks run inside of ranges
-that torch has opened, ``Optimizer.step`` say. A range that was opened in one recording and is closed in another one
-writes to memory that is freed already: so one step between the two is not recorded.
+Recordings are analysed outside of the program, because ending one takes seconds already. Hooks run inside of ranges
+that torch has opened, such as ``Optimizer.step``. A range that is opened in one recording and closed in another
+writes to freed memory, so one step between the two is not recorded.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Window:
 
     @guarded("profile")
     def step_ended(self, count: int) -> None:
-        """So many steps are over."""
+        """Called when ``count`` steps are over."""
         named = self._last + 2
         if not self._is_wanted() or count > named:
             return
@@ -134,17 +134,17 @@ class Window:
         self._profiler.start_trace()
 
     def _mark_passes(self) -> None:
-        """A range around the whole model's forward pass; hooks on what is compiled would be traced."""
+        """Put a range around the whole model's forward pass; hooks inside compiled parts would be traced."""
         for module in spine(FACTS.root)[:1] if FACTS.root is not None else ():
             self._mark(module, "tc.forward")
 
     def _begin_named(self) -> None:
-        """One further step, in which every module has a range of its own, and allocations are recorded."""
+        """Record one more step with a range per module, and allocations."""
         root = FACTS.root
         if root is None:
-            self._notes.append("the model is not known: nothing is said by module")
+            self._notes.append("the model is unknown: no figures by module")
         elif any_compiled(root):
-            self._notes.append("the model is compiled: nothing is said by module")
+            self._notes.append("the model is compiled: no figures by module")
             self._mark_passes()
         else:
             for name, module in list(root.named_modules())[:MAX_MODULES]:
@@ -271,5 +271,5 @@ HOOKS: dict[str, tuple[Callable[[Any], None], ...]] = {
 
 
 def install() -> None:
-    """Have the steps recorded that the tuner wants, if it wants any."""
+    """Record the steps that the tuner requests, if any."""
     STEPS.after_step = Window(json.loads(os.environ[VARIABLE])).step_ended
