@@ -1,10 +1,13 @@
 """The hook in plain PyTorch programs that know nothing of it: steps, losses, facts, and the same output as without."""
 
 import math
+import sys
 
 import pytest
+import torch
 
 from tests.trials.script.hooked import SEEN, launch
+from trials.script.command import HOOK_FOLDER
 
 PARAMETERS = 29216
 """Parameters of the model in ``plain_loop.py``, in four bytes each."""
@@ -110,7 +113,7 @@ def test_a_model_that_nobody_can_look_into_costs_facts_only(tmp_path):
     assert told.losses == pytest.approx(told.printed_losses, abs=1e-6)
     assert [note["text"] for note in told.events("note")] == [
         "hook model: RuntimeError: nobody looks at my modules",
-        "hook parameters: RuntimeError: nobody looks at my modules",
+        "hook parameters: RuntimeError: nobody looks at my children",
     ]
 
 
@@ -230,3 +233,32 @@ def test_what_runs_inside_of_an_optimisers_closure_is_no_part_of_the_optimiser(t
         forward, backward, again, optimizer = parts
         assert forward >= 0.02 and again >= 0.02 and sum(parts) <= step["step_time_s"] - 0.01
         assert optimizer + backward <= step["step_time_s"] - 0.05, "the sleeps lie in other parts"
+
+
+def test_what_few_programs_do_goes_on_as_without_the_hook(tmp_path):
+    (told,) = launch(["unusual.py"], tmp_path)
+    assert (told.output, told.code) == ("unharmed\n", 0), told.errors
+    assert told.events("note") == []
+    skipped = [step for step in told.steps if step.get("skipped")]
+    assert 5 <= len(skipped) <= 30  # each once, from when the second optimiser is seen to go on alone
+
+
+def test_what_fails_in_the_first_steps_leaves_nothing_behind(monkeypatch):
+    """A model whose facts cannot be found: neither hooks in it nor a look at its operators stay."""
+    sys.path.append(str(HOOK_FOLDER))
+    from tune_cluster_hook import facts, steps
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    found, compile_ = facts.Facts(), torch.compile
+    monkeypatch.setattr(steps, "_given_up", {})
+    found.watch(net)
+    found.step_ended("test")
+    assert torch._C._len_torch_dispatch_stack() == 1
+    monkeypatch.setattr(facts, "world_size", lambda: 1 / 0)
+    net(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    found.step_ended("test")
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+    assert torch.compile is compile_

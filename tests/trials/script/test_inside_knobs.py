@@ -2,12 +2,14 @@
 stays what it was: losses to the last bit, or as close as the number format allows."""
 
 import json
+import sys
 
 import pytest
+import torch
 
 from tests.trials.script.hooked import launch
 from trials.reports import ScriptReport, merge_scripts
-from trials.script.command import KNOBS_VARIABLE, CommandFile, ScriptCommand, inside_knobs
+from trials.script.command import HOOK_FOLDER, KNOBS_VARIABLE, CommandFile, ScriptCommand, inside_knobs
 from trials.script.judge import Judge, NotApplied
 from trials.script.report_lines import StepBook
 from trials.spec import Protocol
@@ -292,3 +294,31 @@ def test_reports_keep_what_was_seen_and_the_fingerprint():
     silent, speaking = ScriptReport(), ScriptReport(knobs=(("recompute", "3 of 3"),), fingerprint='{"torch":"2.13"}')
     merged = merge_scripts((silent, speaking))
     assert (merged.knobs, merged.fingerprint) == (speaking.knobs, speaking.fingerprint)
+
+
+@pytest.mark.parametrize("data", ["open file", "tensors"])
+def test_unusual_programs_train_on(tmp_path, data):
+    """Processes share the position in a file; iterators of workers cannot be pickled."""
+    knobs = tmp_path / "knobs.json"
+    wanted = {"num_workers": 2, "ddp_bucket_mb": 1}
+    knobs.write_text(json.dumps({"version": 1, "knobs": wanted}))
+    (told,) = launch(["unusual_data.py", data], tmp_path, **{KNOBS_VARIABLE: str(knobs)})
+    assert (told.output, told.code) == ("unharmed\n", 0), told.errors
+    states = {line["name"]: (line["state"], line["detail"]) for line in told.events("knob")}
+    assert states["ddp_bucket_mb"][0] == "refused"
+    assert states["num_workers"][0] == ("refused" if data == "open file" else "applied"), states
+    assert "data, which was open before" in states["num_workers"][1] or data == "tensors"
+
+
+def test_outputs_that_need_no_change_are_handed_on_as_they_are():
+    sys.path.append(str(HOOK_FOLDER))
+    from tune_cluster_hook.model_knobs import _map_tensors
+
+    class Pair(tuple):
+        def __new__(cls, one, other):
+            return super().__new__(cls, (one, other))
+
+    full, half = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    for output in ([full, 1], Pair(full, full), Pair(half, half)):
+        assert _map_tensors(output, lambda tensor: tensor.float()) is output
+    assert _map_tensors([half], lambda tensor: tensor.float())[0].dtype == torch.float32

@@ -107,6 +107,15 @@ def test_copies_and_files_hold_nothing_of_it(watch):
     assert list(torch.load(file, weights_only=False).state_dict()) == list(net.state_dict())
 
 
+def test_a_replica_for_another_device_runs_itself(watch):
+    net = Net()
+    train(net, net, steps=1)
+    replica = net._replicate_for_data_parallel()
+    replica._modules = dict(Net().named_children())
+    x = torch.randn(2, 16)
+    assert not torch.equal(replica(x), net(x))
+
+
 @pytest.mark.slow
 @pytest.mark.representative("in place")
 @pytest.mark.parametrize("how", ["in place", "wrapped", "function"])

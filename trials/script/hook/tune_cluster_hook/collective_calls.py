@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import statistics
 import threading
+import weakref
 from typing import Any, Callable
 
 from .step_parts import COMMUNICATION, PARTS
@@ -92,27 +93,28 @@ class Buckets:
 
     def __init__(self) -> None:
         self._exposed: dict[int, float] = {}
-        self._wrapper: Any = None
+        self._wrapper: Callable[[], Any] = lambda: None
 
     @property
     def is_read(self) -> bool:
         """Whether there is something to read after each step."""
-        return self._wrapper is not None
+        return self._wrapper() is not None
 
     def watch(self, module: Any) -> None:
         """A module that may be such a wrapper."""
         if type(module).__name__ == "DistributedDataParallel":
-            self._wrapper = module
+            self._wrapper = weakref.ref(module)
 
     @guarded("buckets")
     def read(self) -> dict[str, Any]:
         """Facts after a step; empty where there is no wrapper, or nothing new."""
-        return {} if self._wrapper is None else self._of(self._wrapper._get_ddp_logging_data())
+        wrapper = self._wrapper()
+        return {} if wrapper is None else self._of(wrapper._get_ddp_logging_data())
 
     def _of(self, kept: dict[str, Any]) -> dict[str, Any]:
         iteration = int(kept.get("iteration", 0))
         if iteration >= LAST:
-            self._wrapper = None
+            self._wrapper = lambda: None
         together, whole = kept.get("backward_compute_comm_overlap_time"), kept.get("backward_comm_time")
         if iteration < FIRST or together is None or whole is None:
             return {}

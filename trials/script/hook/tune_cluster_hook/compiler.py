@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
-from typing import Any
+from typing import Any, Callable
 
-from .steps import STEPS, guarded
+from .steps import STEPS, guarded, is_compiling
 
 MAX_REASON = 200
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -65,6 +66,27 @@ def _break(reason: str) -> str:
     places = _PLACE.findall(reason)
     where = f" ({places[-1][0].rpartition('/')[2]}:{places[-1][1]})" if places else ""
     return _first_line(reason) + where
+
+
+def before_compile(callback: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``callback`` when the program calls ``torch.compile``. Returns what ends that."""
+    torch: Any = sys.modules["torch"]
+    original = getattr(torch, "compile", None)
+    if original is None:  # before PyTorch 2.0
+        return lambda: None
+
+    @functools.wraps(original)
+    def compile_(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling():
+            callback()
+        return original(*args, **kwargs)
+
+    def put_back() -> None:
+        if torch.compile is compile_:
+            torch.compile = original
+
+    torch.compile = compile_
+    return put_back
 
 
 COMPILER = Compiler()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections import Counter
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from .collective_calls import Buckets
-from .compiler import COMPILER
+from .compiler import COMPILER, before_compile
 from .look import LookAtStep
 from .model_facts import input_facts, model_facts
 from .roots import compiled_call, in_backward
@@ -219,8 +220,9 @@ class Facts:
 
     def __init__(self) -> None:
         self.wants_root = True
-        self.root: Any = None
-        """The model that the program trains, once it is known."""
+        self._root: Callable[[], Any] = lambda: None
+        self._stop_waiting: Callable[[], None] = lambda: None
+        """Ends the wait for a call of ``torch.compile``."""
         self._handles: list[Any] = []
         self._spine: list[Calls] = []
         self._layers: list[list[Calls]] = []
@@ -230,6 +232,11 @@ class Facts:
         self._steps = self._ends = 0
         self._look = LookAtStep()
         self._buckets = Buckets()
+
+    @property
+    def root(self) -> Any:
+        """The model that the program trains; None before it is known, and once the program has dropped it."""
+        return self._root()
 
     def root_of(self, optimizer: Any) -> Any:
         """The model that an optimiser trains."""
@@ -241,7 +248,8 @@ class Facts:
         self.wants_root = False
         if root is None:
             return
-        self.root = root
+        self._root = weakref.ref(root)
+        self._stop_waiting = before_compile(self._give_up)
         self._compiled = any_compiled(root)
         for module in spine(root):
             self._buckets.watch(module)
@@ -261,14 +269,21 @@ class Facts:
     def step_ended(self, source: str) -> None:
         """An optimiser step is over: says what is new. The next step's clock starts after that."""
         is_told, is_early = OPTIONS.tell(source), self._ends <= PATIENCE
-        if is_early:
-            self._step_ended(source)
+        if is_early and not self._step_ended(source):
+            self._give_up()
         is_later = not is_early and self._later(source)
         if is_early or is_told or is_later:
             STEPS.restart_clock(is_watched=bool(self._handles) or self._look.is_on)
 
+    def _give_up(self) -> None:
+        """Something failed, or is about to be compiled, which hooks and a look would be traced in or forbid."""
+        self._ends = PATIENCE + 1
+        self._remove()
+        self._look.stop()
+        self._stop_waiting()
+
     @guarded("facts")
-    def _step_ended(self, source: str) -> None:
+    def _step_ended(self, source: str) -> bool:
         self._ends += 1
         found: dict[str, Any] = {"world_size": world_size(), **STEPS.surroundings()}
         if self._ends == 1:
@@ -282,13 +297,18 @@ class Facts:
         if self._steps >= STEPS_SEEN or self._ends > PATIENCE:
             self._remove()
             self._ends = PATIENCE + (0 if self._look.is_on else 1)
+        if self._ends > PATIENCE:
+            self._stop_waiting()
+        return True
 
+    @guarded("later facts")
     def _later(self, source: str) -> bool:
         """After the first steps: what changes only now. Whether that took time."""
-        found = {**(self._buckets.read() or {}), **(COMPILER.read() or {})}
-        return bool(self._tell(source, found)) if found else self._buckets.is_read
+        is_read = self._buckets.is_read
+        found = (self._buckets.read() or {}) if is_read else {}
+        found.update(COMPILER.read() or {})
+        return self._tell(source, found) or is_read
 
-    @guarded("facts")
     def _tell(self, source: str, found: dict[str, Any]) -> bool:
         new = {key: value for key, value in found.items() if self._told.get(key) != value}
         self._told.update(new)
@@ -314,7 +334,7 @@ class Facts:
     def _on_forward(self, module: Any, calls: Calls, with_input: bool = False) -> None:
         """Counts the calls of a module, and the samples that it is given."""
 
-        @guarded("facts")
+        @guarded("calls of modules")
         def before(_: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> None:
             if not self._handles or not module.training:
                 return
@@ -338,7 +358,7 @@ class Facts:
             handle = module.register_forward_pre_hook(before)
         self._handles.append(handle)
 
-    @guarded("facts")
+    @guarded("outputs of modules")
     def _saw_output(self, module: Any, args: Any, output: Any) -> None:
         tensor = _first_tensor(output)
         if self._dtype is None and tensor is not None and module.training:

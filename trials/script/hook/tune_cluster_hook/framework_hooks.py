@@ -20,7 +20,9 @@ from .steps import (
     GENERIC,
     STEPS,
     TRAINER,
+    accelerator,
     guarded,
+    is_capturing,
     is_compiling,
     stop_at,
 )
@@ -75,8 +77,8 @@ def _boundary(optimizer: Any, **values: Any) -> None:
 
 
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """The hook; leaves no trace in an optimiser step that is compiled."""
-    if not is_compiling():
+    """The hook; leaves no trace in an optimiser step that is compiled or recorded into a graph of the device."""
+    if not (is_compiling() or is_capturing(accelerator())):
         step_parts.after_step()
         _after_step(optimizer)
 
@@ -174,6 +176,8 @@ def backward(module: Any) -> None:
 def grad_scaler(module: Any) -> None:
     """``torch.amp.grad_scaler``: remembers losses as they were, sees steps that are skipped."""
     scaler = module.GradScaler
+    if "step" not in vars(scaler):  # that of CUDA inherits what is watched already: a skipped step would count twice
+        return
     scale, step = scaler.scale, scaler.step
 
     @functools.wraps(scale)
@@ -220,24 +224,21 @@ def data_loader(module: Any) -> None:
             batch = following(self)
             return batch
         finally:
-            if threading.current_thread() is threading.main_thread():
-                PARTS.has_loader = True
-                _loaded(self)
-                _measured(batch)
+            if threading.get_ident() == _main_thread:
+                _loaded(self, batch)
 
     iterator.__next__ = timed
 
 
+_main_thread = threading.main_thread().ident
+
+
 @guarded("loader")
-def _loaded(iterator: Any) -> None:
-    """Which loader gives batches while gradients are wanted."""
+def _loaded(iterator: Any, batch: Any) -> None:
+    """Which loader gives batches while gradients are wanted, and how long the samples of a batch of sequences are."""
+    PARTS.has_loader = True
     if sys.modules["torch"].is_grad_enabled():
         STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
-
-
-@guarded("samples")
-def _measured(batch: Any) -> None:
-    """How long the samples of a batch of sequences are."""
     STEPS.saw_length(sequence_length(batch))
 
 

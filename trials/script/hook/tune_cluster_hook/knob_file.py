@@ -136,8 +136,12 @@ class Knobs:
             return
         self._refused[name] = reason
         if self._is_told:
-            emit(SOURCE, event="knob", name=name, state=REFUSED, detail=reason)
-            self._notice({name: (REFUSED, reason)})
+            self._tell_refusal(name, reason)
+
+    @guarded("refusals")
+    def _tell_refusal(self, name: str, reason: str) -> None:
+        emit(SOURCE, event="knob", name=name, state=REFUSED, detail=reason)
+        self._notice({name: (REFUSED, reason)})
 
     def attempt(self, name: str, apply: Callable[..., str | None], *args: Any) -> None:
         """Applies a knob: refused for the reason that ``apply`` returns, or the error that it raises."""
@@ -198,6 +202,13 @@ class Knobs:
         if self._is_told or not ROOTS.found:
             return
         self._is_told = True
+        try:
+            self._tell()
+        finally:  # both keep modules alive
+            self._seen.clear()
+            self._undo.clear()
+
+    def _tell(self) -> None:
         for undo in (undo for name in self._refused for undo in self._undo.get(name, [])):
             undo()
         outcomes = {name: self._outcome(name) for name in self.wanted}
@@ -205,8 +216,6 @@ class Knobs:
             emit(SOURCE, event="knob", name=name, state=state, detail=detail)
         emit(SOURCE, event="fingerprint", fingerprint=self.traits.fingerprint())
         self._notice(outcomes)
-        self._seen.clear()
-        self._undo.clear()
 
     def _outcome(self, name: str) -> tuple[str, str]:
         if self.mismatch is not None and name not in self._seen:
@@ -231,13 +240,14 @@ class Knobs:
             _say("applied " + "; ".join(done))
         for name, (state, detail) in outcomes.items():
             if state != APPLIED:
-                before = self._expect.get(name)
+                measured = self._expect.get(name)
                 _say(
                     f"WARNING: {name} is not applied: {detail}. Training continues without it"
-                    + (f"; measured with: {before}" if before else "")
+                    + (f"; measured with: {measured}" if measured else "")
                 )
         now = self.traits.fingerprint()
-        changed = [key for key, value in (self._fingerprint or {}).items() if value is not None and now[key] != value]
+        before = {key: value for key, value in (self._fingerprint or {}).items() if value is not None}
+        changed = [key for key, value in before.items() if now.get(key) != value]
         if changed and self.mismatch is None:
             _say(f"WARNING: the program differs from the measured one: {', '.join(changed)} changed")
 

@@ -8,15 +8,18 @@ order do not change. Items are tried in a forked process only, so that this proc
 from __future__ import annotations
 
 import collections
+import fcntl
 import functools
 import itertools
 import json
 import os
 import select
 import signal
+import stat
 import sys
 import time
 import warnings
+import weakref
 from typing import Any, Callable, Iterator
 
 from .knob_file import APPLIED, KNOBS, NO_EFFECT, accelerator_missing, torch_version
@@ -42,12 +45,19 @@ class LoaderPlace:
     def __init__(self, site: str) -> None:
         self.site = site
         self.is_tuned = False
-        self.iterator: Any = None
+        self.workers = 0
+        self.prefetch: int | None = None
+        self.is_pinned = False
+        """What the last iterator began with; kept alive, it would keep its workers when the program has left it."""
         self.items: dict[str, Any] = {}
         """What the forked process has seen of an item: ``draws``, ``error``, ``device``."""
         self.climb: dict[str, float] = {}
         self.attributes: Any = None
         self.problem: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a loader get None in its place."""
+        return type(None), ()
 
 
 class Loaders:
@@ -57,8 +67,8 @@ class Loaders:
 
     def __init__(self) -> None:
         self._made: collections.Counter[str] = collections.Counter()
-        self.last: Any = None
-        """The loader that was iterated last, and its place."""
+        self.last: Callable[[], Any] = lambda: None
+        """The loader that was iterated last."""
         self.training: str | None = None
         """Where the loader that feeds training is made, once it has."""
 
@@ -88,11 +98,12 @@ class Loaders:
 
     def feeds(self, root: Root, args: Any, kwargs: Any) -> None:
         """The first training call: the loader iterated last has fed it."""
-        if self.training is not None or self.last is None:
+        loader = self.last()
+        if self.training is not None or loader is None:
             return
-        loader, place = self.last
+        place = loader.__dict__[self.ATTRIBUTE]
         self.training = KNOBS.traits.loader = place.site
-        self.last = None
+        self.last = lambda: None
         if not KNOBS.is_loader_expected(place.site):
             KNOBS.is_expected(loader=place.site)
         if place.problem:
@@ -129,10 +140,14 @@ def data_loader(module: Any) -> None:
 
 def _begun(loader: Any, iterator: Any) -> None:
     place = loader.__dict__.get(Loaders.ATTRIBUTE)
-    if place is None or not sys.modules["torch"].is_grad_enabled() or LOADERS.training is not None:
+    if place is None or not sys.modules["torch"].is_grad_enabled():
         return
-    place.iterator = iterator
-    LOADERS.last = loader, place
+    place.workers = sum(worker.is_alive() for worker in getattr(iterator, "_workers", ()))
+    place.prefetch = getattr(iterator, "_prefetch_factor", None)
+    place.is_pinned = bool(getattr(iterator, "_pin_memory", False))
+    if LOADERS.training is not None:
+        return
+    LOADERS.last = weakref.ref(loader)
     if place.is_tuned and getattr(iterator, "_workers", None):
         _check_first_batch(iterator)
 
@@ -309,9 +324,14 @@ def _look(loader: Any, *, climbs: bool) -> dict[str, Any]:
     """In the forked process: an item's device, whether it draws random numbers, and the climb."""
     torch = sys.modules["torch"]
     indices = next(iter(loader._index_sampler))
-    before = _generators()
-    item = loader.dataset[indices[0] if isinstance(indices, (list, tuple)) else indices]
+    before, positions = _generators(), _own_positions()
+    indices = indices if isinstance(indices, (list, tuple)) else [indices]
+    item = loader.dataset[indices[0]]
+    loader.dataset[indices[-1]]  # the first one may be in a buffer
     found: dict[str, Any] = {"draws": before != _generators()}
+    moved = _moved(positions)
+    if moved:
+        return {"error": f"it reads {moved}, which was open before: processes share the position in an open file"}
     parts = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else [item]
     devices = [part.device.type for part in parts if torch.is_tensor(part) and part.device.type != "cpu"]
     if devices:
@@ -319,6 +339,35 @@ def _look(loader: Any, *, climbs: bool) -> dict[str, Any]:
     elif climbs:
         found["climb"] = dict(_climb(loader))
     return found
+
+
+def _own_positions() -> dict[int, int]:
+    """Opens again what the program has open for reading, as the position in a file is shared with it. Returns them."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            number = int(name)
+            mode = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE
+            if mode == os.O_WRONLY or not stat.S_ISREG(os.fstat(number).st_mode):
+                continue
+            own = os.open(f"/proc/self/fd/{name}", mode)
+            found[number] = os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(own, number, inheritable=False)
+            os.close(own)
+        except OSError:  # closed in the meantime, as the folder itself is
+            continue
+    return found
+
+
+def _moved(positions: dict[int, int]) -> str:
+    """The name of a file that was read from its position; empty where none was."""
+    for number, position in positions.items():
+        try:
+            if os.lseek(number, 0, os.SEEK_CUR) != position:
+                return os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:
+            continue
+    return ""
 
 
 def _generators() -> list[Any]:
@@ -371,24 +420,23 @@ def _time_per_batch(loader: Any, batches: list[Any], workers: int) -> float:
 
 
 def _workers_seen(loader: Any, place: LoaderPlace) -> tuple[str, str]:
-    alive = sum(worker.is_alive() for worker in getattr(place.iterator, "_workers", ()))
-    detail = f"{alive} worker processes alive, loader of {place.site}"
+    detail = f"{place.workers} worker processes alive, loader of {place.site}"
     if place.climb:
         detail += ", ms per batch by workers " + ", ".join(f"{n}: {1e3 * s:.3g}" for n, s in place.climb.items())
     if place.items.get("draws"):
         detail += ", items draw random numbers, which depend on the number of workers"
-    return (APPLIED if alive == loader.num_workers else NO_EFFECT), detail
+    return (APPLIED if place.workers == loader.num_workers else NO_EFFECT), detail
 
 
 def _prefetch_seen(loader: Any, place: LoaderPlace) -> tuple[str, str]:
-    now = getattr(place.iterator, "_prefetch_factor", None)
+    now = place.prefetch
     if now is None:
         return (NO_EFFECT if KNOBS.value("prefetch_factor") else APPLIED), "no worker processes, no prefetching"
     return (APPLIED if now == (KNOBS.value("prefetch_factor") or PREFETCH) else NO_EFFECT), f"{now} batches per worker"
 
 
 def _pin_seen(loader: Any, place: LoaderPlace) -> tuple[str, str]:
-    now = bool(getattr(place.iterator, "_pin_memory", False))
+    now = place.is_pinned
     return (APPLIED if now == bool(KNOBS.value("pin_memory")) else NO_EFFECT), f"pinned: {str(now).lower()}"
 
 

@@ -41,10 +41,16 @@ class SeenOperators:
         self.counts: Counter[str] = Counter()
         self.mask_bytes = 0
         self.sites: Counter[str] = Counter()
+        self.is_whole = True
+        """Whether every operator was understood: sums over some of them would be wrong."""
 
-    @guarded("look")
     def at(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, formulas: Any) -> None:
         """One operator; ``formulas`` of FLOPs by operator."""
+        if self.is_whole:
+            self.is_whole = bool(self._at(func, args, kwargs, out, formulas))
+
+    @guarded("look")
+    def _at(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, formulas: Any) -> bool:
         name = func._schema.name
         self.counts["operators"] += 1
         formula = formulas.get(getattr(func, "_overloadpacket", None))
@@ -60,6 +66,7 @@ class SeenOperators:
             self._convolution(args[0])
         elif ATTENTION in name:
             self._mask(args, kwargs)
+        return True
 
     def _read(self, tensor: Any) -> None:
         """A value that the program itself reads; where there is a device, of one that lies there."""
@@ -99,6 +106,8 @@ class SeenOperators:
 
     def facts(self) -> dict[str, Any]:
         """By the names of facts; what did not occur is left out."""
+        if not self.is_whole:
+            return {}
         found: dict[str, Any] = {name: int(number) for name, number in self.counts.items() if number}
         if self.sites:
             found["sync_site"] = self.sites.most_common(1)[0][0]
@@ -119,7 +128,7 @@ def _site() -> str:
 def _mode(look: SeenOperators) -> Any:
     """A dispatch mode. PyTorch's ``FlopCounterMode`` would hook into every module."""
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
+    from torch.utils.flop_counter import flop_registry  # PyTorch 2.2 or later: without it, nothing is looked at
 
     class Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Sees every operator of the step."""
@@ -161,20 +170,33 @@ class LookAtStep:
     def step_ended(self, compiled: bool) -> dict[str, Any]:
         """Begins at the end of a step; at the end of the next, what was seen."""
         if self._mode is not None:
-            return self._end()
-        if not self._done and not compiled and _is_free():
-            mode = _mode(self._look)
-            mode.__enter__()
-            self._mode = mode
-            _looking.add(id(mode))
-        self._done = True
+            self.stop()
+            return {**self._look.facts(), **(_launching() or {})}
+        if not self._done:
+            self._done = True
+            if not compiled and _is_free():
+                self._begin()
         return {}
 
-    def _end(self) -> dict[str, Any]:
+    @guarded("look begins")
+    def _begin(self) -> None:
+        mode = _mode(self._look)
+        mode.__enter__()
+        self._mode = mode
+        _looking.add(id(mode))
+
+    @guarded("look ends")
+    def stop(self) -> None:
+        """Ends a look that is on."""
         mode, self._mode = self._mode, None
-        mode.__exit__(None, None, None)
-        _looking.discard(id(mode))
-        return {**self._look.facts(), "launch_s": launch_s()}
+        if mode is not None:
+            _looking.discard(id(mode))
+            mode.__exit__(None, None, None)
+
+
+@guarded("launches")
+def _launching() -> dict[str, float]:
+    return {"launch_s": launch_s()}
 
 
 def _is_free() -> bool:

@@ -18,6 +18,8 @@ from .roots import ROOTS, RepeatedBlock, Root, in_backward, repeated_block
 from .steps import guarded
 
 MAX_LEAVES = 8
+MAX_NOTED = 10_000
+"""Outputs that are noted at most, in a program whose first steps never end."""
 SIXTEEN = "O1-bf16"
 MARK = "_tune_cluster_recompute"
 """Attribute of modules that are recomputed; copies of the model keep it."""
@@ -55,6 +57,10 @@ def _map_tensors(value: Any, change: Callable[[Any], Any], depth: int = 3) -> An
         return value
     if isinstance(value, (list, tuple)):
         items = [_map_tensors(item, change, depth - 1) for item in value]
+        if all(item is before for item, before in zip(items, value)):
+            return value
+        if type(value) not in (list, tuple) and not hasattr(value, "_fields"):
+            return value  # a class of the program's, made in a way that is unknown
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -167,7 +173,12 @@ def _watch_formats(model: Any) -> None:
         return
     linears = [module for module in model.modules() if type(module).__name__ in ("Linear", "Conv2d", "Conv1d")]
     for linear in linears[:MAX_LEAVES]:
-        LEAVES.watch(linear, lambda module, args, output: _formats.append(str(output.dtype).rpartition(".")[2]))
+        LEAVES.watch(linear, lambda module, args, output: _note_format(output))
+
+
+def _note_format(output: Any) -> None:
+    if len(_formats) < MAX_NOTED:
+        _formats.append(str(output.dtype).rpartition(".")[2])
 
 
 # ---- memory_format: weights and inputs with channels last
@@ -191,6 +202,8 @@ def memory_format(root: Root, block: RepeatedBlock | None, value: str) -> str | 
         return "the program already uses channels last" if is_last else None
     if _has_state(torch, model):
         return "the optimiser already has states, which would keep their layout"
+    if any(tensor.dim() == 5 for tensor in (*model.parameters(), *model.buffers())):
+        return f"{type(model).__name__} has weights of five dimensions, which have no such layout"
     model.to(memory_format=torch.channels_last)
     if not any_compiled(model):
         for module in convolutions[:MAX_LEAVES]:
@@ -212,6 +225,8 @@ def before_data_parallel(module: Any) -> None:
     torch = _torch()
     if KNOBS.value("memory_format") != "nhwc" or sharded(module) or _has_state(torch, module):
         return
+    if any(tensor.dim() == 5 for tensor in (*module.parameters(), *module.buffers())):
+        return
     if any(type(part).__name__ in ("Conv2d", "ConvTranspose2d") for part in module.modules()):
         module.to(memory_format=torch.channels_last)
 
@@ -223,7 +238,7 @@ def _is_channels_last(tensor: Any) -> bool:
 
 def _note_layout(output: Any) -> None:
     torch = _torch()
-    if not torch.is_tensor(output) or output.dim() != 4:
+    if not torch.is_tensor(output) or output.dim() != 4 or len(_layouts) >= MAX_NOTED:
         return
     last = output.is_contiguous(memory_format=torch.channels_last)
     if last != output.is_contiguous():  # one channel, or one pixel: both
@@ -560,8 +575,7 @@ def grad_scaler(module: Any) -> None:
     @functools.wraps(made)
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        if self.is_enabled():
-            KNOBS.traits.has_scaler = True
+        KNOBS.traits.has_scaler = KNOBS.traits.has_scaler or bool(getattr(self, "_enabled", False))
 
     module.GradScaler.__init__ = initialise
 

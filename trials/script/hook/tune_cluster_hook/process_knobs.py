@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import weakref
@@ -32,11 +33,15 @@ def data_parallel(module: Any) -> None:
     @functools.wraps(made)
     def initialise(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         settings = guarded("data parallelism")(_settings)(module) or {}
+        given = guarded("data parallelism")(inspect.signature(made).bind_partial)(self, module, *args)
+        for name in [name for name in settings if given is None or name in given.arguments]:
+            KNOBS.refuse(SETTINGS[name], "the program sets it by its place among the arguments")
+            del settings[name]
         kwargs.update(settings)
         made(self, module, *args, **kwargs)
-        for name, setting in (("ddp_bucket_mb", "bucket_cap_mb"), (VIEW, "gradient_as_bucket_view")):
-            if setting in settings:
-                KNOBS.applied(name, functools.partial(_reducer_seen, weakref.ref(self), name))
+        for setting in settings:
+            name = SETTINGS[setting]
+            KNOBS.applied(name, functools.partial(_reducer_seen, weakref.ref(self), name))
 
     @functools.wraps(no_sync)
     def watched(self: Any) -> Any:
@@ -47,6 +52,8 @@ def data_parallel(module: Any) -> None:
 
 
 VIEW = "ddp_gradient_as_bucket_view"
+SETTINGS = {"bucket_cap_mb": "ddp_bucket_mb", "gradient_as_bucket_view": VIEW}
+"""Arguments of ``DistributedDataParallel``, and the knob that sets each."""
 
 
 def _settings(module: Any) -> dict[str, Any]:

@@ -23,8 +23,9 @@ FIRST_STEPS = 2
 """Optimiser steps after which the search for roots ends."""
 PATIENCE = 10
 """Optimiser steps after which it ends although none was found."""
-MAX_CALLS = 20_000
-"""Calls of roots after which it ends in a program without an optimiser step."""
+MAX_CALLS = 400
+"""Calls of roots after which it ends in any case. Each replaces ``Module.__call__`` twice, and Python 3.13 no longer
+caches attributes of a class that was changed a thousand times."""
 LEAST_SHARE = 0.3
 """Part of a model's parameters that its repeated block holds at least."""
 WRAPPERS = ("DistributedDataParallel", "OptimizedModule", "FullyShardedDataParallel", "DataParallel")
@@ -220,7 +221,8 @@ class Roots:
             compiler = torch.compiler
             if hasattr(compiler, "is_compiling") and compiler.is_compiling():
                 return original(self_, *args, **kwargs)
-            if not self_.training or not self._is_root(self_):
+            # Not armed: who took this function for PyTorch's own in the meantime still has it.
+            if not self.is_armed or not self_.training or not self._is_root(self_):
                 return original(self_, *args, **kwargs)
             kind.__call__ = original
             try:
@@ -233,8 +235,23 @@ class Roots:
         def put_back() -> None:
             kind.__call__ = original
 
+        self._keep_replicas_apart(kind)
         kind.__call__ = watching
         self._put_back, self.is_armed = put_back, True
+
+    @guarded("replicas")
+    def _keep_replicas_apart(self, kind: Any) -> None:
+        """``DataParallel`` copies what a module holds: a replica with the root's interceptor would run the root."""
+        replicate = kind._replicate_for_data_parallel
+
+        @functools.wraps(replicate)
+        def replicated(self_: Any) -> Any:
+            replica = replicate(self_)
+            if isinstance(replica.__dict__.get(SLOT), Interceptor):
+                replica.__dict__[SLOT] = replica.__dict__[SLOT].compiled
+            return replica
+
+        kind._replicate_for_data_parallel = replicated
 
     @guarded("roots")
     def _is_root(self, module: Any) -> bool:

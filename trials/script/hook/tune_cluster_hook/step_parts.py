@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import types
+from collections import defaultdict
 from typing import Any, Callable
 
 from .roots import ROOTS, in_backward
-from .steps import STEPS, accelerator, guarded, is_compiling
+from .steps import STEPS, guarded, is_compiling
 
 DATA, FORWARD, BACKWARD, RECOMPUTE, COMMUNICATION, OPTIMIZER, OTHER = (
     "data",
@@ -33,7 +35,7 @@ class PartsClock:
 
     def __init__(self) -> None:
         self._open: list[str] = []
-        self._seconds: dict[str, float] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._since = 0.0
         self._thread: int | None = None
         self._device: Any = None
@@ -48,15 +50,15 @@ class PartsClock:
 
     def enter(self, name: str) -> None:
         """A section begins."""
-        if self._is_ours():
+        if self._thread == threading.get_ident() or self._works_for_it():
             self._change()
             self._open.append(name)
 
     def leave(self, name: str) -> None:
         """The innermost open section of this name is over, and what was left open in it."""
-        if name in self._open and self._is_ours():
+        if name in self._open and (self._thread == threading.get_ident() or self._works_for_it()):
             self._change()
-            while self._open.pop() != name:
+            while self._open and self._open.pop() != name:
                 pass
 
     def during(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,16 +76,15 @@ class PartsClock:
 
         return timed
 
-    def _is_ours(self) -> bool:
-        """Whether this thread trains, or works for it in a backward pass that it waits for."""
-        if self._thread is None or self._thread == threading.get_ident():
-            return True
-        return BACKWARD in self._open and in_backward()
+    def _works_for_it(self) -> bool:
+        """Whether the thread that trains waits in a backward pass for this one; there is none before the first step has
+        ended, as the time of that is unknown anyway."""
+        return self._thread is not None and BACKWARD in self._open and in_backward()
 
     def _change(self) -> None:
         now = time.perf_counter()
         name = self._open[-1] if self._open else OTHER
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._seconds[name] += now - self._since
         self._since = now
         if self._device is not None:
             self._record(name)
@@ -107,7 +108,7 @@ class PartsClock:
 
     def take(self) -> dict[str, float]:
         """Seconds of every section of the step that was closed, after the device was waited for."""
-        found = self._on_device() if self._device is not None else dict(self._seconds)
+        found = self._on_device() if self._device is not None else self._seconds
         if found is None:
             return {}
         if self.has_loader:
@@ -124,14 +125,13 @@ class PartsClock:
             found[name] = found.get(name, 0.0) + elapsed_ms / 1e3
         return found
 
-    def restart(self) -> None:
-        """The next step begins now."""
+    def restart(self, backend: Any | None) -> None:
+        """The next step begins now, on this device."""
         self._open.clear()
         self._seconds.clear()
         self._ended.clear()
         self._thread = threading.get_ident()
         self._device = None
-        backend = accelerator()
         if backend is not None and hasattr(backend, "Event") and hasattr(backend, "current_stream"):
             self._begin_on(backend)
         self._since = time.perf_counter()
@@ -175,11 +175,15 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     return _with_closure(args, kwargs)
 
 
+_CLOSURES = (types.FunctionType, types.MethodType, functools.partial)
+"""What is replaced by a function around it. Other objects that can be called may be more than that to an optimiser."""
+
+
 @guarded("closure")
 def _with_closure(args: Any, kwargs: Any) -> Any:
-    if len(args) > 1 and callable(args[-1]):  # the first is the optimiser itself
+    if len(args) > 1 and isinstance(args[-1], _CLOSURES):  # the first is the optimiser itself
         return (*args[:-1], PARTS.during(OTHER, args[-1])), kwargs
-    if callable(kwargs.get("closure")):
+    if isinstance(kwargs.get("closure"), _CLOSURES):
         return args, {**kwargs, "closure": PARTS.during(OTHER, kwargs["closure"])}
     return None
 

@@ -116,8 +116,9 @@ MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"
 def accelerator() -> Any | None:
     """The part of torch for the device that this process uses; None on CPU, or before anything ran on it."""
     torch = sys.modules.get("torch")
+    known = {} if torch is None else vars(torch)  # a name that is missing costs microseconds in torch's __getattr__
     for name in _BACKENDS:
-        backend = getattr(torch, name, None)
+        backend = known.get(name)
         is_initialized = getattr(backend, "is_initialized", None)
         if is_initialized is not None and is_initialized():
             return backend
@@ -142,18 +143,35 @@ def memory(backend: Any | None) -> dict[str, int]:
 
 _status: dict[int, int] = {}
 """The open ``/proc/self/status`` by process."""
+RESIDENT_S = 0.05
+"""Seconds for which the peak of the resident set is not read again: the kernel takes tens of microseconds for it."""
+_resident_read: tuple[float, int, dict[str, int]] = (0.0, 0, {})
+"""When it was read, by which process, and what."""
 
 
 def _resident() -> dict[str, int]:
-    """``VmHWM``; what ``getrusage`` says includes the program that started this one."""
+    global _resident_read
+    now, pid = time.perf_counter(), os.getpid()
+    if pid != _resident_read[1] or now - _resident_read[0] >= RESIDENT_S:
+        _resident_read = now, pid, _read_resident(pid)
+    return _resident_read[2]
+
+
+def _read_resident(pid: int) -> dict[str, int]:
+    """``VmHWM``; ``getrusage`` includes the program that started this one."""
     try:
-        pid = os.getpid()
         if pid not in _status:
             _status[pid] = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
         text = os.pread(_status[pid], 4096, 0)
         return {"rss_bytes": int(text.split(b"VmHWM:", 1)[1].split(None, 1)[0]) << 10}
     except (OSError, IndexError, ValueError):
         return {}
+
+
+def is_capturing(backend: Any | None) -> bool:
+    """Whether work is recorded into a graph: to wait for the device then would break the recording."""
+    capturing = getattr(backend, "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())
 
 
 def limit_memory(torch: Any) -> None:
@@ -256,16 +274,18 @@ class Steps:
         self.parts.close()
         host_ended, backend = time.perf_counter(), accelerator()
         synchronize(backend)
-        now = time.perf_counter()
+        now, now_cpu = time.perf_counter(), time.thread_time()
         self.loaded(source)
         self.count += 1
         line: dict[str, Any] = {"source": source, "step": self.count}
         if self._last is not None:
             step_time_s = now - self._last
             line["step_time_s"] = step_time_s
-            line["cpu_s"] = round(max(0.0, time.thread_time() - self._last_cpu), 7)
-            line.update({name: min(seconds, step_time_s) for name, seconds in self.parts.take().items()})
-            line.update({**self.collectives.take(), **(self.compiler.take() or {})})
+            line["cpu_s"] = round(max(0.0, now_cpu - self._last_cpu), 7)
+            for name, seconds in self.parts.take().items():
+                line[name] = min(seconds, step_time_s)
+            line.update(self.collectives.take())
+            line.update(self.compiler.take() or {})
             if backend is not None:
                 line["ahead_s"] = round(now - host_ended, 7)
         self._backwards = len(self._losses)
@@ -292,8 +312,8 @@ class Steps:
             is_watched: Whether hooks on the model will make that step longer; its line says so.
         """
         self._is_watched = is_watched
+        self.parts.restart(accelerator())
         self._last, self._last_cpu = time.perf_counter(), time.thread_time()
-        self.parts.restart()
 
     def amend(self, **values: Any) -> None:
         """Adds to the line of the last step, if that was not written yet."""

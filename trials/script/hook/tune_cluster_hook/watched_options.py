@@ -67,10 +67,9 @@ class WatchedOptions:
 
     @guarded("options")
     def _write(self, source: str) -> None:
-        at_once = {kind for kind, name in self._read if name == AT_ONCE}
-        options = [
-            {**one, "is_read": key in self._read, "at_once": key[0] in at_once} for key, one in self._declared.items()
-        ]
+        read, declared = self._read.copy(), self._declared.copy()  # other threads go on reading
+        at_once = {kind for kind, name in read if name == AT_ONCE}
+        options = [{**one, "is_read": key in read, "at_once": key[0] in at_once} for key, one in declared.items()]
         if options:
             emit(source, event="options", options=options)
 
@@ -99,7 +98,7 @@ def argparse(module: Any) -> None:
 
     def read(self: Any, name: str) -> Any:
         is_option = name[:1] != "_" or (name == "__dict__" and not copied and object.__getattribute__(self, name))
-        if is_option and sys._getframe(1).f_code.co_filename != own:
+        if is_option and not sys._getframe(1).f_code.co_filename.startswith((own, _HERE)):
             OPTIONS.read(ARGPARSE, AT_ONCE if name == "__dict__" else name)
         return object.__getattribute__(self, name)
 
