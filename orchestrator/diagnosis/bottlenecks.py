@@ -456,7 +456,7 @@ def _collectives(case: DiagnosedCase) -> list[str]:
         lines.append(f"DistributedDataParallel reduces {buckets}{wait}")
     if facts.collectives:
         size = num_bytes(facts.collective_bytes or 0)
-        lines.append(f"{facts.collectives:.3g} collectives per step are called from Python, {size}")
+        lines.append(f"collectives called from Python: {facts.collectives:.3g} per step, {size}")
     return lines
 
 

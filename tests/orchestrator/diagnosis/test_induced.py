@@ -80,7 +80,7 @@ RUN = {
     "too much recompute": (["--model", "again", "--batch", "2048"], 1, "memory", "recompute takes"),
     "recompile storm": (["--model", "changing"], 1, "compilation", "recompiled"),
     "a slow rank": (["--model", "late"], 2, "imbalance", "rank 1 is the slowest"),
-    "waiting for collectives": (["--model", "talking"], 2, "communication", "collectives a step"),
+    "waiting for collectives": (["--model", "talking"], 2, "communication", "collectives called from Python"),
     "a large optimiser": (["--batch", "1", "--optimizer", "Adam"], 1, "optimizer", "larger micro-batches"),
     "nothing but a model": (["--batch", "512"], 1, "passes", "forward"),
 }
