@@ -131,7 +131,9 @@ def test_compiled_models_stay_one_graph(watch, how):
     else:
         call = torch.compile(net if how == "wrapped" else lambda x: net(x), backend="aot_eager")
     train(call, net)
-    assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (1, 0)
+    # A function that calls the model may be compiled again when the class's own call is put back.
+    assert counters["stats"]["unique_graphs"] in ((1, 2) if how == "function" else (1,))
+    assert not counters["graph_break"]
     assert watch.found == ([] if how == "function" else ["Net"])
     assert watch.calls == ([] if how == "function" else ["before", "after"] * 3)
     assert is_compiled(net) == (how == "in place")
