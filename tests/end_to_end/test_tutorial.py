@@ -69,7 +69,10 @@ def done(tmp_path_factory):
             outputs["ui"] = open_pages(words, folder)
             continue
         process = run(words, folder)
-        out, err = process.communicate(timeout=500)
+        try:
+            out, err = process.communicate(timeout=900)
+        finally:
+            process.kill()
         expected = MAY_DRIFT if words[1] == "verify" else (0,)
         assert process.returncode in expected, f"{shlex.join(words)}\n{out}\n{err}"
         outputs.setdefault(words[1], []).append(out)
