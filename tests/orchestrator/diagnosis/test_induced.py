@@ -211,7 +211,7 @@ def test_a_batch_norm_under_another_micro_batch_is_another_training():
     found = diagnosed(program({"batch_norms": 5}), program({"batch_norms": 5}), candidates=candidates)
     one = explain_sweep(sweep(candidates, [program({"batch_norms": 5})] * 2), Basis(), trial=1).chosen
     assert found.baseline.advice == ()
-    assert any("5 batch-norm layers see 16 samples at a time in place of 8" in line for line in one.advice)
+    assert any("5 batch-norm layers with 16 samples per micro-batch instead of 8" in line for line in one.advice)
 
 
 def test_a_knob_of_any_name_answers_by_the_role_that_the_file_gives_it():
@@ -228,6 +228,6 @@ def test_a_knob_of_any_name_answers_by_the_role_that_the_file_gives_it():
 def test_without_a_profile_a_program_is_told_what_is_known_and_what_would_tell():
     explained = diagnosed(program(BUSY), program(BUSY), candidates=(Candidate(), Candidate(precision=Precision())))
     screen = text(render_sweep_explanation(explained), 200)
-    assert "forward and backward, 80% of the step" in screen and "only a profile tells them apart" in screen
+    assert "forward and backward, 80% of the step" in screen and "only a profile can separate them" in screen
     shares = {part.name: part.seconds for part in explained.baseline.parts.parts}
     assert shares == pytest.approx({"forward": 0.03, "backward": 0.05, "optimizer": 0.01, "other": 0.01})
