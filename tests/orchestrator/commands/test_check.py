@@ -1,6 +1,7 @@
 """The check: one short run in a real gang, of programs that hold, and of those with the usual mistakes."""
 
 import json
+import sys
 
 import pytest
 import yaml
@@ -134,7 +135,7 @@ def test_a_check_shows_which_knobs_the_program_takes(tmp_path, inside, problem):
     file = sweep(tmp_path)
     (tmp_path / "model.py").write_text(MODEL)
     content = yaml.safe_load(file.read_text())
-    content["workload"] |= {"run": ["python", "model.py"], "metrics": {}, "launcher": "own"}
+    content["workload"] |= {"run": [sys.executable, "model.py"], "metrics": {}, "launcher": "own"}
     file.write_text(yaml.safe_dump(content | {"space": {"inside": inside}}))
     result = run("check", file, "--home", tmp_path / "home", "--json")
     found = json.loads(result.stdout)["inside"]

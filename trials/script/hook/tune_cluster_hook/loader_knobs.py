@@ -19,7 +19,6 @@ import stat
 import sys
 import time
 import warnings
-import weakref
 from typing import Any, Callable, Iterator
 
 from .knob_file import APPLIED, KNOBS, NO_EFFECT, accelerator_missing, torch_version
@@ -147,7 +146,7 @@ def _begun(loader: Any, iterator: Any) -> None:
     place.is_pinned = bool(getattr(iterator, "_pin_memory", False))
     if LOADERS.training is not None:
         return
-    LOADERS.last = weakref.ref(loader)
+    LOADERS.last = lambda: loader  # until the first backward pass: a program may hold its iterator only
     if place.is_tuned and getattr(iterator, "_workers", None):
         _check_first_batch(iterator)
 
