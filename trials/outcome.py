@@ -359,7 +359,7 @@ class Measurement:
     step_time_resolution_s: float = 0.0
     """Difference between step times that can be told apart; no spread below it means anything."""
     rank_parts: tuple[StepBreakdown, ...] = ()
-    """The breakdown of every rank of a program, where each told its own; empty elsewhere."""
+    """The breakdown of every rank of a program, where each recorded its own; empty elsewhere."""
     device_memory: DeviceMemory | None = None
     """Memory of the ranks' devices beside the allocator's peaks, the worst of any rank."""
 

@@ -225,7 +225,7 @@ def _disagreement(reports: Sequence[RankReport]) -> str:
 
 
 def _rank_parts(reports: Sequence[RankReport]) -> tuple[StepBreakdown, ...]:
-    """The parts of every rank, where each is one that told of its passes by itself."""
+    """The parts of every rank, if each rank recorded its own passes."""
     parts = tuple(report.breakdown for report in reports if is_script(report) and report.breakdown.forward_s > 0)
     return parts if len(parts) == len(reports) > 1 else ()
 

@@ -145,7 +145,7 @@ class Checked:
     data_parallel: int = 1
     """Ranks that the batch is divided among."""
     inside: CheckedInside | None = None
-    """Whether the program takes the knobs of ``space.inside``; None where there are none, or nobody looked."""
+    """Whether the program takes the knobs of ``space.inside``; None without that section, or if it was not run."""
 
     @property
     def measurement(self) -> Measurement | None:
@@ -318,7 +318,7 @@ def _check_inside(spec: SweepSpec, home: Home, address: str | None, tell: Tell |
     if not knobs:
         return None
     say = _once(tell or (lambda _: None))
-    say(f"running {short_name(chosen)} once more, for the knobs of space.inside")
+    say(f"running {short_name(chosen)} again with the knobs of space.inside")
     outcome = run_once(spec, chosen, home, say, address=address).outcome
     found = outcome.measurement.findings.script if isinstance(outcome, Measured) else None
     return CheckedInside(

@@ -177,8 +177,8 @@ def canonical_reading(reading: Reading, baseline: Candidate) -> Reading:
 
 
 COUNTS = ("accumulation", "total_accumulation", "total_micro_batch_size", "world_size", "steps", "seed")
-"""Placeholders besides knobs: micro-batches of a step on a rank and over all ranks, samples of a micro-batch over all
-ranks, ranks, last step, seed."""
+"""Placeholders other than knobs: micro-batches of a step on a rank and over all ranks, samples of a micro-batch over
+all ranks, ranks, last step, seed."""
 OUT = "out"
 """The attempt's own folder."""
 _BRACED = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")

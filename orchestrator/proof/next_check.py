@@ -434,13 +434,13 @@ def _to_be_profiled(state: SweepState) -> Iterator[int]:
 
 
 def _is_worth_profiling(state: SweepState) -> bool:
-    """Whether profiles that nobody asked for by name cost little of what the sweep has cost, and no budget is spent."""
+    """Whether automatic profiles are cheap compared with the sweep, and every budget has room for them."""
     runs = [state.trials[BASELINE].device_seconds / max(1, len(state.trials[BASELINE].attempts))]
     if (winner := state.winner) is not None:
         runs.append(winner.device_seconds / max(1, len(winner.attempts)))
     confirm = state.sweep.proof.confirm
     if confirm is not None and confirm.promoted is not None:
-        return False  # a verification asks for speed alone
+        return False  # a verification measures speed only
     is_cheap = sum(runs) <= AUTO_PROFILE_SHARE * state.device_seconds
     return is_cheap and state.active_s >= AUTO_PROFILE_S and not spent_budget(state)
 

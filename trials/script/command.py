@@ -109,7 +109,7 @@ class ScriptCommand:
 
     @property
     def is_look(self) -> bool:
-        """Whether the program is only looked at: its times are nobody's measurement."""
+        """Whether the run only observes the program: its times are no measurement."""
         return ALL_OPTIONS in self.options
 
     @property

@@ -474,7 +474,7 @@ class Judge:
         return statistics.fmean(known) if known else None
 
     def breakdown(self, step_times_s: Sequence[float]) -> StepBreakdown:
-        """Means of the parts that the program told of, and what they leave; all zero where it told of none."""
+        """Means of the recorded parts of a step, and the rest; all zero where none were recorded."""
         parts = {name: seconds for name in PARTS if (seconds := self.mean(name))}
         if not parts or not step_times_s:
             return StepBreakdown()

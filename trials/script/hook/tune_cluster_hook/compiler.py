@@ -18,7 +18,7 @@ class Compiler:
 
     def __init__(self) -> None:
         self._told = 0
-        """Entries of the log that steps have told of."""
+        """Entries of the log that steps have reported."""
         self._frames = -1
 
     @guarded("compiler")

@@ -196,7 +196,7 @@ class Knobs:
             scaler=self.traits.has_scaler,
         )
 
-    @guarded("knobs told")
+    @guarded("knobs reported")
     def tell(self) -> None:
         """Reports what became of each knob, once; in a process that trains nothing, nothing."""
         if self._is_told or not ROOTS.found:

@@ -148,7 +148,7 @@ _looking: set[int] = set()
 
 
 def unseen() -> Any:
-    """A context in which tensors are read as if nobody looked; some that autograd made cannot be otherwise."""
+    """A context in which reading tensors is not recorded; some that autograd made cannot be otherwise."""
     dispatch = sys.modules.get("torch.utils._python_dispatch")
     pause = getattr(dispatch, "_disable_current_modes", None)
     return contextlib.nullcontext() if pause is None or not _looking else pause()

@@ -54,7 +54,7 @@ class Compilations(logging.Handler):
             if key in self.found or len(self.found) < MAX_EVENTS:
                 self.found[key] = self.found.get(key, 0) + 1
 
-    def told(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, Any]]:
         return [
             {"kind": kind, "place": place, "reason": reason, "times": times}
             for (kind, place, reason), times in self.found.items()
@@ -209,7 +209,7 @@ class Window:
             "last": self._last,
             "device": "cpu" if backend is None else backend.__name__.rpartition(".")[2],
             "modules": self._is_named,
-            "compilations": COMPILATIONS.told(),
+            "compilations": COMPILATIONS.records(),
             "notes": self._notes,
         }
         path = _path("window.json")
