@@ -201,7 +201,7 @@ def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
         grid.add_row("not read", remark)
     program = Invocation.current(DEFAULT_HOME)
     steps = {
-        program.command("check", str(file)): "one short run: do arguments hold, is everything seen that counts",
+        program.command("check", str(file)): "one short run: can its trials be measured",
         program.command("submit", str(file)): "the same, then the whole sweep",
     }
     return Group(Text(f"Written: {file}"), indented(grid), Text("Next:"), indented(NextCommands(steps)))
@@ -370,11 +370,12 @@ def probe(file: Path, home: Path, as_json: bool) -> None:
 @home_option
 @json_option
 def check(file: Path, address: str | None, home: Path, as_json: bool) -> None:
-    """Run the smallest candidate of FILE for three steps: do its arguments hold, and is everything seen that counts?
+    """Run the smallest candidate of FILE for three steps, to see whether its trials can be measured.
 
-    Shows which values a training program of your own tells, where they come from and how finely, whether the knobs
-    were seen to act, and how long it took to start. `submit` does the same first, unless it is told --no-check.
-    Exit code 0: trials will be measured; 2: something has to be mended first.
+    Compares what the hook records with the numbers in FILE and names a remedy for each difference. Shows where step
+    time, loss and memory come from, whether the knobs act, and how long the program takes to start. With
+    `space.inside`, another run shows which of its knobs the program refuses. `submit` does the first run itself, unless
+    --no-check is given. Exit code 0: trials can be measured; 2: something has to be fixed first.
 
     \b
     Examples:

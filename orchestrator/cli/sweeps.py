@@ -185,8 +185,8 @@ def explain(sweep: str, trial: str | None, diagnose: bool, home: Path, as_json: 
     what it is expected to bring; how much each knob matters; how good the predictions were. While the sweep runs, of
     what is known by then.
 
-    With TRIAL: why it was proposed, waits or failed, where each launch of it ran, who is to blame for its end, and
-    what the sweep made of that. TRIAL is 3, t003, baseline, best or winner.
+    With TRIAL: why it was proposed, waits or failed, where each launch of it ran, which rank failed, and how the
+    sweep reacted. TRIAL is 3, t003, baseline, best or winner.
 
     \b
     Examples:
