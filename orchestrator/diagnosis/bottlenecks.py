@@ -382,12 +382,14 @@ def _part_bottleneck(case: DiagnosedCase, kind: Kind) -> Bottleneck | None:
         "bubble": _bubble_evidence,
         "dispatch": _dispatch_evidence,
     }[kind]
-    seconds = sum(part.seconds for part in found)
-    ranks = case.measurement.rank_parts
+    whole = seconds = sum(part.seconds for part in found)
+    lines, ranks = evidence(case), case.measurement.rank_parts
     if kind == "communication" and found[0].source == "measured" and ranks:  # the slowest rank waits for none
         seconds = min(seconds, *(parts.communication_s for parts in ranks))
+    if whole - seconds >= MIN_SHOWN * case.parts.step_time_s:
+        lines.append(f"another {milliseconds(whole - seconds)} is waiting for the slowest rank")
     remedies = find_remedies(kind, case.trial, _shorter_bubbles(case), case.view) if kind == "bubble" else None
-    return _bottleneck(case, kind, seconds, found[0].source, evidence(case), remedies)
+    return _bottleneck(case, kind, seconds, found[0].source, lines, remedies)
 
 
 def _shorter_bubbles(case: DiagnosedCase) -> list[KnobChange]:
@@ -452,7 +454,8 @@ def _collectives(case: DiagnosedCase) -> list[str]:
     facts, lines = script.facts, []
     if facts.buckets and facts.bucket_bytes:
         buckets = f"{num_bytes(facts.bucket_bytes)} of gradients in {count(facts.buckets, 'bucket')}"
-        wait = f", {milliseconds(facts.bucket_exposed_s)} beyond the backward pass" if facts.bucket_exposed_s else ""
+        is_clocked = facts.bucket_exposed_s and case.profile is None  # a profile says it of its own steps
+        wait = f", {milliseconds(facts.bucket_exposed_s or 0)} beyond the backward pass" if is_clocked else ""
         lines.append(f"DistributedDataParallel reduces {buckets}{wait}")
     if facts.collectives:
         size = num_bytes(facts.collective_bytes or 0)

@@ -263,7 +263,9 @@ def _first_message(server: PageServer, path: str) -> Any:
 def notes(folder: Path, name: str) -> str:
     """Markdown notes of all runs in MLflow, with the names of what stands on each."""
     with Home(folder).open(name, read_only=False) as ledger:
-        Tracker(f"sqlite:///{folder}/mlflow.db").sync(ledger, fold(ledger.events()))
+        tracker, state = Tracker(f"sqlite:///{folder}/mlflow.db"), fold(ledger.events())
+        while tracker.sync(ledger, state):  # a slow machine gets some entries at a time
+            pass
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     runs = client.search_runs([one.experiment_id for one in client.search_experiments()], max_results=1000)
     mine = [one for one in runs if one.data.tags.get("tc.sweep") == name]

@@ -538,8 +538,14 @@ def _breakdown_title(steps: Sequence[LabelledStep]) -> str:
     where = max(names, key=lambda name: first.seconds(name) - last.seconds(name))
     if len(steps) == 1 or gain_s <= 0:
         return f"{share} of the step of {label} is {part_words(largest.name)}"
-    less = f"{units.milliseconds(gain_s)} less per step, most of it {part_words(where)}"
-    return f"{less}; now {share} is {part_words(largest.name)}"
+    most = f", most of it {part_words(where)}" if _is_split_alike(first, last) else ""
+    return f"{units.milliseconds(gain_s)} less per step{most}; now {share} is {part_words(largest.name)}"
+
+
+def _is_split_alike(a: StepParts, b: StepParts) -> bool:
+    """Whether forward and backward passes stand for the same in both; a profile splits them by what they do."""
+    passes = ("forward", "backward", "forward_backward")
+    return all(bool(a.seconds(name)) == bool(b.seconds(name)) for name in passes)
 
 
 def part_words(name: PartName) -> str:

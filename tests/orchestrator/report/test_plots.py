@@ -126,6 +126,17 @@ def test_every_point_says_what_it_is():
     assert len(re.findall(r"<title>compute: 200 s, \d+% of the step</title>", bars)) == 2
 
 
+def test_a_gain_is_put_down_to_a_part_only_where_both_steps_are_split_alike():
+    """One step may be split by a profile, the other by the clock of its program."""
+    by_clock = [Part(name, seconds, "measured") for name, seconds in (("forward", 0.03), ("backward", 0.06))]
+    by_profile = [Part(name, seconds, "profiled") for name, seconds in (("compute", 0.09), ("dispatch", 0.04))]
+    fast = ("fastest t001", StepParts(trial=1, step_time_s=0.09, parts=tuple(by_clock)))
+    for parts, most in (by_profile, False), ([*by_clock, Part("optimizer", 0.04, "measured")], True):
+        slow = ("baseline t000", StepParts(trial=0, step_time_s=0.13, parts=tuple(parts)))
+        svg = style.to_svg(lambda steps=[slow, fast]: charts.plot_breakdown(steps), "breakdown")
+        assert "40 ms less per step" in svg and ("most of it" in svg) == most
+
+
 def test_titles_are_escaped():
     hostile = "</title><script>alert(1)</script>"
     point = SpeedPoint(trial=1, speed=1.0, low=1.0, high=1.0, peak_bytes=1, name=hostile)

@@ -102,7 +102,8 @@ def test_usage_of_nodes_fills_mlflows_system_metrics(ledger: Ledger, uri: str):
 
 def synced(ledger: Ledger, uri: str, story: list[LedgerEvent]) -> tuple[Recording, SweepState]:
     state = fill(ledger, story)
-    assert Tracker(uri).sync(ledger, state) == len(story)
+    tracker = Tracker(uri)
+    assert sum(iter(lambda: tracker.sync(ledger, state), 0)) == len(story)  # a slow machine gets some at a time
     return Recording(uri), state
 
 
