@@ -544,7 +544,7 @@ def _breakdown_title(steps: Sequence[LabelledStep]) -> str:
 
 def _is_split_alike(a: StepParts, b: StepParts) -> bool:
     """Whether forward and backward passes stand for the same in both; a profile splits them by what they do."""
-    passes = ("forward", "backward", "forward_backward")
+    passes: tuple[PartName, ...] = ("forward", "backward", "forward_backward")
     return all(bool(a.seconds(name)) == bool(b.seconds(name)) for name in passes)
 
 
