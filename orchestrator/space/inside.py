@@ -1,9 +1,9 @@
-"""Section ``space.inside``: knobs for which a custom program has no option. Our hook sets them inside the program.
+"""Section ``space.inside``: knobs for which a custom program has no option. The hook sets them inside the program.
 
 Built-in knobs are only set in a different way: names, cost model, dominance and the loss gate treat them as usual. The
 others are own knobs, called ``inside:dotted.key`` after their key in the hook's file.
 
-What a program refuses once, it refuses again: :class:`Refusals`.
+Values that a program has refused are not tried again: :class:`Refusals`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def _values(value_type: Any) -> Any:
 
 
 def _row(name: str, note: str, is_fit: Callable[[Any], bool] | None = None, remedy: str = "") -> Any:
-    """A built-in knob as a key of the section, limited to values that can be set within a program."""
+    """A built-in knob as a key of the section, limited to values that can be set inside a program."""
 
     def check(value: Any) -> Any:
         if is_fit is not None and not is_fit(value):
-            raise fault(None, f"{name} cannot have this value within a program", remedy)
+            raise fault(None, f"{name} cannot be set to this value inside a program", remedy)
         return value
 
     return _values(Annotated[_ROWS[name].type, AfterValidator(check)]), Field(default=None, description=note)
@@ -56,36 +56,39 @@ def _is_all_or_none(value: RecomputeChoice) -> bool:
 
 
 _FIELDS: dict[str, Any] = {
-    "num_workers": _row("num_workers", "Workers of the DataLoader that feeds training; needs a map-style data set."),
+    "num_workers": _row("num_workers", "Workers of the DataLoader that feeds training; requires a map-style data set."),
     "dataloader": _row(
         "dataloader",
         "auto: tune workers and prefetch by hill climbing while the program starts.",
         lambda value: value in (None, LoaderTuning()),
-        "Write manual or auto.",
+        "Use manual or auto.",
     ),
-    "prefetch_factor": _row("prefetch_factor", "Batches per worker that the same DataLoader loads ahead."),
-    "pin_memory": _row("pin_memory", "Whether the same DataLoader copies batches into page-locked memory."),
-    "persistent_workers": _row("persistent_workers", "Whether the same DataLoader keeps its workers between epochs."),
+    "prefetch_factor": _row("prefetch_factor", "Batches that this DataLoader prefetches per worker."),
+    "pin_memory": _row("pin_memory", "Whether this DataLoader copies batches into page-locked memory."),
+    "persistent_workers": _row("persistent_workers", "Whether this DataLoader keeps its workers between epochs."),
     "precision": _row(
         "precision",
         "O0, or O1: autocast to bfloat16 around the forward pass.",
         lambda value: value in (Precision(), Precision(level="O1", dtype="bfloat16")),
-        "Write O0 or O1.",
+        "Use O0 or O1.",
     ),
     "recompute": _row(
-        "recompute", "full: recompute the repeated block in the backward pass.", _is_all_or_none, "Write none or full."
+        "recompute", "full: recompute the repeated block in the backward pass.", _is_all_or_none, "Use none or full."
     ),
     "compile": _row("compile", "Compile the repeated block, or the model."),
     "attention": _row("attention", "Kernel of `scaled_dot_product_attention`."),
-    "matmul_precision": _row("matmul_precision", "Precision of fp32 matrix products, as PyTorch sets it."),
+    "matmul_precision": _row("matmul_precision", "PyTorch's precision of fp32 matrix products."),
     "cudnn_benchmark": _row(
-        "cudnn_benchmark", "Whether cuDNN times its kernels.", lambda value: value in ((), CUDNN_ON), "Write off or on."
+        "cudnn_benchmark",
+        "Whether cuDNN benchmarks its kernels.",
+        lambda value: value in ((), CUDNN_ON),
+        "Use off or on.",
     ),
     "memory_format": _row(
         "memory_format",
         "nhwc: model and inputs in channels-last layout.",
         lambda value: value != "auto",
-        "Write nchw or nhwc.",
+        "Use nchw or nhwc.",
     ),
     "ddp_bucket_mb": _own(
         Annotated[float, Field(gt=0, le=2**20)], "Size of DistributedDataParallel's gradient buckets, in MiB."
@@ -104,8 +107,8 @@ def _is_field(name: str) -> str:
 
 
 class InsideSection(_Knobs):  # type: ignore[misc]
-    """Knobs for which your program has no option: our hook sets them inside the program, before its first forward pass
-    (docs/your-own-training.md). A built-in knob at its value in `baseline`, and `as_is` for the others, change
+    """Knobs that your program has no option for; the hook sets them inside the program, before its first forward
+    pass (docs/your-own-training.md). A built-in knob at its value in `baseline`, and `as_is` for the others, change
     nothing."""
 
     training_arguments: Annotated[dict[Annotated[str, AfterValidator(_is_field)], OwnValues], Field(max_length=64)] = (
@@ -113,12 +116,12 @@ class InsideSection(_Knobs):  # type: ignore[misc]
     )
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Values to try of the built-in knobs that are named."""
+        """Values to try of the built-in knobs in the section."""
         given = {name: getattr(self, name) for name in BUILT_IN}
         return {name: values for name, values in given.items() if values is not None}
 
     def own_knobs(self) -> tuple[OwnKnob, ...]:
-        """The others as own knobs."""
+        """The other knobs, as custom knobs."""
         given = {name: getattr(self, name) for name in OTHERS}
         given |= {f"{ARGUMENTS}.{name}": values for name, values in self.training_arguments.items()}
         return tuple(
@@ -128,12 +131,12 @@ class InsideSection(_Knobs):  # type: ignore[misc]
 
 ARGUMENTS = "training_arguments"
 BUILT_IN = tuple(name for name in InsideSection.model_fields if name in _ROWS)
-"""Knobs of candidates that can be set within a program."""
+"""Knobs of candidates that can be set inside a program."""
 OTHERS = tuple(name for name in InsideSection.model_fields if name not in (*BUILT_IN, ARGUMENTS))
 
 
 def knobs_set(candidate: Candidate, today: Mapping[str, Any]) -> dict[str, Any]:
-    """What the hook is to set for a candidate, by the keys of its file; empty where the program stays as it is.
+    """The settings of the hook for a candidate, by the keys of its file; empty if the program is unchanged.
 
     Args:
         today: value that the baseline has, by the name of each built-in knob that is set within the program.
@@ -155,7 +158,7 @@ def knobs_set(candidate: Candidate, today: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OF_WORKERS = ("prefetch_factor", "persistent_workers")
-"""Knobs that mean nothing without loading processes."""
+"""Knobs without effect unless there are loading processes."""
 
 
 def _written(changed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -176,7 +179,7 @@ def _written(changed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def section_of(candidate: Candidate, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The candidate alone in the words of the section, as far as the section ``named`` has these knobs."""
+    """The candidate as a section, limited to the knobs of the section ``named``."""
     own = {choice.name: choice.value for choice in candidate.own}
     found: dict[str, Any] = {}
     for name, given in named.items():
@@ -201,19 +204,19 @@ def _as_written(name: str, value: Any) -> Any:
     return value
 
 
-# What a refusal proves: a fact of the program as its command starts it
+# What a refusal proves: a property of the program as its command starts it
 
 _SHAPE_THE_PROGRAM = ("compile", ARGUMENTS)
-"""Inside knobs that others may be refused for: they change what the program does by itself."""
+"""Inside knobs that can cause the refusal of others: they change the behavior of the program."""
 _DEPENDS_ON_BATCH = ("ddp_static_graph",)
-"""Knobs refused where the program accumulates, which its micro-batch size decides."""
+"""Knobs refused if the program accumulates, which depends on its micro-batch size."""
 _WHATEVER_VALUE = ("prefetch_factor", "ddp_bucket_mb", "allocator")
-"""Knobs of many values that are refused for what the program lacks, not for a value."""
+"""Knobs of many values that are refused because the program lacks something, not for a value."""
 
 
 class Refusals:
-    """Rules out the candidates with a knob that the program has refused: at the same value, and in a program that the
-    command starts alike.
+    """Rules out candidates with a knob that the program has refused: at the same value, in a program that is started
+    the same way.
 
     Args:
         today: value that the baseline has, by the name of each built-in knob that is set within the program.
@@ -225,7 +228,7 @@ class Refusals:
 
     @functools.cached_property
     def _set(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
-        """What the hook is to set, and by row which of these it is."""
+        """The distinct settings of the hook, and their index by row."""
         reads = {"loader", "own", *(_ROWS[name].part for name in self._today)}
         return self._table.each(sorted(reads), lambda candidate: knobs_set(candidate, self._today))
 
@@ -246,7 +249,8 @@ class Refusals:
         return found
 
     def _starts_alike(self, witness: Candidate, name: str) -> NDArray[np.bool_]:
-        """By row, whether the candidate agrees with the witness in all that the refusal of ``name`` may follow from."""
+        """By row, whether the candidate agrees with the witness in everything that may have caused the refusal of
+        ``name``."""
         free = {*self._today, *_OF_WORKERS} - set(_SHAPE_THE_PROGRAM)
         if "precision" in self._today:
             free.update(knob.name for knob in KNOBS if knob.part == "precision")
@@ -267,15 +271,15 @@ def _described(rows: Sequence[Knob]) -> Callable[[Candidate], tuple[Any, ...]]:
 
 
 def _own_of_command(candidate: Candidate) -> tuple[Any, ...]:
-    """Own knobs that the command has, and inside knobs that change what the program does by itself."""
+    """Custom knobs in the command, and inside knobs that change the behavior of the program."""
     arguments = f"{INSIDE}:{ARGUMENTS}."
     return tuple(one for one in candidate.own if not is_inside(one.name) or one.name.startswith(arguments))
 
 
 def _is_alike(name: str, refused: Any, value: Any) -> bool:
-    """Whether a value of the knob is refused where another one was; None: the candidate leaves the knob alone."""
+    """Whether a value of the knob is refused if another one was; None: the candidate does not set the knob."""
     if value is None:
         return False
-    if name == "num_workers" and refused != "auto":  # one worker may do where several do not
+    if name == "num_workers" and refused != "auto":  # one worker may work if several do not
         return bool(value == "auto" or value >= refused > 0 or value == refused)
     return name in _WHATEVER_VALUE or bool(value == refused)
