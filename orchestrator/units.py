@@ -82,7 +82,7 @@ def is_wide(found: Bounds | None) -> bool:
 
 
 def ratio(value: float, found: Bounds | None) -> str:
-    """A ratio with its 95 % interval, what is sure first: ``3.06x (2.98x – 3.14x)``, but ``at least 1.06x (95 %: 1.06x
+    """A ratio with its 95% interval, what is sure first: ``3.06x (2.98x – 3.14x)``, but ``at least 1.06x (95%: 1.06x
     – 9.56x)`` where the interval is wide."""  # noqa: RUF002
     if found is None or found.low is None or found.high is None or not is_wide(found):
         return f"{value:.2f}x ({ratio_interval(found)})"
@@ -90,7 +90,7 @@ def ratio(value: float, found: Bounds | None) -> str:
         sure = f"at least {floor(found.low)}x"
     else:
         sure = f"at most {ceil(found.high)}x" if found.high < 1 else "not told from 1x"
-    return f"{sure} (95 %: {ratio_interval(found)})"
+    return f"{sure} (95%: {ratio_interval(found)})"
 
 
 def short_ratio(value: float, found: Bounds | None) -> str:
@@ -130,8 +130,8 @@ def ceil(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """``0.04 %`` of a share of 0.0004."""
-    return f"{100 * share:.2g} %"
+    """``0.04%`` of a share of 0.0004."""
+    return f"{100 * share:.2g}%"
 
 
 def num_bytes(value: float) -> str:

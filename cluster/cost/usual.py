@@ -135,7 +135,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.4,
         np.log(0.8),
         0.3,
-        "Fused operators are fewer launches: some 40 % less in the release notes' models.",
+        "Fused operators are fewer launches: some 40% less in the release notes' models.",
     ),
     Effect(
         "graphs", np.log(0.3), 0.5, 0.0, 0.05, "CUDA graphs leave little of the launches (PyTorch CUDA graphs blog)."
@@ -147,7 +147,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.13,
         -0.1,
         0.2,
-        "Convolutions in channels-last order and 16 bits with tensor cores: 8 to 35 % (PyTorch's tutorial of channels "
+        "Convolutions in channels-last order and 16 bits with tensor cores: 8 to 35% (PyTorch's tutorial of channels "
         "last memory format); on CPUs oneDNN reorders otherwise, 1.1 to 1.8 times for inference, less in training.",
     ),
     Effect(
@@ -164,7 +164,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.05,
         0.0,
         0.01,
-        "Measured instead of guessed algorithms: up to 10 % of convolutional models (PyTorch's tuning guide).",
+        "Measured instead of guessed algorithms: up to 10% of convolutional models (PyTorch's tuning guide).",
     ),
     Effect(
         "math_attention",
@@ -173,7 +173,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.05,
         0.15,
         "Attention with all scores in memory: fused kernels are 2 to 4 times as fast (Dao, arXiv 2307.08691) at "
-        "10 to 20 % of a step.",
+        "10 to 20% of a step.",
     ),
     Effect("loss_chunks", 0.01, 0.015, 0.01, 0.02, "By doubling: more and smaller matmuls of the head."),
     Effect(
@@ -207,7 +207,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.8,
         np.log(0.05),
         0.8,
-        "The optimiser's pass over its states: 3 to 10 % of steps without accumulation, less with.",
+        "The optimiser's pass over its states: 3 to 10% of steps without accumulation, less with.",
     ),
     Effect("tensor_parallel", 0.1, 0.15, 0.15, 0.2, "Collectives per doubling (Shoeybi et al., arXiv 1909.08053)."),
     Effect("pipelined", 0.03, 0.08, 0.05, 0.1, "Transfers per doubling of stages, besides the bubble (m + p - 1) / m."),
@@ -219,7 +219,7 @@ EFFECTS: tuple[Effect, ...] = (
         np.log(0.01),
         1.7,
         "Time in which one process reads a sample relative to that in which the device trains on it: 0.001 for tokens "
-        "in memory, 5 for JPEGs on an accelerator (Mohan et al., arXiv 2007.06775: 10 to 70 % of epochs are waiting); "
+        "in memory, 5 for JPEGs on an accelerator (Mohan et al., arXiv 2007.06775: 10 to 70% of epochs are waiting); "
         "the device is so much slower on CPUs.",
     ),
     Effect(
@@ -554,14 +554,14 @@ MEMORY_EFFECTS = (
         "activations",
         0.4,
         1.2,
-        "Logit of the activations' share of the baseline's peak: 60 %, from a quarter to nearly all; the others are "
+        "Logit of the activations' share of the baseline's peak: 60%, from a quarter to nearly all; the others are "
         "weights, gradients, optimiser states and the process.",
     ),
     MemoryEffect(
         "kept",
         1.4,
         0.7,
-        "Logit of the activations' share that recompute in full saves: some 80 % (Chen et al., arXiv 1604.06174).",
+        "Logit of the activations' share that recompute in full saves: some 80% (Chen et al., arXiv 1604.06174).",
     ),
     MemoryEffect(
         "low_precision",

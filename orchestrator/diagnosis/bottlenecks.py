@@ -56,8 +56,8 @@ for the trial's clock."""
 IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "host_copies", "dispatch")
 """Parts into which forward and backward are split."""
 
-_SCRIPT = "your program tells only how long a step takes"
-_UNTOLD = "forward and backward are timed in your program; only `profile` separates computation from waiting"
+_SCRIPT = "your program reports only its step time"
+_UNTOLD = "forward and backward are timed in your program; run `profile` to separate computation from waiting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +157,13 @@ def _modelled_parts(
 ) -> tuple[list[Part], list[str]]:
     """The split of a step of which only the whole was measured."""
     is_script = found.findings.script is not None
-    nobody = f"its phases are not known, {_SCRIPT}" if is_script else "nobody looked inside the steps of this cluster"
+    nobody = (
+        f"the phases of the step are unknown, {_SCRIPT}" if is_script else "phases are not recorded on this cluster"
+    )
     if not modelled:
         why = f"{_SCRIPT}, and {unmodelled}" if is_script else unmodelled
         return [Part("other", found.step_time_s, "measured")], [f"the step is not split: {why}"]
-    return _shared_out(found.step_time_s, modelled, "modelled"), [f"{nobody}: the whole split is the cost model's"]
+    return _shared_out(found.step_time_s, modelled, "modelled"), [f"{nobody}: the split comes from the cost model"]
 
 
 def _beside_data(clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str) -> tuple[list[Part], list[str]]:
@@ -174,7 +176,9 @@ def _beside_data(clock: _Clock, modelled: Mapping[PartName, float], unmodelled: 
         return [*told, Part("other", rest_s, "measured")], [
             f"the rest of the step is not split: {who}, and {unmodelled}"
         ]
-    return [*told, *_shared_out(rest_s, shares, "modelled")], [f"{who}: the rest of the split is the cost model's"]
+    return [*told, *_shared_out(rest_s, shares, "modelled")], [
+        f"{who}: the rest of the split comes from the cost model"
+    ]
 
 
 def _of_program(clock: _Clock) -> tuple[list[Part], list[str]]:
@@ -207,7 +211,7 @@ def _passes(
         return [*again, Part("forward_backward", passes_s - again_s, "measured")], [
             f"forward+backward is not split: {unmodelled}"
         ]
-    note = "forward+backward as a whole is measured; how it splits is the cost model's"
+    note = "the total of forward+backward is measured; its split comes from the cost model"
     return [*again, *_shared_out(passes_s - again_s, shares, "modelled")], [note]
 
 
@@ -224,7 +228,7 @@ def _by_profile(found: Measurement, profile: ProfileOf) -> tuple[list[Part], lis
         "optimizer": optimizer_s,
         "data": data_s,
     }
-    note = f"the step is split by the profile {trial_id(profile.run)} of rank {rank.rank}"
+    note = f"the step is split according to profile {trial_id(profile.run)} of rank {rank.rank}"
     return _shared_out(found.step_time_s, shares, "profiled"), [note]
 
 
@@ -244,7 +248,7 @@ def _profiled(clock: _Clock, profile: ProfileOf, again_s: float) -> tuple[list[P
         "communication": waiting - in_bubble,
         "dispatch": max(0.0, free - idle_elsewhere),
     }
-    note = f"forward+backward is split as rank {rank.rank} spent its time in the profile {trial_id(profile.run)}"
+    note = f"forward+backward is split according to profile {trial_id(profile.run)} of rank {rank.rank}"
     return _shared_out(clock.passes_s - again_s, shares, "profiled"), [note]
 
 
@@ -256,7 +260,7 @@ def _recompute_apart(
         return list(parts), []
     again, once = modelled.get("recompute", 0.0), modelled.get("compute", 0.0)
     if again + once <= 0:
-        return list(parts), ["computation contains recompute: no cost model tells them apart"]
+        return list(parts), ["computation includes recompute: no cost model to separate them"]
     apart: list[Part] = []
     for part in parts:
         if part.name == "compute":
@@ -442,7 +446,7 @@ def _communication_evidence(case: DiagnosedCase) -> list[str]:
     total = sum(terms.values())
     largest = sorted(terms.items(), key=lambda item: -item[1])[:2]
     if shown := [f"{n.replace('_', ' ')} {s / total:.0%}" for n, s in largest if s >= 0.1 * total]:
-        lines.append(f"of it, by the cost model: {', '.join(shown)}")
+        lines.append(f"split by the cost model: {', '.join(shown)}")
     return lines
 
 
@@ -455,7 +459,7 @@ def _collectives(case: DiagnosedCase) -> list[str]:
     if facts.buckets and facts.bucket_bytes:
         buckets = f"{num_bytes(facts.bucket_bytes)} of gradients in {count(facts.buckets, 'bucket')}"
         is_clocked = facts.bucket_exposed_s and case.profile is None  # a profile says it of its own steps
-        wait = f", {milliseconds(facts.bucket_exposed_s or 0)} beyond the backward pass" if is_clocked else ""
+        wait = f", {milliseconds(facts.bucket_exposed_s or 0)} of it after the backward pass" if is_clocked else ""
         lines.append(f"DistributedDataParallel reduces {buckets}{wait}")
     if facts.collectives:
         size = num_bytes(facts.collective_bytes or 0)
@@ -491,10 +495,11 @@ def _bubble_evidence(case: DiagnosedCase) -> list[str]:
     ideal = (layout.pp - 1) / (layout.num_virtual_stages * num + layout.pp - 1)
     virtual = f" x {layout.num_virtual_stages} chunks" if layout.num_virtual_stages > 1 else ""
     lines = [
-        f"{layout.schedule}, {layout.pp} stages{virtual}, {num} micro-batches: balanced stages would idle {ideal:.0%}"
+        f"{layout.schedule}, {layout.pp} stages{virtual}, {num} micro-batches: with balanced stages, "
+        f"{ideal:.0%} would be idle"
     ]
     if case.parts.share("bubble") > MUCH_LONGER * ideal:
-        lines.append("the rest is uneven stages, passing tensors on, or ranks slowed down by others")
+        lines.append("the rest comes from uneven stages, transfers between stages, or slow ranks")
     return lines
 
 
@@ -513,7 +518,7 @@ def _dispatch_evidence(case: DiagnosedCase) -> list[str]:
         if is_amp and effect.ratio < LITTLE_GAIN and not is_wide(effect):
             values = f"{effect.before[0]} to {effect.after[0]}"
             lines.append(
-                f"mixed precision brings little: {values} is {effect.ratio:.2f}x, so kernels are not the limit"
+                f"mixed precision helps little: {values} is {effect.ratio:.2f}x, so kernels are not the bottleneck"
             )
     return lines + _recompilations(case)
 
@@ -544,7 +549,7 @@ def _compilation_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     lines = _recompilations(case)
     if number >= GIVES_UP:
         lines.append(f"after {GIVES_UP + 1} graphs of one function PyTorch gives up and runs it uncompiled")
-    lines.append("use inputs of one shape or `dynamic=True`, and keep changing values out of the compiled function")
+    lines.append("use inputs of a fixed shape or `dynamic=True`, and keep changing values out of the compiled function")
     return _bottleneck(case, "compilation", seconds, "measured", lines)
 
 
@@ -566,7 +571,7 @@ def _launch_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
         f"an operator on one element takes {_micro(launch_s)} here"
     ]
     if facts.ahead_s is not None:
-        lines.append("the device is idle when the host reaches the end of a step")
+        lines.append("the device is already idle when the host reaches the end of a step")
         lines += [f"the host waits for a value from the device in {facts.sync_site}"] if facts.host_syncs else []
         launching_s = max(launching_s, MIN_BOTTLENECK * step_s)
     if launching_s < MIN_BOTTLENECK * step_s:
@@ -584,7 +589,7 @@ def _optimizer_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     share = case.parts.share("optimizer")
     if case.measurement.findings.script is None or share < MUCH_OPTIMIZER:
         return None
-    lines = ["its time does not depend on the batch: with larger micro-batches or accumulation it is paid less often"]
+    lines = ["its time does not depend on the batch: larger micro-batches or more accumulation amortize it"]
     return _bottleneck(case, "optimizer", case.parts.seconds("optimizer"), "measured", lines)
 
 
@@ -633,7 +638,7 @@ def _memory_evidence(case: DiagnosedCase, again_s: float, found: Remedies) -> li
     peak = case.measurement.peak_bytes
     if peak and case.limit_bytes:
         share = peak / case.limit_bytes
-        spare = "room is left: recompute may not be needed" if again_s else "room is left"
+        spare = "memory is left: recompute may be unnecessary" if again_s else "memory is left"
         how = "nearly full" if share >= NEAR_LIMIT else spare
         lines.append(f"peak {num_bytes(peak)} of {num_bytes(case.limit_bytes)} ({share:.0%}): {how}")
     if again_s:
@@ -643,8 +648,8 @@ def _memory_evidence(case: DiagnosedCase, again_s: float, found: Remedies) -> li
         if tried is not None and tried.outcome is not None:
             why = f"{trial_id(tried.number)} {status_words(tried.status)}"
         else:
-            why = memory_words(blocked, case.limit_bytes) or "it is not expected to fit"
-        lines.append(f"{change_words(blocked)} is expected to have {blocked.gain:.2f}x, but: {why}")
+            why = memory_words(blocked, case.limit_bytes) or "it is predicted not to fit"
+        lines.append(f"{change_words(blocked)} is predicted to reach {blocked.gain:.2f}x, but: {why}")
     return lines
 
 
@@ -706,8 +711,8 @@ def _compute_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
     lines += _recompilations(case)
     if (share := case.parts.share("optimizer")) >= MIN_SHOWN:
         layout = case.trial.candidate.layout
-        advice = ": dp_shard would divide that among ranks" if layout.dp_replicate > 1 else ""
-        lines.append(f"the optimiser takes {share:.0%} besides{advice}")
+        advice = ": dp_shard would divide it among ranks" if layout.dp_replicate > 1 else ""
+        lines.append(f"the optimiser takes another {share:.0%}{advice}")
     return [_bottleneck(case, "compute", seconds, found[0].source, lines)]
 
 

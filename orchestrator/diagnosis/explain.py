@@ -134,7 +134,7 @@ def _measured(state: SweepState, number: int) -> Trial:
         trial = state.trials[trial.check.of]
     if trial.measurement is None:
         name = trial_id(trial.number)
-        remedy = f"`tune-cluster explain {state.sweep.sweep} {name}` tells its story."
+        remedy = f"Run `tune-cluster explain {state.sweep.sweep} {name}` for its history."
         raise ConfigError(f"{name} was not measured: {status_words(trial.status)}", remedy=remedy)
     return trial
 
@@ -163,7 +163,7 @@ def _view(
     candidates = tuple(dict.fromkeys([*(trial.candidate for trial in kept), *near]))
     known = basis.knowledge
     if basis.topology is None or not candidates:
-        return None, basis.problem or "the hardware is not known"
+        return None, basis.problem or "the hardware is unknown"
     try:
         predictor = make_predictor(
             state.sweep.workload,
@@ -284,8 +284,8 @@ def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepStat
     if baseline is None and chosen is None:  # said before anything is planned
         words = ", ".join(f"{count} {status_words(status)}" for status, count in state.counts().items())
         raise ConfigError(
-            f"no trial of the sweep {name!r} was measured ({words or 'it has none yet'})",
-            remedy=f"`tune-cluster explain {name} TRIAL` tells what became of one.",
+            f"sweep {name!r} has no measured trial ({words or 'no trials yet'})",
+            remedy=f"Run `tune-cluster explain {name} TRIAL` for the history of a trial.",
         )
     return explain_sweep(state, load_basis(ledger, state), trial=number, phase=phase)
 
@@ -316,14 +316,14 @@ def _spec(ledger: Ledger) -> tuple[SweepSpec | None, str]:
         return SweepSpec.from_json(ledger.document("spec") or {}), ""
     except UNREADABLE as error:
         logger.debug("the sweep file in %s cannot be used", ledger.folder, exc_info=error)
-        return None, "the sweep file kept with it is of another version"
+        return None, "its stored sweep file has a different version"
 
 
 def _knowledge(ledger: Ledger) -> PriorKnowledge:
     try:
         return PriorKnowledge.kept(ledger)
     except UNREADABLE as error:
-        logger.debug("what %s keeps of dry runs and probes cannot be used", ledger.folder, exc_info=error)
+        logger.debug("the stored dry runs and probes of %s cannot be used", ledger.folder, exc_info=error)
         return PriorKnowledge()
 
 
@@ -333,7 +333,7 @@ def _plan(spec: SweepSpec, topology: Topology | None, known: PriorKnowledge) -> 
     try:
         return make_plan(spec.model_copy(update={"space": space}), topology, known.estimates), ""
     except ConfigError as error:
-        return None, f"its candidates cannot be listed again: {error}"
+        return None, f"its candidates cannot be enumerated: {error}"
 
 
 def _varied_knobs(spec: SweepSpec) -> frozenset[str]:
@@ -345,7 +345,7 @@ def _topology(created: SweepCreated) -> tuple[Topology | None, str]:
     """From the hardware and the fingerprint kept with the sweep: what this host has may be something else."""
     known, memory = created.devices, created.fingerprint.get("device_memory_bytes", "")
     if not memory.isdigit():
-        return None, "the hardware is not known"
+        return None, "the hardware is unknown"
     node = Node(
         name="node0",
         address="127.0.0.1",

@@ -535,19 +535,19 @@ def _score(found: Remedy) -> float:
 
 def _no_answer(own: Sequence[KnobChange], best: Remedy | None, *, is_known: bool) -> str:
     if not own:
-        return "the sweep has no candidate that differs in these knobs alone"
+        return "the sweep has no candidate that differs only in these knobs"
     if best is None:
         failed = [c.trial for c in own if c.trial is not None and _has_ended(c)]
         if failed:
             tried = ", ".join(f"{trial_id(t.number)} {status_words(t.status)}" for t in failed[:3])
-            return f"{_none_of(own)} and to fit ({tried})"
+            return f"{_none_of(own)} and known to fit ({tried})"
         if is_known:
-            return f"{_none_of(own)} and to fit"
-        which = f"{len(own)} legal changes" if len(own) > 1 else "one legal change"
-        return f"what the {which} would bring, the cost model does not know, and it was not tried"
+            return f"{_none_of(own)} and known to fit"
+        which = f"{len(own)} possible changes" if len(own) > 1 else "one possible change"
+        return f"the effect of {which} is unknown to the cost model and was not measured"
     if best.source == "measured" and best.trial is not None:
         return f"{_none_of(own)}; {change_words(best)} was measured in {trial_id(best.trial)}: {_between(best)}"
-    return f"{_none_of(own)}; {change_words(best)} is expected to give {_between(best)}"
+    return f"{_none_of(own)}; {change_words(best)} is predicted to give {_between(best)}"
 
 
 def _between(found: Remedy) -> str:
@@ -574,5 +574,5 @@ def memory_words(found: Remedy, limit_bytes: float | None) -> str:
 
 def _none_of(own: Sequence[KnobChange]) -> str:
     if len(own) == 1:
-        return "the one legal change is not known to be faster"
-    return f"none of {len(own)} legal changes is known to be faster"
+        return "the only possible change is not known to be faster"
+    return f"none of {len(own)} possible changes is known to be faster"

@@ -234,7 +234,7 @@ class KnobEffect:
     """Speed after over speed before."""
     low: float | None
     high: float | None
-    """95 % interval of the ratio; None where a single pair of trials says nothing about it."""
+    """95% interval of the ratio; None where a single pair of trials says nothing about it."""
     num_pairs: int
     """Pairs of trials that differ in nothing else; 0 where it comes from a regression over all trials."""
     is_same_training: bool = False

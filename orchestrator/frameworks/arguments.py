@@ -164,7 +164,7 @@ def _words_of(argument: Argument, value: Given, old: _Place | None) -> Words:
         return (name, *_texts(argument, value))
     text = str(value).lower() if isinstance(value, bool) else value
     if not isinstance(text, str):
-        raise ValueError(f"{argument.name} takes one value, not {value!r}")
+        raise ValueError(f"{argument.name} takes one value, got {value!r}")
     if argument.takes == "assignment":
         return (f"{name}={text}",)
     is_joined = (old is not None and old.is_joined) or is_option(text)
@@ -175,7 +175,7 @@ def _words_of(argument: Argument, value: Given, old: _Place | None) -> Words:
 
 def _flag(argument: Argument, name: str, value: Given) -> Words:
     if not isinstance(value, bool):
-        raise ValueError(f"{argument.name} takes no value, but {value!r} was given")
+        raise ValueError(f"{argument.name} takes no value, got {value!r}")
     if value:
         return (name,)
     return argument.negative[:1]
@@ -183,7 +183,7 @@ def _flag(argument: Argument, name: str, value: Given) -> Words:
 
 def _texts(argument: Argument, value: Given) -> Words:
     if not isinstance(value, tuple) or any(is_option(text) for text in value):
-        raise ValueError(f"{argument.name} takes words that are no options, not {value!r}")
+        raise ValueError(f"{argument.name} takes values that do not start like options, got {value!r}")
     return value
 
 

@@ -453,9 +453,9 @@ def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
         if _is_said(path, said.values) and asked.get(path, ABSENT) != canonical.get(path, ABSENT)
         if path not in request.told
     }
-    notes = [_error(path, f"asked for {a}, but the command says {b}") for path, (a, b) in wrong.items()]
+    notes = [_error(path, f"expected {a}, but the command sets {b}") for path, (a, b) in wrong.items()]
     notes += [
-        _error(path, "this framework is not told of it")
+        _error(path, "this framework has no setting for it")
         for path, value in asked.items()
         if not _is_said(path, said.values)
         and any(touch(path, name) for name in request.named)
@@ -468,10 +468,13 @@ def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
 def _batch(request: OverlayRequest, said: Reading) -> list[Note]:
     """Whether the command trains on the batch that was asked for."""
     if said.global_batch_size not in (None, request.global_batch_size):
-        text = f"asked for a global batch of {request.global_batch_size}, but the command says {said.global_batch_size}"
+        text = (
+            f"expected a global batch size of {request.global_batch_size}, but the command sets "
+            f"{said.global_batch_size}"
+        )
         return [_error("micro_batch_size", text)]
     if said.num_microbatches not in (None, request.num_microbatches):
-        text = f"asked for {request.num_microbatches} accumulation steps, but the command says {said.num_microbatches}"
+        text = f"expected {request.num_microbatches} accumulation steps, but the command sets {said.num_microbatches}"
         return [_error("micro_batch_size", text)]
     return []
 

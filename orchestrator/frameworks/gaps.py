@@ -73,7 +73,7 @@ def refuse_stages(draft: Draft, message: str) -> None:
     """Refuse the layout's stages; numbers of layers per stage then mean something else and are refused, too."""
     draft.refuse("layout.stage_layers", message)
     if draft.candidate.recompute != Recompute():
-        draft.refuse("recompute", "numbers of layers are those of other stages")
+        draft.refuse("recompute", "the numbers of layers belong to other stages")
 
 
 def num_microbatches(draft: Draft) -> int:
@@ -101,7 +101,7 @@ def all_of(held: Counts) -> Counts:
     return first_layers(ALL_LAYERS, held)
 
 
-WHOLE_BETWEEN = "what is between the projections stays whole on every rank, which takes more memory"
+WHOLE_BETWEEN = "activations between the projections are not sharded, which takes more memory"
 """Message for tensor parallelism that does not split the sequence between the projections."""
 TORCH_SCALER: dict[str, Any] = {
     "precision.loss_scale.initial": 2.0**16,
@@ -128,7 +128,7 @@ def left_to_script(part: str, advice: str) -> Setting:
 
     def write(draft: Draft) -> None:
         if values := asked(draft, part):
-            draft.warn(part, f"{advice}; asked for {in_words(values, part)}")
+            draft.warn(part, f"{advice}; the configuration has {in_words(values, part)}")
 
     return custom((part,), (), write)
 
@@ -193,7 +193,7 @@ def weight_decay_but_norms(name: str) -> Setting:
     def write(draft: Draft) -> None:
         draft.settings[name] = draft.workload.optimizer.weight_decay
         if draft.workload.optimizer.weight_decay:
-            draft.warn(path, "the weights of norms are not decayed")
+            draft.warn(path, "norm weights are not decayed")
 
     return custom((path,), (name,), write, lambda settings: {path: float(settings[name])})
 
@@ -215,7 +215,7 @@ def two_batches_ahead(num_workers: Callable[[Found], Any], *, in_overlays: bool 
     def write(draft: Draft) -> None:
         loader = draft.candidate.loader
         if loader.num_workers and loader.prefetch_factor != 2:
-            draft.warn(path, "always 2 batches ahead")
+            draft.warn(path, "always prefetches 2 batches")
 
     def read(found: Found) -> dict[str, Any]:
         number = num_workers(found)
@@ -230,10 +230,10 @@ def own_data(reader: str) -> Setting:
 
 
 def own_seed() -> Setting:
-    return left_to_script("workload.seed", "your script sets the seed")
+    return left_to_script("workload.seed", "the seed is set by your script")
 
 
-def refuse_fp8(draft: Draft, why: str = "there is no setting for 8-bit floats here; this file says bfloat16") -> None:
+def refuse_fp8(draft: Draft, why: str = "no setting for 8-bit floats; exported as bfloat16") -> None:
     """Refuse precision O1-fp8, where the format has no setting that means the same."""
     if draft.candidate.precision.level == "O1-fp8":
         draft.refuse("precision.level", why)
@@ -243,7 +243,7 @@ def memory_savers(**ways: Setting | str) -> tuple[Setting, ...]:
     """Settings for what saves memory at a price: none in most frameworks. ``ways`` gives those that there are for
     ``loss_chunks``, ``activations`` and ``optimizer``, or why what there is is not the same."""
     paths = {name: f"offload.{name}" for name in ("activations", "optimizer")} | {"loss_chunks": "kernels.loss_chunks"}
-    found = {name: ways.get(name, "there is no such setting") for name in paths}
+    found = {name: ways.get(name, "no such setting") for name in paths}
     return tuple(unable(paths[name], message=way) if isinstance(way, str) else way for name, way in found.items())
 
 
@@ -254,9 +254,9 @@ def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _
     def write(draft: Draft) -> None:
         is_on, num_full = draft.candidate.offload.activations, sum(map(sum, draft.candidate.recompute.full))
         if is_on and not applies(draft.settings):
-            draft.refuse(path, f"{name} needs FSDP")
+            draft.refuse(path, f"{name} requires FSDP")
         elif is_on and num_full < draft.workload.num_layers:
-            draft.refuse(path, f"{name} moves only what layers recomputed in full keep: recompute all of them")
+            draft.refuse(path, f"{name} moves only inputs of layers recomputed in full: recompute all layers")
         elif is_on:
             draft.settings[name] = True
 
@@ -267,8 +267,8 @@ REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the g
 """Setting for when gradients are reduced, where a framework knows one way only, which is our default."""
 
 KERNELS_OF_SCRIPT = (
-    left_to_script("kernels.attention", "your script chooses it: torch.nn.attention.sdpa_kernel(...)"),
-    left_to_script("kernels.cudnn_tuning_range", "your script sets torch.backends.cudnn.benchmark in these steps"),
-    left_to_script("kernels.memory_format", "your script calls model.to(memory_format=torch.channels_last)"),
+    left_to_script("kernels.attention", "your script must select it: torch.nn.attention.sdpa_kernel(...)"),
+    left_to_script("kernels.cudnn_tuning_range", "your script must set torch.backends.cudnn.benchmark in these steps"),
+    left_to_script("kernels.memory_format", "your script must call model.to(memory_format=torch.channels_last)"),
 )
 """Kernel choices that are calls into torch."""

@@ -238,7 +238,7 @@ class Found(Mapping[str, Any]):
 
     def unread(self, knob: str, what: str) -> None:
         """``what`` was not understood: the field keeps what the command has."""
-        self.warn(knob, f"not understood, left as it is: {what}")
+        self.warn(knob, f"not recognized, unchanged: {what}")
 
     def warn(self, knob: str, message: str) -> None:
         self.notes.append(Note(knob=knob, message=message, severity="warning"))
@@ -357,9 +357,9 @@ def custom(
 
 def _refuse_scripts(draft: Draft) -> None:
     if draft.candidate.own:
-        draft.refuse("own", "knobs of one's own belong to one's own program")
+        draft.refuse("own", "custom knobs apply only to custom programs")
     if isinstance(draft.workload.model, ScriptModel):
-        draft.refuse("workload.model.script", "the program is one's own: its export is the command with its files")
+        draft.refuse("workload.model.script", "a custom program is exported as its command with its files")
 
 
 SCRIPTS = custom(("own", "workload.model.script", "workload.data.script"), (), _refuse_scripts)
@@ -369,12 +369,12 @@ SCRIPTS = custom(("own", "workload.model.script", "workload.data.script"), (), _
 def _name_code(draft: Draft) -> None:
     model = draft.workload.model
     if isinstance(model, PythonModel):
-        draft.warn("workload.model.python", f"your own code builds it: {model.model} in {model.cwd}")
-        draft.warn("workload.data.python", "your own code reads it")
+        draft.warn("workload.model.python", f"built by your code: {model.model} in {model.cwd}")
+        draft.warn("workload.data.python", "read by your code")
     if isinstance(model, HuggingFaceModel):
-        draft.warn("workload.model.huggingface", "transformers builds it, from the config.json of the sweep")
+        draft.warn("workload.model.huggingface", "built by transformers from the config.json of the sweep")
     if isinstance(model, OwnModel) and draft.workload.seq_length > 1:
-        draft.warn("workload.seq_length", f"samples have {draft.workload.seq_length} tokens, as your data gives them")
+        draft.warn("workload.seq_length", f"samples have {draft.workload.seq_length} tokens, as in your data")
 
 
 MODULES = custom(("workload.model.python", "workload.model.huggingface", "workload.data.python"), (), _name_code)
@@ -442,7 +442,7 @@ def differences(asked: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, 
 
 
 def _difference(asked: Any, said: Any) -> str:
-    return f"asked for {asked}, but these files say {said}"
+    return f"the configuration has {asked}, but these files set {said}"
 
 
 def comments(notes: Iterable[Note], mark: str = "#") -> list[str]:

@@ -73,7 +73,7 @@ def _load(files: Mapping[str, str]) -> dict[str, Any]:
 
 RECIPE = Recipe(
     name="torchrun",
-    title="torchrun of this runner",
+    title="torchrun with the built-in runner",
     settings=SETTINGS,
     render=_render,
     load=_load,

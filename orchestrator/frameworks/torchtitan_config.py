@@ -154,7 +154,7 @@ def _read_part(part: str, value: ast.expr) -> dict[str, Any]:
     if part == ACTIVATION_CHECKPOINT:
         return {part: "full" if ast.unparse(value) == f"{_FULL}()" else "none"}
     if not isinstance(value, ast.Call):
-        raise TypeError(f"{part} is no call")
+        raise TypeError(f"{part} is not a call")
     return {f"{part}.{keyword.arg}": ast.literal_eval(keyword.value) for keyword in value.keywords}
 
 

@@ -105,7 +105,7 @@ def _write_batch(draft: Draft) -> None:
 
 def _read_batch(found: Found) -> dict[str, Any]:
     if truth(found.get("auto_find_batch_size")):
-        found.warn("micro_batch_size", "auto_find_batch_size may train on a smaller batch than the one asked for")
+        found.warn("micro_batch_size", "auto_find_batch_size may train with a smaller batch than configured")
     found.num_microbatches = found.whole("micro_batch_size", _ACCUMULATION)
     return {"micro_batch_size": found.whole("micro_batch_size", _BATCH)}
 
@@ -140,7 +140,7 @@ def write_batch_of_deepspeed(engine: ShardingEngine, request: OverlayRequest) ->
 def _write_stage(draft: Draft) -> None:
     stage = draft.candidate.layout.zero_stage
     if draft.given(ENGINE) == "fsdp" and stage == 1:
-        draft.refuse("layout.zero_stage", "FSDP has no stage 1: DeepSpeed has")
+        draft.refuse("layout.zero_stage", "FSDP has no stage 1, but DeepSpeed has")
     else:
         draft.settings[STAGE] = stage
 
@@ -168,9 +168,9 @@ def _tensor_parallel(found: Found) -> int | None:
 LAYOUT = row("layout.zero_stage", STAGE, _write_stage, _read_layout)
 """Data parallelism by the engine that the command has; by DeepSpeed where it has none and is to shard."""
 _UNABLE = {
-    "pp": "the Trainer has no pipelines",
-    "cp": "splitting sequences is up to the script: ParallelismConfig(cp_size=...)",
-    "tp": "splitting matrices is up to the script, which loads the model so: from_pretrained(..., tp_plan='auto')",
+    "pp": "the Trainer does not support pipelines",
+    "cp": "the script must split sequences: ParallelismConfig(cp_size=...)",
+    "tp": "the script must split matrices by loading the model with from_pretrained(..., tp_plan='auto')",
 }
 
 
@@ -179,14 +179,14 @@ def check_engine(engine: ShardingEngine, request: OverlayRequest) -> None:
     layout, edit = request.candidate.layout, engine.edit
     write_batch_of_deepspeed(engine, request)
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
-        edit.refuse("layout.dp_shard", "the ranks shard among all of them, or none: no replicas beside dp_shard")
+        edit.refuse("layout.dp_shard", "sharding uses all ranks or none: no replicas with dp_shard")
     for name, message in _UNABLE.items():
         if getattr(layout, name) != request.reading.values.get(f"layout.{name}", 1):
             edit.refuse(f"layout.{name}", message)
     if engine.kind == "fsdp" and (request.device == "cpu" or engine.is_on_cpu):
-        edit.refuse("layout.zero_stage", "FSDP on the CPU trains with DDP, without a word: use DeepSpeed")
+        edit.refuse("layout.zero_stage", "FSDP on CPUs silently trains with DDP: use DeepSpeed")
     if request.changes("layout.zero_stage", layout.zero_stage) and engine.stage != layout.zero_stage:
-        edit.refuse("layout.zero_stage", f"asked for {layout.zero_stage}, the command says {engine.stage}")
+        edit.refuse("layout.zero_stage", f"expected {layout.zero_stage}, but the command sets {engine.stage}")
 
 
 # Precision
@@ -196,7 +196,7 @@ def _read_precision(found: Found) -> dict[str, Any]:
     lists: dict[str, Any] = {"precision.white": (), "precision.black": ()}
     given = {name: _is_on(found, "precision.dtype", name) for name in ("fp16", "bf16")}
     if set(given.values()) == {None}:
-        found.warn("precision", "neither bf16 nor fp16 is said: the number format is the model's own")
+        found.warn("precision", "neither bf16 nor fp16 is set: the number format is that of the model")
         return lists
     variable = None if "deepspeed" in found else found.get(_PRECISION)  # its configuration follows the arguments alone
     short = next((name for name, is_on in given.items() if is_on), variable)
@@ -248,13 +248,13 @@ def write_precision_of_engine(draft: Draft) -> None:
     """What DeepSpeed's configuration says of number formats, and what the others cannot do."""
     precision, kind, config = draft.candidate.precision, draft.given(ENGINE), draft.given(CONFIGURATION)
     if kind == "ddp" and precision.level == "O2":
-        draft.refuse("precision.level", "DDP has autocast (O1), but no 16-bit weights with fp32 masters")
+        draft.refuse("precision.level", "DDP supports autocast (O1), but not 16-bit weights with fp32 master weights")
     elif kind == "fsdp" and precision.level == "O1":
-        draft.refuse("precision.level", "FSDP itself computes in 16 bits (O2), without autocast")
+        draft.refuse("precision.level", "FSDP computes in 16 bits (O2), without autocast")
     elif kind == "deepspeed" and precision.level == "O1" and config is None:
-        draft.refuse("precision.level", "autocast needs a configuration file of DeepSpeed, and there is none")
+        draft.refuse("precision.level", "autocast requires a DeepSpeed configuration file, and there is none")
     if precision.loss_scale is not None and not (kind == "deepspeed" and precision.level == "O2"):
-        draft.warn(_SCALE, "torch's GradScaler is taken as it is")
+        draft.warn(_SCALE, "torch's GradScaler is used with its defaults")
     if config is not None:
         changes = _precision_in_deepspeed(config, precision)
         draft.settings |= {f"deepspeed:{key}": value for key, value in changes.items()}
@@ -325,7 +325,7 @@ def _recompute(name: str) -> Setting:
     def write(draft: Draft) -> None:
         is_on = bool(draft.candidate.recompute.full)
         if is_on and sum(map(sum, draft.candidate.recompute.full)) != draft.workload.num_layers:
-            draft.refuse("recompute.full", "it is all layers or none")
+            draft.refuse("recompute.full", "only all layers or none are supported")
         spelled = other if not is_off and draft.given(other) is not None else name
         draft.settings[spelled] = is_on is not is_off
         is_fsdp = draft.given(ENGINE) == "fsdp"
@@ -395,7 +395,7 @@ def _write_compile(draft: Draft) -> None:
     kernels = draft.candidate.kernels
     if any(map(draft.changed, _COMPILE)):
         if kernels.compile == "block":
-            draft.refuse("kernels.compile", "the Trainer compiles the whole model")
+            draft.refuse("kernels.compile", "the Trainer compiles the full model")
         draft.drop("torch_compile_backend", "torch_compile_mode")
         draft.settings["torch_compile"] = is_on = kernels.compile != "off"
         if is_on and (kernels.backend, kernels.compile_mode) != ("inductor", "default"):
@@ -403,7 +403,7 @@ def _write_compile(draft: Draft) -> None:
             draft.settings["torch_compile_mode"] = kernels.compile_mode
     if draft.changed("kernels.matmul_precision"):
         if kernels.matmul_precision == "medium":
-            draft.refuse("kernels.matmul_precision", "the Trainer has TF32 (high) or not (highest)")
+            draft.refuse("kernels.matmul_precision", "the Trainer supports TF32 (high) or none (highest)")
         draft.settings["tf32"] = kernels.matmul_precision != "highest"
 
 
@@ -425,9 +425,9 @@ def _attention(dialect: Dialect) -> Setting:
     def write(draft: Draft) -> None:
         wanted = draft.candidate.kernels.attention
         if wanted not in known:
-            draft.refuse("kernels.attention", f"{name} has no {wanted}: it has {', '.join(known)}")
+            draft.refuse("kernels.attention", f"{name} does not support {wanted}: supported are {', '.join(known)}")
         elif dialect.attention is None and draft.given(name) not in known.values():
-            draft.refuse("kernels.attention", f"the command has no --{name}: write it there if your script has it")
+            draft.refuse("kernels.attention", f"the command has no --{name}: add it if your script supports it")
         else:
             draft.settings[name] = known[wanted]
 
@@ -479,14 +479,14 @@ def _note_unread(edit: Edit, found: Found) -> None:
     script = program_of(edit.argv).script
     if script is not None and Path(edit.cwd, script).with_suffix(".args").is_file():
         beside = Path(script).with_suffix(".args").name
-        found.unread("workload", f"{beside}, which transformers reads beside the script")
+        found.unread("workload", f"{beside}, which transformers reads from the folder of the script")
     if any(word.startswith("@") for word in arguments.words):
         found.unread("workload", "a file of arguments (@...)")
     for name in ("deepspeed", "fsdp_config"):
         given = arguments.given(name)
         is_path = isinstance(given, str) and given and "{" not in given and not arguments.dialect.presets
         if is_path and arguments.section(name) is None:
-            found.unread("layout.zero_stage", f"{name} {given}: there is no such file")
+            found.unread("layout.zero_stage", f"{name} {given}: the file does not exist")
 
 
 def _check(edit: Edit, request: OverlayRequest, arguments_of: Callable[[Edit], TrainerArguments]) -> None:
@@ -497,7 +497,7 @@ def _check(edit: Edit, request: OverlayRequest, arguments_of: Callable[[Edit], T
         if arguments.is_on(_KEPT):
             arguments.put({_KEPT: False})
     if loader.tuning is not None:
-        edit.refuse("loader.tuning", "the loader of a custom program is not tuned here: set num_workers")
+        edit.refuse("loader.tuning", "the loader of a custom program is not tuned automatically: set num_workers")
     for choice in request.candidate.own:
         if choice.value is None:
             arguments.drop(choice.name)
@@ -602,7 +602,7 @@ def trial_of_trainer(
     limit = str(arguments.get("max_steps"))
     if limit.isdigit() and 0 < int(limit) < last_step:
         arguments.put({"max_steps": last_step})
-        message = f"max_steps {limit} is less than the {last_step} steps of a trial, which moves the schedule"
+        message = f"max_steps {limit} is less than the {last_step} steps of a trial, which changes the schedule"
         edit.warn("workload", message)
     return trackers_off(edit)
 

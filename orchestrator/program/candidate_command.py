@@ -357,8 +357,11 @@ cd {cwd}
 """
 _GIVEN = {OUT: '"${OUT:-out}"', "steps": '"${STEPS:?number of optimiser steps}"'}
 """What whoever starts it says in the environment, by the placeholder."""
-_HOW_ENV = "NNODES: hosts, each running this; NODE_RANK: number of this one; MASTER_ADDR, MASTER_PORT: where rank 0 is."
-_HOW_OWN = "The command starts its own ranks: run it as you run your own, on every host."
+_HOW_ENV = (
+    "NNODES: number of hosts, each runs this script; NODE_RANK: index of this host; MASTER_ADDR, MASTER_PORT: "
+    "address of rank 0."
+)
+_HOW_OWN = "The command starts its own ranks: run it on every host, like your original command."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

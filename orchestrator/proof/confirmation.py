@@ -6,8 +6,8 @@ a run, so a run counts as one number, its speed. Logarithms of speeds follow ``t
 in common cancels. The noise is estimated from all trials together (a randomised block design), since a few rounds of
 two trials say little about it; where a pair is noisier than that, by itself.
 
-Judged after every round, several finalists at a time, an ordinary 95 % interval would be wrong in far more than 5 % of
-confirmations. The intervals here hold at all looks and for all finalists together in 95 %: repeated confidence
+Judged after every round, several finalists at a time, an ordinary 95% interval would be wrong in far more than 5% of
+confirmations. The intervals here hold at all looks and for all finalists together in 95%: repeated confidence
 intervals (Jennison and Turnbull 1989) with the levels below. That holds whenever the
 rounds end, so stopping at a favourable moment gains nothing.
 """
@@ -40,7 +40,7 @@ from orchestrator.sweep.events import RatioInterval, SoakMemory, SoakReport, Soa
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from trials.outcome import Failure, GangLost, Measurement, TimedOut
 
-# How strict every single look of a confirmation has to be, so that all of them together err in 5 %.
+# How strict every single look of a confirmation has to be, so that all of them together err in 5%.
 #
 # A group-sequential boundary: the nominal level of look ``n`` of ``N`` is that of the normal deviate ``c * (n / N) **
 # (shape - 1/2)``. Shape 0 is O'Brien and Fleming's boundary (1979), 1/2 Pocock's (1977), between them are Wang and
@@ -63,7 +63,7 @@ SHAPE = 0.25
 more small ones."""
 
 _NUM_SIMULATED = (4_000, 40_000)
-"""Simulated confirmations, at least and at most: 5 % are then known to 0.3 or 0.1 points."""
+"""Simulated confirmations, at least and at most: 5% are then known to 0.3 or 0.1 points."""
 _NUM_NUMBERS = 8_000_000
 """Random numbers that a simulation draws, within these bounds: about a second at most, once per design."""
 
@@ -453,12 +453,12 @@ def judge_soak(
     if last.value >= 1 + MIN_DIFFERENCE:
         ratio = units.ratio(last.value, report.last)
         return replace(
-            report, answer="inconclusive", reason=f"its speed may not last: {ratio} in the last third {where}"
+            report, answer="inconclusive", reason=f"its speed may not be sustained: {ratio} in the last third {where}"
         )
     if first.value >= last.value * (1 + MIN_DIFFERENCE):
-        reason = f"its speed fades: {first.value:.2f}x in the first third {where}, {last.value:.2f}x in the last"
+        reason = f"it slows down: {first.value:.2f}x in the first third {where}, {last.value:.2f}x in the last"
     else:
-        reason = f"its speed does not last: {last.value:.2f}x in the last third {where}"
+        reason = f"its speed is not sustained: {last.value:.2f}x in the last third {where}"
     return replace(report, answer="failed", reason=reason)
 
 
@@ -470,8 +470,8 @@ def failed_soak(run: Trial, pairs: Sequence[Pair]) -> SoakReport:
         return SoakReport(trial=check.finalist, answer="inconclusive", reason=f"its longer run was lost: {why}")
     reason = f"failed in its longer run: {why}"
     if isinstance(run.outcome, TimedOut) and run.outcome.phase == "measuring":
-        expected = f"{check.num_steps} steps that take {units.duration(check.expected_s)} at the speed of its rounds"
-        reason = f"its speed does not last: {expected} were not done after {units.duration(deadline_s(check))}"
+        expected = f"{check.num_steps} steps, {units.duration(check.expected_s)} at the speed of its rounds,"
+        reason = f"its speed is not sustained: {expected} were not finished after {units.duration(deadline_s(check))}"
     done = [own for own, _ in pairs]
     return SoakReport(
         trial=check.finalist,
@@ -585,10 +585,10 @@ def _when_full(memory: SoakMemory | None, pair: Pair, limit_bytes: int | None) -
     if baseline is not None and baseline.full_at_step is not None and baseline.full_at_step <= 2 * memory.full_at_step:
         return None
     return (
-        f"its memory grows by {units.num_bytes(round(memory.growth_bytes))} per step, from"
-        f" {units.num_bytes(memory.first_bytes)} to {units.num_bytes(memory.last_bytes)} between the first and the last"
-        f" third of its longer run: the {units.num_bytes(memory.limit_bytes or 0)} of a rank would be used up at step"
-        f" {memory.full_at_step}"
+        f"its memory grows by {units.num_bytes(round(memory.growth_bytes))} per step, from "
+        f"{units.num_bytes(memory.first_bytes)} to {units.num_bytes(memory.last_bytes)} between the first and "
+        f"the last third of its longer run: the limit of {units.num_bytes(memory.limit_bytes or 0)} per rank "
+        f"would be reached at step {memory.full_at_step}"
     )
 
 
@@ -602,10 +602,10 @@ def _memory_notes(finalist: int, memory: SoakMemory | None) -> list[str]:
         full = f"; full at step {memory.full_at_step} at this rate" if memory.full_at_step is not None else ""
         notes.append(f"{who}: memory grows during the longer run, {grown} between its first and last third{full}")
     if memory.fragmentation is not None and memory.fragmentation >= MUCH_FRAGMENTED:
-        notes.append(f"{who}: {memory.fragmentation:.0%} of the memory that the allocator holds is not used by tensors")
+        notes.append(f"{who}: {memory.fragmentation:.0%} of the allocator's memory is not used by tensors")
     if 0 < memory.longest_measured < memory.longest_sample:
-        lengths = f"{memory.longest_sample} tokens, in the search {memory.longest_measured}"
-        notes.append(f"{who}: the longest sample of the longer run has {lengths}")
+        lengths = f"{memory.longest_sample} tokens, {memory.longest_measured} in the search"
+        notes.append(f"{who}: the longest sample of the longer run had {lengths}")
     return notes
 
 
@@ -618,7 +618,7 @@ def _memory_notes(finalist: int, memory: SoakMemory | None) -> list[str]:
 # keeps the lead on a slower machine. A loss is shown by the lead alone; without a baseline, by the own speed.
 #
 # Both are differences of means of logarithms, of rounds then and now. The noise is pooled over both, unless one of them
-# is noisier by itself. Intervals hold at all looks together in 95 %, with the levels of
+# is noisier by itself. Intervals hold at all looks together in 95%, with the levels of
 # :mod:`orchestrator.proof.confirmation` for rounds that are all compared with the same earlier ones.
 
 Loss = Literal["excluded", "shown", "open"]

@@ -76,7 +76,7 @@ class EvaluationProcess:
             if time.monotonic() < self._give_up_s:
                 return None
             self.kill()
-            return self._ended(Ending(exit_code=None, tail=("it did not end, and could not be killed in time",)))
+            return self._ended(Ending(exit_code=None, tail=("it did not finish and could not be killed in time",)))
         assert self._process.stdout is not None
         with self._process.stdout as pipe:
             text = pipe.read().decode()
@@ -171,13 +171,13 @@ class Evaluator:
     def look(self, state: SweepState, trial: int) -> Evaluation | None:
         """How the evaluation of this finalist ended; None while it goes on. The first look starts it."""
         settings = state.sweep.proof.gate
-        assert settings is not None and settings.command, "nobody asked for an evaluation"
+        assert settings is not None and settings.command, "the sweep has no evaluation"
         if self._trial != trial:  # of a proof that was taken back
             self.close()
         if self._process is None:
             self._trial = trial
             report = gate_report(state, trial, settings)
-            assert report is not None, "the gate comes before the user's evaluation"
+            assert report is not None, "the gate precedes the evaluation"
             self._process = EvaluationProcess()
             self._process.start(
                 settings.command,

@@ -251,7 +251,7 @@ RUN_STD = 0.005
 """Standard deviation of the log of a step time from run to run, which the interval of one run's steps does not cover
 (placement, clocks)."""
 CI95_STDS = 2 * 1.96
-"""Width of a 95 % interval in standard deviations."""
+"""Width of a 95% interval in standard deviations."""
 
 MIN_KEPT = 384
 """Candidates that a round chooses from, or twice as many as run at the same time if that is more."""
@@ -501,7 +501,7 @@ def _peak_bytes(trial: Trial) -> int:
 def _usual_reason(proposal: Proposal) -> str:
     """Before anything is known of the program's speed."""
     gain, spread = 1 / proposal.time_s, math.expm1(proposal.log_std)
-    return f"best by what knobs usually do: {gain:.2f}x the baseline (give or take {spread:.0%})"
+    return f"best by the usual effects of knobs: {gain:.2f}x the baseline (± {spread:.0%})"
 
 
 def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
@@ -510,9 +510,9 @@ def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
     spread = math.expm1(proposal.log_std)
     how = "largest expected improvement per device-second:"
     if proposal.is_plain or not measured:
-        how = "best prediction before any trial" + ("; by now" if measured else ":")
+        how = "best prediction before any trial" + ("; currently" if measured else ":")
     fits = f", fits with {chance(proposal.probability_fits)}" if proposal.probability_fits < 0.995 else ""
-    return f"{how} {speed} expected (give or take {spread:.0%}{fits})"
+    return f"{how} {speed} expected (± {spread:.0%}{fits})"
 
 
 SamplerName = Literal["guided", "tpe", "random", "grid"]
@@ -587,7 +587,7 @@ class Search:
             return Suggestion(self._open.candidates[unseen[0]], "next in the grid")
         rng = random.Random(digest([self._seed, trial]))
         if self._sampler in ("random", "guided"):
-            return Suggestion(self._open.candidates[rng.choice(unseen)], "drawn at random")
+            return Suggestion(self._open.candidates[rng.choice(unseen)], "sampled at random")
         return self._ask_tpe(state, unseen, rng)
 
     def predict(self, candidate: Candidate) -> PredictedResult | None:
@@ -649,7 +649,7 @@ class Search:
         for _ in range(_MAX_RANDOM_DRAWS):
             drawn = large.draw(rng)
             if drawn is not None and drawn not in tried and not self._is_ruled_out(drawn, state):
-                return Suggestion(drawn, "drawn at random")
+                return Suggestion(drawn, "sampled at random")
         return None
 
     def _is_ruled_out(self, candidate: Candidate, state: SweepState) -> bool:

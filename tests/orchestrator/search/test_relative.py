@@ -200,7 +200,7 @@ def test_plan_orders_scripts_and_says_by_what(tmp_path, monkeypatch):
     file = write(tmp_path, content)
     arguments = ["plan", str(file), "--home", str(tmp_path / "home")]
     found = json.loads(CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False).stdout)
-    assert found["forecast"] is None and "dimensions are not known" in found["unpredicted"]
+    assert found["forecast"] is None and "dimensions are unknown" in found["unpredicted"]
     top = found["usual"]["top"]
     assert len(top) == 8 and len({round(one["gain"], 6) for one in top}) > 2
     assert all(one["gain_low"] < one["gain"] < one["gain_high"] for one in top)
@@ -208,4 +208,4 @@ def test_plan_orders_scripts_and_says_by_what(tmp_path, monkeypatch):
     shown = CliRunner().invoke(main, arguments, catch_exceptions=False).stdout
     assert "not a model of this one" in shown and max(map(len, shown.splitlines())) <= 80
     why = CliRunner().invoke(main, [*arguments, "--why", "{micro_batch_size: 8}"], catch_exceptions=False).stdout
-    assert "by what knobs usually do" in why and "x the baseline" in why
+    assert "by the usual effects of knobs" in why and "x the baseline" in why
