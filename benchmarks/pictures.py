@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         running = stack.enter_context(_quickstart(home))
         if "live" in parts:
-            live(browser, home, "quickstart", options.out, wait_for="#confirmation")
+            live(browser, home, "quickstart", options.out)
         if running.wait() != 0:
             raise SystemExit("the quickstart failed")
         rest = [part for part in parts if part != "live"]
@@ -128,20 +128,20 @@ def open_browser() -> Iterator[Any]:
         browser.close()
 
 
-def live(browser: Any, home: Path, sweep: str, out: Path, *, wait_for: str = "h1") -> None:
+def live(browser: Any, home: Path, sweep: str, out: Path) -> None:
     """The sweep's live page on a desktop and on a phone, and the page of the fastest trial."""
     server = PageServer(Home(home), None, invocation=PLAIN, links=lambda _sweep: {}, poll_s=0.5)
     with server:
         with open_window(browser, server.url(), DESKTOP) as window:
             window.goto(f"{server.base}/sweeps/{sweep}")
-            window.locator(f"{wait_for}:visible").first.wait_for(timeout=START_S * 1000)
+            window.locator("#confirmation table").first.wait_for(timeout=START_S * 1000)
             window.screenshot(path=out / "live.png")
             window.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
             window.screenshot(path=out / "live-phone.png")
         with open_window(browser, server.url(), DESKTOP) as window:
             best = Home(home).read(sweep).state.best
             window.goto(f"{server.base}/sweeps/{sweep}/trials/{best.number if best else 0}")
-            window.locator("#measured").wait_for()
+            window.locator("#measured table, #measured dl").first.wait_for()
             window.screenshot(path=out / "live-trial.png")
 
 
