@@ -468,29 +468,31 @@ TREATMENTS: Mapping[str, Treatment] = {
     "infeasible": Treatment(ends_as="infeasible"),
     "data": Treatment(ends_as="infeasible"),
     "diverged": Treatment(ends_as="diverged"),
-    "disk": Treatment(ends_as="gang_lost", strikes_node=True, remedy="free the node's disk"),
+    "disk": Treatment(ends_as="gang_lost", strikes_node=True, remedy="free disk space on the node"),
     "killed": Treatment(ends_as="gang_lost"),  # a signal that neither we nor the kernel sent
     "port": Treatment(ends_as="gang_lost", strikes_node=True),
     "lost": Treatment(ends_as="gang_lost", strikes_node=True),
     "device_lost": Treatment(
         ends_as="gang_lost",
         strikes_node=True,
-        remedy="look for it in the node's kernel log (dmesg), reset or replace the device",
+        remedy="check the kernel log of the node (dmesg), and reset or replace the device",
     ),
     "device_busy": Treatment(
-        ends_as="gang_lost", strikes_node=True, remedy="end what else holds the device: nvidia-smi or its like shows it"
+        ends_as="gang_lost",
+        strikes_node=True,
+        remedy="stop the other process on the device; nvidia-smi or its counterpart shows it",
     ),
     "node_setup": Treatment(
         ends_as="gang_lost",
         strikes_node=True,
-        remedy="fix the node: driver, /dev/shm, limit on locked memory, network interfaces",
+        remedy="check the node: driver, /dev/shm, locked memory limit, network interfaces",
     ),
     "device_suspect": Treatment(  # a kernel of the candidate's may be the reason as well
         ends_as="gang_lost",
-        remedy="where it repeats on one node, look at its devices; for one candidate, at its kernels",
+        remedy="if it recurs on one node, check its devices; if for one candidate, its kernels",
     ),
     "connection": Treatment(  # where no failure of a peer's explains it
-        ends_as="gang_lost", remedy="where it repeats, look at the network between the nodes"
+        ends_as="gang_lost", remedy="if it recurs, check the network between the nodes"
     ),
     "error": Treatment(ends_as="crashed"),
 }

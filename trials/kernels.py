@@ -203,13 +203,13 @@ class KernelTuner:
     def _note(self) -> str:
         notes = []
         if not self._has_cudnn:
-            notes.append("no cuDNN on this device: nothing was tuned, configurations are only counted")
+            notes.append("no cuDNN on this device: nothing was benchmarked, configurations were only counted")
         elif self._in_graph:
             notes.append("convolutions inside compiled graphs are not counted")
         if self._met_too_early:
             notes.append(
-                f"{len(self._met_too_early)} configurations were met before step {self._range[0]} and keep the "
-                "algorithm chosen then, unmeasured; let the range begin at step 1"
+                f"{len(self._met_too_early)} configurations occurred before step {self._range[0]} and keep the "
+                "unmeasured algorithm chosen then; start the range at step 1"
             )
         return "; ".join(notes)
 

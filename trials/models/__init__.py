@@ -25,7 +25,7 @@ from trials.spec import (
 __all__ = ["GivenModel", "Initial", "Loss", "TrainModel", "build_model", "build_own", "import_code", "loss_of"]
 
 
-_BUILDS_ITS_OWN = "a program of the user's own builds its model itself"
+_BUILDS_ITS_OWN = "custom programs build their model themselves"
 
 
 def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
