@@ -279,7 +279,7 @@ class StepBreakdown:
 class RankReport:
     """What one rank measured. Sequences over steps are in step order; times are this rank's own, in seconds.
 
-    A rank that ran a program of the user's own tells what it learnt of it: an empty tuple, 0 bytes and 0 FLOPs mean
+    A rank that ran a user's program tells what it learnt of it: an empty tuple, 0 bytes and 0 FLOPs mean
     "not known". Of a gang, one such rank at least has to know its step times.
     """
 
@@ -327,7 +327,7 @@ class RankReport:
 class Measurement:
     """A gang's measurement: step times are the maximum over ranks, step by step.
 
-    Of a program of the user's own, what nobody told is empty or 0: losses, gradient norms, peaks, breakdown, FLOPs.
+    Of a user's program, what nobody told is empty or 0: losses, gradient norms, peaks, breakdown, FLOPs.
     """
 
     world_size: int

@@ -34,12 +34,12 @@ from orchestrator.space.inside import InsideSection
 from orchestrator.space.knobs import (
     KNOB_NAMES,
     KNOBS,
-    OwnAccepted,
-    OwnGiven,
-    OwnKnob,
-    OwnSpace,
+    CustomBaseline,
+    CustomFilter,
+    CustomKnob,
+    CustomSpace,
     argument_text,
-    own_knobs,
+    custom_knobs,
 )
 from orchestrator.sweep.events import ConfirmSettings, GateSettings, PromotedRounds
 from orchestrator.sweep.snapshot import NAME_PATTERN
@@ -207,7 +207,7 @@ class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
     """The configuration used today, one value per knob. Omitted knobs have their default; in your training program
     they keep the value in its command, and `from_run` keeps all of them."""
 
-    own: OwnGiven | None = Field(
+    own: CustomBaseline | None = Field(
         default=None, description="Values of custom knobs by name. Omitted knobs keep the value in the command."
     )
 
@@ -218,7 +218,7 @@ class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
 class PatternSection(_PatternKnobs):  # type: ignore[misc]
     """Knobs and accepted values; matches a candidate when all of them match."""
 
-    own: OwnAccepted | None = Field(default=None, description="Custom knobs and accepted values.")
+    own: CustomFilter | None = Field(default=None, description="Custom knobs and accepted values.")
 
     @model_validator(mode="after")
     def _not_empty(self) -> PatternSection:
@@ -243,7 +243,7 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
     """The search space: one value (fixed) or a list of choices per knob. Omitted knobs keep the value of the
     baseline."""
 
-    own: OwnSpace | None = Field(
+    own: CustomSpace | None = Field(
         default=None,
         description="Custom knobs of your training program: `--flag`, `file:dotted.key`, `$NAME`, or a "
         "placeholder of its command, each with a value, a list, or a mapping of values, flag, "
@@ -268,13 +268,13 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
         return {name: (baseline[name],) if values is None else values for name, values in given.items()}
 
     @model_validator(mode="after")
-    def _sound_own_knobs(self) -> SpaceSection:
-        self.own_knobs()
+    def _validate_custom_knobs(self) -> SpaceSection:
+        self.custom_knobs()
         return self
 
-    def own_knobs(self) -> tuple[OwnKnob, ...]:
+    def custom_knobs(self) -> tuple[CustomKnob, ...]:
         """The custom knobs, each after those that its conditions name."""
-        return own_knobs(self.own or {})
+        return custom_knobs(self.own or {})
 
     @property
     def set_inside(self) -> InsideSection:

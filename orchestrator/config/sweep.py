@@ -39,7 +39,7 @@ from orchestrator.objective import Objective, ObjectiveName
 from orchestrator.program.candidate_command import problem, rule_of
 from orchestrator.program.user_program import Script
 from orchestrator.space.file_types import Section, ShortForms, fault
-from orchestrator.space.knobs import OwnKnob, OwnScalar
+from orchestrator.space.knobs import CustomKnob, CustomScalar
 from orchestrator.space.rules import Filters, check
 from orchestrator.space.space import build_candidate
 from orchestrator.sweep.events import Budget, ProofSettings, SweepCreated
@@ -145,7 +145,7 @@ class SweepSpec(Section):
         return values
 
     @model_validator(mode="after")
-    def _settle_script(self) -> Self:
+    def _resolve_script(self) -> Self:
         """Read a training program together with the knobs to change in it."""
         if not isinstance(self.workload, ScriptSection):
             if own := next((name for name in ("space", "baseline") if getattr(self, name).own), None):
@@ -195,11 +195,11 @@ class SweepSpec(Section):
         return self.space.choices(self.baseline.values())
 
     @property
-    def own_knobs(self) -> tuple[OwnKnob, ...]:
+    def custom_knobs(self) -> tuple[CustomKnob, ...]:
         """The custom knobs; empty for the built-in runner."""
         return () if self.script is None else self.script.own
 
-    def candidate_of(self, values: Mapping[str, Any], own: Mapping[str, OwnScalar]) -> Candidate:
+    def candidate_of(self, values: Mapping[str, Any], own: Mapping[str, CustomScalar]) -> Candidate:
         """The baseline with these values of built-in and custom knobs."""
         scripted = self._scripted
         if scripted is None:
@@ -208,7 +208,7 @@ class SweepSpec(Section):
             {**scripted.baseline_values, **values},
             scripted.script.model,
             scripted.script.own,
-            {**scripted.baseline_own, **own},
+            {**scripted.baseline_custom, **own},
         )
 
     @property

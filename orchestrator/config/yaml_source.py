@@ -240,8 +240,8 @@ def _unreadable(node: yaml.ScalarNode, error: Exception) -> str:
     """Why a scalar has no value, such as ``'maybe' is not a valid bool``, followed by the error if it adds
     information."""
     kind = str(node.tag).rpartition(":")[2]
-    told = str(error) if type(error) is ValueError and "invalid literal" not in str(error) else ""
-    return f"{_shortened(node.value)} is not a valid {kind}" + (f": {told}" if told else "")
+    reason_text = str(error) if type(error) is ValueError and "invalid literal" not in str(error) else ""
+    return f"{_shortened(node.value)} is not a valid {kind}" + (f": {reason_text}" if reason_text else "")
 
 
 def _is_text(text: str) -> bool:

@@ -363,8 +363,8 @@ class SweepExplanation:
     num_trials: int = 0
     """Trials of the search."""
     is_script: bool = False
-    """Whether a program of the user's own is trained."""
-    num_looked_at: int = 0
+    """Whether a user's program is trained."""
+    num_examined: int = 0
     """Trials that effects and the cost model's fit rest on: fewer where the sweep is long."""
 
     @property
@@ -394,7 +394,7 @@ class SweepExplanation:
             "unmodelled": self.unmodelled,
             "model_error": self.model_error,
             "num_trials": self.num_trials,
-            "num_looked_at": self.num_looked_at,
+            "num_examined": self.num_examined,
         }
 
 

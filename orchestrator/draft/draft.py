@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.config.settings import BaselineSection
 from orchestrator.config.sweep import load_sweep
-from orchestrator.draft.machine import DraftedMachine, comment, safe_name, sweep_text, value_text, words_text
+from orchestrator.draft.machine import DraftedMachine, comment, safe_name, sweep_text, value_text, yaml_words
 from orchestrator.draft.model_config import DraftedModel
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.catalog import training
@@ -27,7 +27,7 @@ from trials.spec import Candidate, Data, ImageFolderData, RandomData, TextData, 
 
 
 Knobs = Mapping[str, Any]
-ROOMY = 0.5
+COMFORTABLE_SHARE = 0.5
 """Fraction of memory up to which a baseline without sharding is assumed to be what users run today."""
 DEFAULT_SEQ_LENGTH = 4096
 SAMPLES_PER_DEVICE = {"resnet": 64, "linear": 1024}
@@ -103,7 +103,9 @@ def _first_that_fits(
         found = predict(predictor, row, workload)
         least = found if least is None or found.peak_bytes < least.peak_bytes else least
         is_plain = "zero_stage" not in knobs and knobs.get("recompute") != "full"
-        if found.fits and (not is_plain or len(legal) == 1 or found.peak_bytes <= ROOMY * found.limit_bytes):
+        if found.fits and (
+            not is_plain or len(legal) == 1 or found.peak_bytes <= COMFORTABLE_SHARE * found.limit_bytes
+        ):
             return knobs, found
     assert least is not None
     raise ConfigError(
@@ -289,7 +291,7 @@ def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Cho
     yield from (f"cluster: {machine.section}", "")
     yield "# Replace this with what you run today: it is always the first trial, and the winner is compared with it."
     if choices.prediction is not None:
-        yield f"# Predicted: {expected_words(choices.prediction)}."
+        yield f"# Predicted: {expected_text(choices.prediction)}."
     yield f"baseline: {value_text(choices.baseline)}"
     yield from ("", "space: # knobs to tune; all knobs: docs/knobs.md")
     yield from (f"  {key}: {value_text(value)}" for key, value in choices.space.items())
@@ -298,7 +300,7 @@ def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Cho
     yield f"budget: {value_text({'max_trials': max_trials})}"
 
 
-def expected_words(found: Prediction) -> str:
+def expected_text(found: Prediction) -> str:
     """Predicted time and memory of a baseline, in words."""
     memory = f"{num_bytes(found.peak_bytes)} of {num_bytes(found.limit_bytes)} memory"
     return f"{found.step_s:.3g} s per step, {memory}"
@@ -358,7 +360,7 @@ def skeleton(recipe: str, machine: DraftedMachine, *, max_trials: int | None = N
         "",
         "workload: # your training program; all keys: docs/your-own-training.md",
         f"  recipe: {recipe}",
-        f"  run: {words_text(shlex.split(command))}",
+        f"  run: {yaml_words(shlex.split(command))}",
     ]
     is_placed = _PLACED in command
     if is_placed:

@@ -97,7 +97,7 @@ def nominal_levels(design: Design, shape: float = SHAPE) -> tuple[float, ...]:
     if design.num_finalists < (2 if design.family == "finalists" else 1):
         return (ERROR_RATE,) * len(looks)
     if design.family == "earlier":
-        largest, degrees = _simulated_beside_earlier(design), looks + design.num_then - 2
+        largest, degrees = _simulated_against_earlier(design), looks + design.num_then - 2
     else:
         largest, degrees = _simulated(design), design.num_finalists * (looks - 1)
     scale = (looks / design.last_look) ** (shape - 0.5)
@@ -144,7 +144,7 @@ def _simulated(design: Design) -> NDArray[np.float64]:
     return np.stack(looks, axis=1)
 
 
-def _simulated_beside_earlier(design: Design) -> NDArray[np.float64]:
+def _simulated_against_earlier(design: Design) -> NDArray[np.float64]:
     """As :func:`_simulated`, for a difference of means, whose noise is pooled unless one side is noisier by itself."""
     num, before = _NUM_SIMULATED[1], design.num_then
     rng = np.random.default_rng(20260102)
@@ -237,7 +237,7 @@ def judge(
     others = [number for number in finalists if number != leader]
     to_leader = {} if leader is None else comparing.effects(others, leader, "finalists")
     out = {number for number, effect in to_baseline.items() if not effect.may_be_shown("faster")}
-    out |= {number for number, effect in to_leader.items() if not effect.may_be_told}
+    out |= {number for number, effect in to_leader.items() if not effect.is_detectable}
     challengers = [number for number in others if number not in out]
     is_decided = not challengers or len(rounds) >= max_rounds
     return Judgement(
@@ -291,7 +291,7 @@ class _Effect:
         return self.mean + self.half_width < _MIN_EFFECT
 
     @property
-    def may_be_told(self) -> bool:
+    def is_detectable(self) -> bool:
         """Whether the rounds left may still show a difference either way."""
         return not self.is_settled and (self.may_be_shown("faster") or self.may_be_shown("slower"))
 

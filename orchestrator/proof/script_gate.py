@@ -1,4 +1,4 @@
-"""The loss gate of a training program of the user's own: does a finalist train as the command that stands today does?
+"""The loss gate of a user's training program: does a finalist train as the command that stands today does?
 
 Nothing can be perturbed in a program that we did not write, and its losses are whatever it calls a loss. So the
 baseline trains the same steps twice, and what it does to itself is the measure:
@@ -42,7 +42,7 @@ NO_LOSSES = "the program reports no losses"
 REPORT_LOSSES = (
     "Report them (docs/report-api.md), or use a custom evaluation (gate.command); `promote --force` requires neither"
 )
-TELL_MORE = "Use more steps (gate.num_steps) or a custom evaluation (gate.command)"
+STRONGER_EVIDENCE = "Use more steps (gate.num_steps) or a custom evaluation (gate.command)"
 _TINY = 1e-12
 
 
@@ -52,7 +52,7 @@ class ScriptRuns:
 
     baseline: Trajectory
     again: Trajectory | None
-    """The baseline once more; None where that run failed."""
+    """The baseline again; None where that run failed."""
     finalist: Trajectory
     splits_alike: bool
     """Whether finalist and baseline give every rank the same samples in the same passes."""
@@ -213,9 +213,9 @@ def compare_script(runs: ScriptRuns, settings: GateSettings) -> LossComparison |
         twin=tuple(_largest_yet(_deviations(expected, runs.again.losses))) if runs.again else (),
     )
     norms, own = runs.baseline.grad_norms, runs.finalist.grad_norms
-    is_told = len(norms) == len(own) == num_steps
+    is_reported = len(norms) == len(own) == num_steps
     limits = tuple(runs.limits.grad_norm.at(step) for step in range(1, num_steps + 1))
-    deviations = tuple(_deviations(norms, own)) if is_told else (None,) * num_steps
+    deviations = tuple(_deviations(norms, own)) if is_reported else (None,) * num_steps
     return LossComparison(
         loss=loss,
         grad_norm=Curve(deviations=deviations, limits=limits),
@@ -236,7 +236,7 @@ def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
     scale = max(abs(expected), _TINY)
     band = max(BAND_SIGMAS * error / scale, runs.limits.loss.at(num_steps) + _resolution(runs, expected))
     off = abs(mean - expected) / scale
-    why = _why_not_steps(runs)
+    why = _reason_against_steps(runs)
     report = replace(
         strict,
         passed=False,
@@ -260,7 +260,7 @@ def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
             f"{why}, and the baseline's own band is {100 * band:.2g}% wide: smaller differences cannot be "
             f"detected in {num_steps} steps"
         )
-        return replace(report, doubts=(doubt,), remedy=TELL_MORE)
+        return replace(report, doubts=(doubt,), remedy=STRONGER_EVIDENCE)
     note = (
         f"{why}: compared within the baseline's own band; the mean over {num_steps} steps deviates by "
         f"{100 * off:.2g}%, and {100 * band:.2g}% can be chance; smaller differences cannot be detected"
@@ -268,7 +268,7 @@ def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
     return replace(report, passed=True, notes=(*report.notes, note))
 
 
-def _why_not_steps(runs: ScriptRuns) -> str:
+def _reason_against_steps(runs: ScriptRuns) -> str:
     if runs.again is not None and not _repeats_itself(runs):
         off = max(_deviations(runs.baseline.losses, runs.again.losses))
         return f"the baseline is not reproducible (two runs differ by up to {100 * off:.2g}%)"

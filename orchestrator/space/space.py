@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
 from orchestrator.space.file_types import layers_of, resolve_recompute, resolve_stage_layers
-from orchestrator.space.knobs import KNOBS, Knob, OwnKnob, OwnScalar, chosen, combinations
+from orchestrator.space.knobs import KNOBS, CustomKnob, CustomScalar, Knob, chosen, combinations
 from orchestrator.space.notation import Features, Scalar
 from trials.legality import holds_plain
 from trials.spec import (
@@ -31,9 +31,9 @@ from trials.spec import (
     LossScale,
     Model,
     Offload,
-    OwnModel,
     Precision,
     Recompute,
+    UserModel,
 )
 
 # Canonical form: knob values to candidates and back, so that one candidate has one spelling
@@ -63,7 +63,10 @@ class Rest:
 
 
 def build_candidate(
-    values: Mapping[str, Any], model: Model, own: Sequence[OwnKnob] = (), own_values: Mapping[str, OwnScalar] = {}
+    values: Mapping[str, Any],
+    model: Model,
+    own: Sequence[CustomKnob] = (),
+    custom_values: Mapping[str, CustomScalar] = {},
 ) -> Candidate:
     """The canonical candidate of a full set of knob values, and of values of custom knobs."""
     layout = build_layout(values, model.num_layers)
@@ -78,7 +81,7 @@ def build_candidate(
         loader=build_part(Loader, values),
         kernels=build_part(Kernels, values, model),
         offload=build_part(Offload, values),
-        own=chosen(own, own_values),
+        own=chosen(own, custom_values),
     )
 
 
@@ -138,7 +141,7 @@ def _canonical(kind: type, fields: dict[str, Any], model: Model | None) -> dict[
 
 def engine_for(engine: str, model: Model) -> str:
     """The engine as configured; tensor parallelism of user modules follows a plan, which only one engine supports."""
-    return "dtensor" if isinstance(model, OwnModel) and engine == "auto" else engine
+    return "dtensor" if isinstance(model, UserModel) and engine == "auto" else engine
 
 
 def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:
@@ -281,7 +284,7 @@ class _Places:
         self.codes.append(code)
 
 
-def make_space(choices: Choices, model: Model, own: Sequence[OwnKnob] = ()) -> Space:
+def make_space(choices: Choices, model: Model, own: Sequence[CustomKnob] = ()) -> Space:
     """The space that ``choices`` and the custom knobs ``own`` span for ``model``; of more than ``MAX_SETTINGS``
     layouts a random part.
 
