@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from configs import CONFIGS
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of all documents that ``--json`` prints."""
 SCHEMA_FILE = "docs/result.schema.json"
 
@@ -39,7 +39,7 @@ class FiguresDocument(TypedDict):
 
 
 class SpeedupDocument(TypedDict):
-    """A speed over the baseline's, by the sweep's objective, with its 95 % interval."""
+    """A speed over the baseline's, by the sweep's objective, with its 95% interval."""
 
     value: float
     low: float | None
