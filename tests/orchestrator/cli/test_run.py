@@ -175,7 +175,7 @@ def test_a_detached_controller_survives_kill_and_pause_and_followers_come_and_go
     follower.send_signal(signal.SIGINT)
     _, words = follower.communicate(timeout=LIMIT_S)
     assert follower.returncode == 130
-    assert "goes on" in words
+    assert "continues" in words
     assert "pause tiny" in words
 
     paused = command("pause", "tiny", "--home", home, "--json")
@@ -198,7 +198,7 @@ def test_what_ends_a_background_controller_at_once_is_shown(home: Path, tmp_path
         for where in (("--detach",), ("--foreground",)):  # as a job: tests/orchestrator/cli/test_cli.py
             refused = command("submit", file, "--home", home, "--address", address, *where)
             assert refused.returncode == ExitCode.INFRASTRUCTURE, refused.stderr
-            assert f"nothing answers at {address}" in refused.stderr
+            assert f"nothing responds at {address}" in refused.stderr
             assert "Traceback" not in refused.stderr
     assert list(home.rglob("ledger.sqlite")) == []
     local = sweeps.write(tmp_path, "local.yaml")
