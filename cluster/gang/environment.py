@@ -104,7 +104,7 @@ DEFAULTS: tuple[Default, ...] = (
     Default(
         name="TORCH_NCCL_ENABLE_TIMING",
         value="1",
-        why="distinguishes a device that hangs in its own kernel from those that wait for it; one more event a collective",
+        why="distinguishes a device hung in its own kernel from those that wait for it; one event more per collective",
         kinds=_NVIDIA_LIKE,
         synonyms=("NCCL_ENABLE_TIMING",),
     ),
