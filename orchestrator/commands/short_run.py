@@ -317,7 +317,7 @@ def _check_inside(spec: SweepSpec, home: Home, address: str | None, tell: Tell |
     knobs = knobs_set(chosen, today)
     if not knobs:
         return None
-    say = _once(tell or (lambda _: None))
+    say = tell or (lambda _: None)
     say(f"running {short_name(chosen)} again with the knobs of space.inside")
     outcome = run_once(spec, chosen, home, say, address=address).outcome
     found = outcome.measurement.findings.script if isinstance(outcome, Measured) else None
@@ -342,7 +342,7 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell
     """The same for a sweep that is known already."""
     if spec.cluster.kind not in ("ray", "local"):
         raise spec.error(("cluster", "kind"), f"on a {spec.cluster.kind} cluster nothing is run", "Use ray or local.")
-    say = _once(tell or (lambda _: None))
+    say = tell or (lambda _: None)
     candidate, num_legal = smallest(spec, known_topology(spec, home, address=address))
     begun_s = time.monotonic()
     say(f"running {short_name(candidate)} for {SHORT.min_warmup_steps + SHORT.num_steps} steps")
@@ -450,7 +450,7 @@ def run_once(
     """
     folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
     try:
-        return _run(spec, candidate, _request(spec, home, address, candidate), folder, say, looks_within_s)
+        return _run(spec, candidate, _request(spec, home, address, candidate), folder, _once(say), looks_within_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another one may run beside
