@@ -50,7 +50,7 @@ _REMEDIES = {
     "itself, also set launcher: own.",
     "samples per micro-batch": "Correct baseline.micro_batch_size, or the argument that takes {micro_batch_size}: "
     "`tune-cluster init -- COMMAND` finds the option that acts.",
-    "forward passes per step": "Correct global_batch_size, or the argument that takes {accumulation}; use "
+    "micro-batches per step": "Correct global_batch_size, or the argument that takes {accumulation}; use "
     "{total_accumulation} if the program divides it by the number of ranks.",
     "samples per optimiser step": "Set workload.global_batch_size to the program's number.",
     "the number format": "Correct baseline.precision, or omit precision if the program decides it.",
