@@ -394,6 +394,8 @@ class ScriptFacts:
     num_optimizers: int | None = None
     """Optimisers that stepped: with several, a step of one is not a step of the program."""
     num_workers: int | None = None
+    items_draw: bool | None = None
+    """Whether samples draw random numbers as they are loaded, so that they depend on the number of workers."""
     loader_batch_size: int | None = None
     is_compiled: bool | None = None
     wrapper: str | None = None
