@@ -1,6 +1,6 @@
 """Data sets, made on the spot or from the user's code, and the loader that brings their batches to a rank.
 
-Knows neither models nor layouts.
+Independent of models and layouts.
 """
 
 from __future__ import annotations

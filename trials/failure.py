@@ -366,7 +366,7 @@ _STACK = ("frame #", "exception raised from")
 
 
 def mentions_abort(text: str) -> bool:
-    """Whether a launcher says in its output that a process which it started has aborted."""
+    """Whether the output of a launcher reports that a process which it started has aborted."""
     return _CHILD_ABORTED.search(text) is not None
 
 
@@ -446,7 +446,7 @@ class NonFiniteLoss(ArithmeticError):  # noqa: N818  # says what was found
 
 
 class NodeFault(RuntimeError):  # noqa: N818  # says whose fault it is
-    """The node is at fault or something on it is in the way; another launch may work. The message says what."""
+    """The node is at fault or something on it is in the way; another launch may work. The message has the details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -499,7 +499,7 @@ TREATMENTS: Mapping[str, Treatment] = {
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-"""Numbers of errors that say that nothing can be written on this host: no fault of the candidate."""
+"""Error numbers that mean that nothing can be written on this host: no fault of the candidate."""
 _NO_PROCESS = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 """Numbers of errors of a host that cannot start another process."""
 
@@ -537,7 +537,7 @@ _OF_CODE = frozenset(
     }
     | {"NotImplementedError", "ImportError", "ModuleNotFoundError", "SyntaxError", "ZeroDivisionError"}
 )
-"""Types of errors that tell of a mistake in the code: of their words, only the most peculiar mean something else."""
+"""Types of errors that indicate a mistake in the code: of their words, only the most peculiar mean something else."""
 
 
 def of_host(error: OSError) -> Literal["disk", "lost"] | None:

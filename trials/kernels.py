@@ -37,7 +37,7 @@ from trials.spec import Kernels, LlamaModel, TrialSpec, decoder_of
 
 
 BEAT_S = 5.0
-"""How often a rank that compiles says so."""
+"""How often a compiling rank reports it."""
 _TRITON = "torch._inductor.runtime.triton_heuristics"
 _TUNINGS = ("autotune_to_one_config", "coordinate_descent_tuning")
 """Methods of its ``CachingAutotuner`` that try out configurations of a kernel on the device."""
@@ -232,7 +232,7 @@ def _configuration(conv: nn.Conv2d, x: torch.Tensor) -> Hashable:
     return x.shape, x.stride(), dtype, conv.weight.shape, conv.stride, conv.padding, conv.dilation, conv.groups
 
 
-# Graph mode: compiles the model, and tells what torch.compile did in this process and how long it took.
+# Graph mode: compiles the model, and reports what torch.compile did in this process and how long it took.
 
 
 _MAX_REASONS = 8

@@ -369,7 +369,7 @@ class RayAdmission:
     def beat(self, claim: Claim) -> Grant:
         shape = self._lease.shape
         if shape is None:
-            return Grant(claim.held, self._lease.waiting or "the Ray cluster is asked for its nodes")
+            return Grant(claim.held, self._lease.waiting or "querying the Ray cluster for its nodes")
         claim = replace(claim, devices_per_node=shape.num_devices)
         self._key = claim.key
         try:
@@ -601,7 +601,7 @@ class RayCluster:
 
     def _order(self, slot: NodeSlot) -> NodeOrder:
         shape = self._lease.shape
-        assert shape is not None, "nodes are asked for by their shape"
+        assert shape is not None, "nodes are requested by shape"
         return NodeOrder(
             name=slot.name,
             address=slot.address,

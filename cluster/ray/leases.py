@@ -274,7 +274,7 @@ class RayLease:
         if num_ready >= self._num_nodes:
             return ""
         if self._view is None or self.shape is None or self._problem:
-            return self._problem or "the Ray cluster is asked for its nodes"
+            return self._problem or "querying the Ray cluster for its nodes"
         usable = self._usable()
         if len(usable) <= num_ready or len(usable) < self._at_least:
             return self._infeasible(self.shape, len(usable))
@@ -282,7 +282,7 @@ class RayLease:
             return f"{len(self.slots) - num_ready} of {self._num_nodes} nodes starting"
         num_free = num_ready + len(self._free_nodes())
         if num_free >= self._num_nodes:
-            return f"nodes are asked for ({self._num_nodes})"
+            return f"requesting nodes ({self._num_nodes})"
         return f"{num_free} of {self._num_nodes} nodes free; others hold the rest"
 
     def resize(self, num_nodes: int, at_least: int) -> None:

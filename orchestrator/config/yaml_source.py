@@ -309,7 +309,7 @@ def _holds_credential(source: YamlSource, path: KeyPath, value: str) -> ConfigEr
     variable = variable_in(value)
     if variable is None:
         return source.error(path, "the value contains a credential", _REMEDY)
-    remedy = f"{_REMEDY} If {variable} is no secret, set it under env instead of env_pass."
+    remedy = f"{_REMEDY} If {variable} is not a secret, set it under env instead of env_pass."
     return source.error(
         path,
         f"the value contains that of the environment variable {variable}, which is treated as a secret",

@@ -93,7 +93,7 @@ class _Clock:
 
     @classmethod
     def of(cls, measurement: Measurement) -> _Clock | None:
-        """The breakdown of a measurement; None where nobody looked inside the step, as on virtual clusters."""
+        """The breakdown of a measurement; None if the step was not split, as on virtual clusters."""
         found = measurement.breakdown
         others: dict[PartName, float] = {
             "bubble": found.bubble_s,
@@ -169,7 +169,7 @@ def _modelled_parts(
 def _with_data_waits(
     clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str
 ) -> tuple[list[Part], list[str]]:
-    """The split of a step of which only the waiting for data is told."""
+    """The split of a step of which only the wait for data is known."""
     measured_parts = [part for part in _of_program(clock)[0] if part.name != "other" and part.seconds]
     rest_s, names = clock.others_s["other"], {part.name for part in measured_parts}
     shares = {name: seconds for name, seconds in modelled.items() if name not in names}
@@ -310,13 +310,13 @@ MIN_BOTTLENECK = 0.1
 MIN_SHOWN = 0.03
 """Share of the step below which a bottleneck is not mentioned."""
 NEAR_LIMIT = 0.85
-"""Share of device memory from which on it is said to be nearly full."""
+"""Fraction of device memory from which on it counts as nearly full."""
 MUCH_LONGER = 1.5
 """How many times the bubble of balanced stages a bubble is, from which on that is said."""
 LITTLE_GAIN = 1.05
-"""Speed-up by mixed precision below which it is said to have brought little."""
+"""Speed-up by mixed precision below which it counts as small."""
 MUCH_OPTIMIZER = 0.3
-"""Share of the step from which on a program's optimiser is a bottleneck of its own."""
+"""Fraction of the step from which on a program's optimiser counts as a bottleneck."""
 MAX_AHEAD = 0.05
 """Share of the step by which the host may be ahead of the device where launching is what takes the time."""
 GIVES_UP = 7
@@ -351,7 +351,7 @@ class DiagnosedCase:
     """Device memory of a rank; None where it is not known."""
     effects: Sequence[KnobEffect]
     roles: Mapping[str, str]
-    """Custom knob to the built-in one that the sweep file says it stands for."""
+    """Built-in knob by custom knob that the sweep file maps to it."""
 
     @property
     def measurement(self) -> Measurement:
@@ -362,7 +362,7 @@ class DiagnosedCase:
 def diagnose(case: DiagnosedCase) -> tuple[Bottleneck, ...]:
     """The bottlenecks of a trial: the one that matters first, then the others worth a line, the largest first.
 
-    Empty where nothing tells where the time goes.
+    Empty if it is unknown where the time goes.
     """
     found = [one for kind in PART_OF if (one := _part_bottleneck(case, kind))]
     others = (_memory_bottleneck, _imbalance_bottleneck, _launch_bottleneck, _optimizer_bottleneck)

@@ -53,7 +53,7 @@ class Basis:
     varied: frozenset[str] | None = None
     """Knobs with more than one value in the sweep's space; None stands for those in which the candidates differ."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Custom knob to the built-in one that the sweep file says it stands for."""
+    """Built-in knob by custom knob that the sweep file maps to it."""
     topology: Topology | None = None
     """The hardware; None where it is not known, and the cost model then says nothing."""
     knowledge: PriorKnowledge = field(default_factory=PriorKnowledge)
@@ -111,7 +111,7 @@ def _to_split(kept: Sequence[Trial], named: Sequence[Trial], state: SweepState) 
 
 
 def diagnosed_trials(state: SweepState, named: int | None) -> tuple[Trial | None, Trial | None, str]:
-    """The baseline and the trial diagnosed beside it, as far as measured, with the role of the latter.
+    """The baseline and the other diagnosed trial, if measured, with the role of the latter.
 
     Raises:
         ConfigError: the trial ``named`` for was not measured.
@@ -128,7 +128,7 @@ def diagnosed_trials(state: SweepState, named: int | None) -> tuple[Trial | None
 
 
 def _measured(state: SweepState, number: int) -> Trial:
-    """The trial asked for; for a check, the trial that it runs again."""
+    """The requested trial; for a check, the trial that it runs again."""
     trial = state.trials[number]
     if trial.check is not None:
         trial = state.trials[trial.check.of]
@@ -291,7 +291,7 @@ def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepStat
 
 
 def load_basis(ledger: Ledger, state: SweepState) -> Basis:
-    """Candidates and hardware of the sweep as far as the ledger tells them, and why the rest is missing."""
+    """Candidates and hardware of the sweep from the ledger, and why the rest is missing."""
     spec, problem = _spec(ledger)
     topology, unknown = _topology(state.sweep)
     known = _knowledge(ledger)

@@ -29,11 +29,11 @@ from orchestrator.units import chance, changes_text, num_bytes, ratio_interval, 
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate, LlamaModel, ResNetModel, UserModel, Workload, decoder_of
 
-# What the cost model says of a sweep's candidates after the sweep's own trials, as the guided search uses it.
+# Predictions of the cost model for a sweep's candidates after its trials, as used by the guided search.
 
 
 MIN_FOR_ERROR = 4
-"""Trials from which on leaving one out tells the error of predictions."""
+"""Trials from which on leave-one-out estimates the error of predictions."""
 
 ROWS_AT_ONCE = 1024
 """Rows whose covariances with all measured trials are held at a time."""
@@ -313,7 +313,7 @@ class KnobChange:
     num_rounds: int = 0
     """Rounds of confirmation that the ratio comes from; 0: from one run of each."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Custom knob to the built-in one that the sweep file says it stands for."""
+    """Built-in knob by custom knob that the sweep file maps to it."""
 
     @property
     def meant(self) -> frozenset[str]:
@@ -486,7 +486,7 @@ def _is_faster(change: KnobChange, found: Remedy) -> bool:
 
 
 def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | None:
-    """The gain of a change: measured where the sweep tried it, else predicted; None where nothing tells."""
+    """The gain of a change: measured where the sweep tried it, else predicted; None if unknown."""
     assert trial.measurement is not None
     peak = fits = None
     if view is not None:

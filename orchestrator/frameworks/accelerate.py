@@ -1,5 +1,5 @@
-"""Accelerate: the launcher's YAML with TrainingArguments as JSON, exported; and programs with an ``Accelerator`` and a
-training loop of their own.
+"""Accelerate: the launcher's YAML with TrainingArguments as JSON, exported; and programs with an ``Accelerator`` and
+their own training loop.
 
 In those the engine and the number format are set by the variables of ``accelerate launch``, accumulation by
 ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``; batch size and workers by the script's own arguments, if their names are
@@ -84,7 +84,7 @@ SIZES = {name: f"{_PARALLELISM}{name}_size" for name in ("dp_replicate", "dp_sha
 _CP_STRATEGY = f"{_PARALLELISM}cp_comm_strategy"
 _FSDP = f"{FILE}:fsdp_config.fsdp_"
 _MIRROR = f"{ARGUMENTS}:fsdp_config."
-"""Prefix of the Trainer's arguments that repeat what the launcher is told."""
+"""Prefix of the Trainer's arguments that repeat options of the launcher."""
 _WRAP = tuple(
     f"{prefix}{name}"
     for prefix in (_FSDP, _MIRROR)
@@ -151,7 +151,7 @@ def _write_fsdp(builder: SettingsBuilder, layout: Layout) -> None:
 
 
 def _note_engine(builder: SettingsBuilder, layout: Layout, engine: str) -> None:
-    """Warn where what Accelerate's engine does is near what was asked for, but not the same."""
+    """Warn if Accelerate's engine only approximates the configuration."""
     if engine == "FSDP" and layout.tp > 1:
         builder.warn("layout.tp", f"your script must load the model split over {layout.tp} ranks: tp_plan='auto'")
     if engine == "FSDP" and layout.dp_replicate > 1 and layout.dp_shard == 1:
@@ -540,7 +540,7 @@ class ScriptArguments:
         return role in self._found
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What an argument says, or its own default; ``default`` where there is neither."""
+        """The value of an argument, or its default; ``default`` where there is neither."""
         if is_of_engine(name):
             return self.engine.get(name, default)
         if name not in self._found:

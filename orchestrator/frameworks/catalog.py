@@ -60,7 +60,7 @@ def recipe(format: str) -> Recipe:  # noqa: A002 - the word users type
     """The recipe of a format.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: unknown format.
     """
     found = next((one for one in FRAMEWORKS if one.name == format and one.exports), None)
     if found is None:
@@ -86,7 +86,7 @@ def export(format: str, candidate: Candidate, workload: Workload, *, allow_lossy
 
 
 def export_all(candidate: Candidate, workload: Workload) -> dict[str, Export | ConfigError]:
-    """Export by format, or the reason why there is none."""
+    """Export by format, or the reason why it is impossible."""
     found: dict[str, Export | ConfigError] = {}
     for name in formats():
         try:
@@ -100,7 +100,7 @@ def training(name: str) -> Training:
     """What is known of a framework's programs.
 
     Raises:
-        ConfigError: there is no such framework.
+        ConfigError: unknown framework.
     """
     found = next((one for one in FRAMEWORKS if one.name == name and one.programs), None)
     if found is None:

@@ -1,6 +1,6 @@
 """Any training program: knobs reach it through placeholders of its command, and nothing else in it is touched.
 
-Nothing is read from the command, since nobody knows what its arguments mean: the baseline says it.
+Nothing is read from the command, since the meaning of its arguments is unknown: the baseline says it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ACCUMULATIONS = ("accumulation", "total_accumulation")
 
 
 def read(run: Run) -> Reading:
-    """Nothing but whether the command can be told how many micro-batches make a step."""
+    """Only checks whether the command has a setting for the micro-batches per step."""
     words = " ".join((*run.argv, *run.env.values(), *run.files.values()))
     if f"{{{MICRO_BATCH}}}" not in words or any(f"{{{name}}}" in words for name in ACCUMULATIONS):
         return Reading(values={})

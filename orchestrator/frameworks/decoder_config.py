@@ -25,7 +25,7 @@ class _Family:
     is_gated: bool = True
     """Whether its feed-forward has three matrices; otherwise two."""
     is_tied: bool = False
-    """Whether input embedding and output layer are one, where the configuration does not say."""
+    """Whether input embedding and output layer are tied, if not in the configuration."""
     differences: tuple[str, ...] = ()
 
 
@@ -72,7 +72,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """What a configuration says of a decoder."""
+    """Properties of a decoder in a configuration."""
 
     keys: Mapping[str, Any]
     """Fields of a :class:`trials.spec.LlamaModel` by name."""

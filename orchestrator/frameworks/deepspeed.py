@@ -1,5 +1,5 @@
-"""DeepSpeed: its JSON, exported with the model as transformers describes it; and programs with ``deepspeed.initialize``
-and a training loop of their own, which that JSON configures.
+"""DeepSpeed: its JSON, exported with the model as transformers describes it; and programs with
+``deepspeed.initialize`` and their own training loop, which that JSON configures.
 
 Names and defaults are those of DeepSpeed 0.19 (``runtime/config.py``, ``precision_config.py``, ``zero/config.py``,
 ``tensor_parallel/config.py``). Pipelines, recompute, compilation and data loading are calls in the training script, not

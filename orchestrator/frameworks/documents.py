@@ -45,7 +45,8 @@ _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])')
 
 
 def load(text: str, file: str) -> Any:
-    """What a file says; an empty one: an empty mapping. Its suffix tells the format, JSON where there is none known.
+    """The content of a file; an empty one: an empty mapping. Its suffix tells the format, JSON where there is none
+    known.
 
     JSON may have comments and trailing commas, as DeepSpeed allows.
 
@@ -115,7 +116,7 @@ def _says(text: str, file: str, wanted: Any) -> bool:
 
 
 def dumped(data: Any, file: str) -> str:
-    """A new file that says this: JSON, or YAML by its suffix."""
+    """A new file with this content: JSON, or YAML by its suffix."""
     if _suffix(file) in (".yaml", ".yml"):
         text: str = yaml.safe_dump(data, sort_keys=False)
         return text

@@ -111,7 +111,7 @@ TORCH_SCALER: dict[str, Any] = {
     "precision.loss_scale.backoff_interval": 1,
     "precision.loss_scale.dynamic": True,
 }
-"""What ``torch.amp.GradScaler`` does unless told otherwise."""
+"""Defaults of ``torch.amp.GradScaler``."""
 
 
 def requested(builder: SettingsBuilder, part: str) -> dict[str, Any]:

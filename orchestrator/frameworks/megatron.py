@@ -785,7 +785,7 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
             "layout.cp", f"a sequence of length {length} is not divisible into {2 * layout.cp} parts, 2 per rank"
         )
     if request.global_batch_size % (request.candidate.micro_batch_size * layout.dp):
-        edit.refuse("micro_batch_size", "the global batch is no multiple of micro-batch x data-parallel ranks")
+        edit.refuse("micro_batch_size", "the global batch is not a multiple of micro-batch x data-parallel ranks")
     if layout.zero_stage == 0 and layout.cp > 1 and (found.is_on(OPTIMIZER) or found.is_on(FSDP)):
         edit.warn(
             "layout.zero_stage",

@@ -96,7 +96,7 @@ Severity = Literal["warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What the framework cannot say of the fields at or below the path ``knob``.
+    """Fields at or below the path ``knob`` that the framework cannot express.
 
     An error changes what is trained or how; a warning says what was approximated, or left to the framework.
     """
@@ -121,7 +121,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """What exported files say: value by path, for the fields that the framework can express."""
+    """Settings of exported files: value by path, for the fields that the framework can express."""
 
     values: Mapping[str, Any]
 
@@ -401,7 +401,7 @@ class Recipe:
         return (*self.settings, SCRIPTS, MODULES)
 
     def export(self, candidate: Candidate, workload: Workload) -> Export:
-        """Files and command for one configuration, with notes on what they do not say."""
+        """Files and command for one configuration, with notes on settings they do not express."""
         builder = SettingsBuilder(candidate, workload, flatten(candidate, workload))
         for setting in self.all_settings:
             setting.write(builder)

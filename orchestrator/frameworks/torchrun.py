@@ -1,4 +1,4 @@
-"""The recipe of our own runner under plain torchrun: the specification of one trial, in which nothing is lost."""
+"""The recipe of the built-in runner under plain torchrun: the specification of one trial, in which nothing is lost."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def _read_part(part: str, value: ast.expr) -> dict[str, Any]:
 # Functions of a user's module.
 
 UNKNOWN = "unknown"
-"""A value that is computed, or set where it cannot be told whether."""
+"""A value that is computed, or set conditionally."""
 ELSEWHERE = "*"
 """Name in settings that start from a function of another file: what they do not set is unknown, not the default."""
 MODEL = "model_spec"

@@ -69,7 +69,7 @@ DEFAULTS: Mapping[str, Any] = {
     "max_steps": -1,
     "seed": 42,
 }
-"""What ``TrainingArguments`` is where nothing is said, of transformers 4.40 to 5.23."""
+"""Defaults of ``TrainingArguments``, of transformers 4.40 to 5.23."""
 
 
 def opened(run: Run) -> Edit:
@@ -245,14 +245,14 @@ def _write_precision(builder: SettingsBuilder) -> None:
 
 
 def write_precision_of_engine(builder: SettingsBuilder) -> None:
-    """What DeepSpeed's configuration says of number formats, and what the others cannot do."""
+    """Number formats in DeepSpeed's configuration, and limits of the other engines."""
     precision, kind, config = builder.candidate.precision, builder.current(ENGINE), builder.current(CONFIGURATION)
     if kind == "ddp" and precision.level == "O2":
         builder.refuse("precision.level", "DDP supports autocast (O1), but not 16-bit weights with fp32 master weights")
     elif kind == "fsdp" and precision.level == "O1":
         builder.refuse("precision.level", "FSDP computes in 16 bits (O2), without autocast")
     elif kind == "deepspeed" and precision.level == "O1" and config is None:
-        builder.refuse("precision.level", "autocast requires a DeepSpeed configuration file, and there is none")
+        builder.refuse("precision.level", "autocast requires a DeepSpeed configuration file")
     if precision.loss_scale is not None and not (kind == "deepspeed" and precision.level == "O2"):
         builder.warn(_SCALE, "torch's GradScaler is used with its defaults")
     if config is not None:

@@ -191,7 +191,7 @@ class Judgement:
     against_leader: Mapping[int, SpeedComparison]
     """Speed of each other finalist over the leader's: ``slower`` means slower than the leader."""
     tied_with_leader: tuple[int, ...]
-    """Finalists that cannot be told from the leader."""
+    """Finalists that are indistinguishable from the leader."""
     to_measure: tuple[int, ...]
     """Trials to measure in the next round, the baseline first; empty when decided."""
     is_decided: bool
@@ -649,7 +649,7 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedChange:
-    """What rounds of today show beside those of the promotion."""
+    """Comparison of today's rounds with those of the promotion."""
 
     loss: Loss
     tolerance: float

@@ -1,4 +1,4 @@
-"""The user's evaluation of a finalist: a command that is told the facts and passes by exiting with 0."""
+"""The user's evaluation of a finalist: a command that receives the facts and passes by exiting with 0."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _GRACE_S = 2 * KILL_S
 
 
 class EvaluationProcess:
-    """One run of the command, beside the controller; nothing of it outlives its end, or the controller's."""
+    """One run of the command, in parallel to the controller; nothing of it outlives its end, or the controller's."""
 
     def __init__(self) -> None:
         self._trial = 0
@@ -127,7 +127,7 @@ def _close_input(process: subprocess.Popen[bytes]) -> None:
 
 
 def facts(state: SweepState, trial: int, report: GateReport | None, folder: Path | None = None) -> dict[str, Any]:
-    """What the command is told about finalist ``trial``, as JSON.
+    """The facts that the command receives about finalist ``trial``, as JSON.
 
     ``folder`` is the sweep's: with it, the gate runs' own folders are told as well.
     """

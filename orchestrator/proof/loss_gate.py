@@ -136,7 +136,7 @@ LEAD = 2
 """Steps by which a run whose rounding errors are some times the twin's may be unstable before it: errors grow tenfold
 and more from step to step then."""
 MIN_INFORMATIVE_SHARE = 0.5
-"""Share of the steps that have to tell something."""
+"""Fraction of steps that must be comparable."""
 EXCUSED_SHARE = 0.5
 """Share of the steps whose gradient norms may contradict before that refutes; the first may not. Fewer are a doubt."""
 _SPIKE_WINDOW = 5
@@ -261,7 +261,7 @@ class Curve:
 
     @property
     def informative(self) -> tuple[int, ...]:
-        """Steps that tell something."""
+        """Comparable steps."""
         return tuple(step for step in self._shares() if step not in self.silent)
 
     @property
@@ -686,7 +686,7 @@ def _excesses(found: LossComparison) -> Iterator[str]:
 
 
 def _doubts(found: LossComparison) -> Iterator[str]:
-    """Why it cannot be told, of a finalist that is not refuted."""
+    """Why the gate is undecided, for a finalist that is not refuted."""
     for name, curve in _curves(found):
         num_steps, useful, unstable_from = len(curve.limits), len(curve.informative), curve.unstable_from
         if curve.is_refuted:

@@ -509,7 +509,7 @@ _WHOSE: Mapping[GateRole, str] = {
 
 
 def _unmeasured_report(finalist: int, role: GateRole, run: Trial, settings: GateSettings) -> GateReport:
-    """A run that was ended from outside tells nothing about what it trains; one that failed by itself is a failure."""
+    """A run that was stopped from outside is no evidence on what it trains; one that failed by itself is a failure."""
     why = describe_failure(run.outcome) or run.status
     if isinstance(run.outcome, TimedOut | GangLost):
         how = "exceeded its deadline" if isinstance(run.outcome, TimedOut) else "was lost"

@@ -36,7 +36,7 @@ BAND_SIGMAS = 3.0
 """Half the width of the own band, in standard errors of the difference of two means: chance alone goes beyond it in 0.3
 of 100 cases."""
 MAX_BAND = 0.05
-"""Widest own band that tells anything, relative to the loss."""
+"""Widest own band that is meaningful, relative to the loss."""
 EXCUSED_NORMS = 0.5
 """Share of the steps whose gradient norms may be beyond their limits."""
 NO_LOSSES = "the program reports no losses"
@@ -74,7 +74,7 @@ class ScriptRuns:
 
 
 def judge_script(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateReport:
-    """Whether the finalist trained as the baseline did, as far as can be told."""
+    """Whether the finalist trained as the baseline did."""
     for who, run in (("baseline", runs.baseline), ("finalist", runs.finalist)):
         if not run.losses:
             return undecided_gate(trial, settings, f"{NO_LOSSES} of the {who}", REPORT_LOSSES)

@@ -301,7 +301,7 @@ NOISE_STD = 0.01
 
 
 class UnpredictableError(ValueError):
-    """The cost model cannot predict these candidates; the message says why."""
+    """The cost model cannot predict these candidates; with the reason."""
 
 
 class UnknownDimensionsError(UnpredictableError):

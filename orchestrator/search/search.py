@@ -263,11 +263,11 @@ class _Round:
 
     proposals: ProposalRound
     state: SweepState
-    """What the round knows."""
+    """Information available to the round."""
     is_open: NDArray[np.bool_]
     """Which rows might be proposed at its beginning."""
     num_known: int
-    """Ended trials it knows of."""
+    """Known ended trials."""
     num_measured: int
     """Measurements among them."""
     num_trials: int
@@ -591,11 +591,11 @@ class Search:
         return self._suggest_by_tpe(state, unseen, rng)
 
     def predict(self, candidate: Candidate) -> PredictedResult | None:
-        """The prediction of a candidate before any trial; None without a guide or where the guide knows it not."""
+        """The prediction of a candidate before any trial; None if there is no guide or it has no prediction."""
         return None if self._guide is None else self._guide.predict(candidate)
 
     def is_converged(self, state: SweepState) -> bool:
-        """Whether the sweep should stop because nothing better is expected. Only ever so when asked for."""
+        """Whether the sweep should stop because nothing better is expected. Only on request."""
         if self._guide is None or not self._stop_when_converged:
             return False
         self._open.follow(state)
