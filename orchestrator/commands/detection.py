@@ -91,7 +91,7 @@ class Detector:
         for word, copy in copies.items():
             write_atomically(copy, [changed[word].encode()])
         source = script.source
-        # In a PyTorch program the hook counts the steps; lines of a log may be micro-batches, and end the run too early.
+        # In a PyTorch program the hook counts steps; lines of a log may be micro-batches, and would end the run early.
         pattern = source.log_pattern if source is not None and not source.modules & TORCH_MODULES else None
         return {
             "name": "detection",
