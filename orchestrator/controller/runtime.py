@@ -171,7 +171,7 @@ class WithdrawnError(Exception):
 
 
 class Waiting:
-    """What :func:`cluster.connect.connect` calls while it waits for nodes: tells the observer, and heeds requests.
+    """What :func:`cluster.connect.connect` calls while it waits for nodes: informs the observer and accepts requests.
 
     Raises:
         WithdrawnError: when called after somebody asked for anything but a retry.
