@@ -287,7 +287,7 @@ class Placer:
         return error(
             f"trial {trial.number} needs {(within or trial.candidate.layout).world_size} devices; the lease has "
             f"{topology.num_devices} on {len(topology.nodes)} node(s){f', of which {lost} went away' if lost else ''}"
-            f"{waiting}. Mend the cluster and submit again, or restrict space.world_size"
+            f"{waiting}. Fix the cluster and submit again, or restrict space.world_size"
         )
 
 
