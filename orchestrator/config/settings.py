@@ -458,8 +458,7 @@ class SearchSection(Section):
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the sampler.")
     max_concurrent: Size = Field(default=1, description="Number of trials that run at the same time.")
     stop_when_converged: bool = Field(
-        default=False,
-        description="Stop before the budget is used up when the guided sampler expects no further improvement.",
+        default=False, description="Stop early when the guided sampler expects no further improvement."
     )
     patience: Size | None = Field(
         default=None, description="Stop after this many consecutive trials without a new best; null: never."
@@ -490,10 +489,7 @@ class MeasureSection(Section):
     """How a trial is measured."""
 
     min_warmup_steps: int = Field(
-        default=Protocol().min_warmup_steps,
-        ge=1,
-        le=10**6,
-        description="Minimum number of warm-up steps, which are not measured.",
+        default=Protocol().min_warmup_steps, ge=1, le=10**6, description="Minimum number of warm-up steps."
     )
     max_warmup_steps: int = Field(
         default=Protocol().max_warmup_steps, ge=1, le=10**6, description="Maximum number of warm-up steps."
@@ -642,8 +638,7 @@ class ConfirmSection(Switchable):
         description="Maximum number of trials to confirm, chosen from those that may be the fastest.",
     )
     min_rounds: Annotated[int, Field(ge=2, le=100)] = Field(
-        default=ConfirmSettings().min_rounds,
-        description="Minimum number of rounds; each measures every finalist again.",
+        default=ConfirmSettings().min_rounds, description="Minimum number of rounds."
     )
     max_rounds: Annotated[int, Field(ge=2, le=100)] = Field(
         default=ConfirmSettings().max_rounds, description="Maximum number of rounds."
@@ -690,8 +685,7 @@ class GateSection(Switchable):
     """Whether the winner trains the same model as the baseline."""
 
     num_steps: Annotated[int, Field(ge=2, le=10_000)] = Field(
-        default=GateSettings().num_steps,
-        description="Number of steps that baseline and finalist train with the same seed.",
+        default=GateSettings().num_steps, description="Steps trained by baseline and finalist."
     )
     loss_tolerance: Positive | None = Field(
         default=None,
