@@ -478,9 +478,7 @@ def check_text(root: Path, pattern: str, *, num_bytes: int) -> None:
     except OSError as error:
         raise fault("data.path", f"{path} cannot be read: {error.strerror or error}", remedy) from None
     where = f"files matching {pattern!r} in {root}" if root.is_dir() else str(root)
-    raise fault(
-        "data.path", f"{where} contain {found} bytes, fewer than a sequence and its target ({num_bytes})", remedy
-    )
+    raise fault("data.path", f"{where}: {found} bytes, fewer than a sequence and its target ({num_bytes})", remedy)
 
 
 def _files(root: Path, pattern: str) -> Iterator[Path]:
