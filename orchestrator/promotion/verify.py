@@ -448,7 +448,7 @@ def _compared(found: SpeedChange) -> str:
 
 def _ratio(estimate: Estimate) -> str:
     ci95 = estimate.ci95
-    return f"{estimate.value:.3f}x" + (f" (95 %: {units.ratio_interval(ci95)})" if ci95 else "")
+    return f"{estimate.value:.3f}x" + (f" (95% CI: {units.ratio_interval(ci95)})" if ci95 else "")
 
 
 def loss_drift(

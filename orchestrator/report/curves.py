@@ -46,7 +46,7 @@ from trials.outcome import Measurement, StoppedEarly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRatio:
-    """A finalist's speed over the baseline's in one round, with its 95 % interval from the noise between steps."""
+    """A finalist's speed over the baseline's in one round, with its 95% CI from the noise between steps."""
 
     round: int
     value: float
@@ -273,7 +273,7 @@ class SpeedPoint:
     """Score by the sweep's objective, like tokens/s/p."""
     low: float
     high: float
-    """95 % interval of the speed; the speed itself where that is unknown."""
+    """95% CI of the speed; the speed itself where that is unknown."""
     peak_bytes: int
     """Largest peak of allocated memory over ranks; 0 where it is not known."""
     name: str = ""

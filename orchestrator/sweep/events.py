@@ -256,7 +256,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioInterval:
-    """Speed over the baseline's, with its 95 % interval."""
+    """Speed over the baseline's, with its 95% CI."""
 
     value: float
     low: float | None

@@ -65,7 +65,7 @@ _LABEL_BOX = {"boxstyle": "round,pad=0.12", "facecolor": PAPER, "edgecolor": "no
 def plot_history(found: History, unit: str) -> Figure:
     """Every trial's speed over its number, the best so far, what failed."""
     marks = "  ▾ stopped early" * bool(found.stopped) + "  × not measured" * bool(found.failed)  # noqa: RUF001
-    figure = new_figure(_history_title(found), f"{unit} of every trial in the order of the search{marks}", 3.3)
+    figure = new_figure(_history_title(found), f"{unit} of every trial, in search order{marks}", 3.3)
     axes = add_axes(figure, right_in=1.0)
     _speed_axis(axes, [point.high for point in found.measured])
     axes.set_xlabel("trial")
@@ -102,7 +102,7 @@ def _draw_measured(axes: Axes, found: History, unit: str) -> None:
     steps, speeds = found.best_so_far()
     last = max((*numbers, *found.failed, *found.stopped))
     axes.step([*steps, last], [*speeds, speeds[-1]], where="post", color=GREEN, linewidth=1.6)
-    labels = [(speeds[-1], "fastest by then", GREEN)]
+    labels = [(speeds[-1], "fastest so far", GREEN)]
     if found.baseline is not None and found.best is not None and found.best.trial:
         axes.axhline(found.baseline, color=DIM, linewidth=0.9, linestyle=(0, (4, 3)))
         labels.append((found.baseline, "baseline", DIM))
@@ -114,7 +114,7 @@ def _history_title(found: History) -> str:
         return "Nothing was measured"
     ended = max((*(p.trial for p in found.measured), *found.failed, *found.stopped))
     if found.best.trial == 0:
-        return f"No trial of {found.num_trials} measured faster than the baseline"
+        return f"None of {found.num_trials} trials is faster than the baseline"
     speed = f"{units.trial_id(found.best.trial)} is the fastest of {found.num_trials} trials"
     times = f", {versus(found.compared)} the baseline" if found.compared else ""
     since = ended - found.best.trial
@@ -125,7 +125,7 @@ def plot_pareto(points: Sequence[SpeedPoint], unit: str, limit_bytes: int | None
     """Speed over peak memory, with the front of what cannot be had faster in less memory."""
     points = [point for point in points if point.peak_bytes]
     best = front(points)
-    figure = new_figure(_pareto_title(best), f"{unit} over the largest peak of a rank's device memory", 3.3)
+    figure = new_figure(_pareto_title(best), f"{unit} over the largest peak device memory of a rank", 3.3)
     axes = add_axes(figure, right_in=0.4)
     _speed_axis(axes, [point.speed for point in points])
     memory, name = _memory_unit(points)
@@ -182,7 +182,7 @@ def _pareto_title(best: Sequence[SpeedPoint]) -> str:
     words = f"{units.trial_id(fastest.trial)} is the fastest with {units.num_bytes(fastest.peak_bytes)}"
     thrifty = [p for p in best[:-1] if p.speed >= 0.8 * fastest.speed and p.peak_bytes <= 0.95 * fastest.peak_bytes]
     if not thrifty:
-        return f"{words}; nothing nearly as fast needs less"
+        return f"{words}; nothing of similar speed needs less"
     saved = 1 - thrifty[0].peak_bytes / fastest.peak_bytes
     share = thrifty[0].speed / fastest.speed
     return f"{words}; {units.trial_id(thrifty[0].trial)} needs {saved:.0%} less at {share:.0%} of its speed"
@@ -266,7 +266,7 @@ def fmt_value(value: str, max_chars: int = 12) -> str:
 def _coordinates_title(found: ParallelCoordinates) -> str:
     measured = [(speed, line) for speed, line in zip(found.speeds, found.lines, strict=True) if speed is not None]
     if not measured or not found.knobs:
-        return "No knob varies among what was tried"
+        return "No knob varies among the tried candidates"
     fast = sorted(measured, reverse=True)[: max(2, len(measured) // 5)]
     shared = [
         f"{knob} {found.values[x][fast[0][1][x]]}"
@@ -294,7 +294,7 @@ _GATE_HEIGHT_IN = 5.8
 
 def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
     """The speed of each finalist over the baseline's in every round; at the right, over all rounds."""
-    what = "speed over the baseline's, side by side in every round; right: over all rounds, 95 % interval"
+    what = "speed-up over the baseline, interleaved in every round; right: all rounds, 95% CI"
     figure = new_figure(title, what, 3.1)
     axes = add_axes(figure, right_in=1.2)
     axes.grid(axis="y")
@@ -364,7 +364,7 @@ def plot_gate(found: GateCurves, report: GateReport | None) -> Figure:
 
 def _gate_subtitle(found: GateCurves, num_steps: int) -> str:
     against = f" from the {found.comparison.compared_with}" if found.comparison else ""
-    return f"loss over the same {num_steps} steps; below, the relative deviation{against}, and how far it may go"
+    return f"loss over the same {num_steps} steps; below: the relative deviation{against} and its limits"
 
 
 def _draw_losses(axes: Axes, found: GateCurves) -> None:
@@ -423,11 +423,11 @@ def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
         axes.set_ylim(0.0, max(room, 1.15 * largest))
         axes.annotate(" tolerance", (1.0, curve.limits[-1]), xycoords=("axes fraction", "data"), color=VERMILION,
                       size=8, va="center")  # fmt: skip
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.2g} %")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.2g}%")
 
 
 def _deviation_title(name: str, step: int, value: float, limit: float) -> str:
-    return f"step {step}: {name} {units.percent(value)} off, {units.percent(limit)} allowed"
+    return f"step {step}: {name} deviates by {units.percent(value)}, {units.percent(limit)} allowed"
 
 
 def _gate_title(trial: int, report: GateReport | None) -> str:
@@ -436,17 +436,17 @@ def _gate_title(trial: int, report: GateReport | None) -> str:
         return f"The loss gate has not judged {name} yet"
     if report.passed:
         judged = words.gate_words(report).removeprefix("passed").partition("; gradient norm")[0]
-        return f"{name} trains the same{judged}"
+        return f"{name} passed the loss gate{judged}"
     if report.answer == "inconclusive":
-        return f"Whether {name} trains the same could not be told"
+        return f"The loss gate is inconclusive for {name}"
     for what, deviation, tolerance in (
         ("loss", report.loss_deviation, report.loss_tolerance),
         ("gradient norm", report.grad_norm_deviation, report.grad_norm_tolerance),
     ):
         if deviation is not None and deviation > tolerance:
-            off = f"{units.percent(deviation)} off where {units.percent(tolerance)} may be"
-            return f"{name} does not train the same: {what} {off}"
-    return f"{name} does not train the same: {report.reasons[0] if report.reasons else 'outside the tolerance'}"
+            off = f"deviates by {units.percent(deviation)}, {units.percent(tolerance)} allowed"
+            return f"{name} failed the loss gate: {what} {off}"
+    return f"{name} failed the loss gate: {report.reasons[0] if report.reasons else 'outside the tolerance'}"
 
 
 # Plots of where the step time goes and which knobs matter. Call them inside ``style.style()``.
@@ -529,7 +529,7 @@ def _keys(axes: Axes, names: Sequence[PartName]) -> None:
 
 def _breakdown_title(steps: Sequence[LabelledStep]) -> str:
     if not steps:
-        return "Nobody looked inside the step"
+        return "The step was not broken down"
     (_, first), (label, last) = steps[0], steps[-1]
     largest = max(last.parts, key=lambda part: part.seconds)
     share = f"{largest.seconds / last.step_time_s:.0%}"
@@ -559,7 +559,7 @@ def plot_effects(effects: Sequence[KnobEffect], unit: str) -> Figure:
     for effect in effects:
         largest.setdefault(effect.knobs, effect)
     shown = list(largest.values())[:MAX_KNOBS]
-    what = f"gain in {unit} of one value of a knob over another, all else equal, with its 95 % interval"
+    what = f"gain in {unit} of one value of a knob over another, all else equal, with its 95% CI"
     figure = new_figure(_effects_title(shown), what, 0.85 + 0.28 * len(shown))
     axes = add_axes(figure, left_in=2.1, right_in=3.0, bottom_in=0.1, top_in=0.65)
     axes.set_axis_off()
@@ -581,7 +581,7 @@ def plot_effects(effects: Sequence[KnobEffect], unit: str) -> Figure:
 def _effects_title(shown: Sequence[KnobEffect]) -> str:
     first = shown[0]
     gain = f"{units.short_ratio(first.ratio, first)} by {_joined(first.knobs)}"
-    return f"Largest gain of a single knob: {gain}" if first.is_shown else "No knob is shown to matter by itself"
+    return f"Largest gain of a single knob: {gain}" if first.is_shown else "No single knob has a significant effect"
 
 
 def _effect_words(effect: KnobEffect, room_in: float) -> str:
