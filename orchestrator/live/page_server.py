@@ -122,7 +122,7 @@ class Access:
 
 
 def is_from_here(headers: Mapping[str, str]) -> bool:
-    """Whether no page of another site led to this request, so that the browser sends a cookie along at once."""
+    """Whether the request was not initiated by another site, so that the browser sends the cookie at once."""
     return headers.get("Sec-Fetch-Site", "") in _SITES
 
 
@@ -331,7 +331,7 @@ def _open_connections(state: Any) -> list[PageConnection]:
 
 
 def _admit(request: Request) -> bool:
-    """Note that the client of ``request`` has shown the token; False if there are too many of those."""
+    """Note that the client of ``request`` has presented the token; False if there are too many."""
     connection: PageConnection = request.state.connection
     if not connection.is_admitted:
         admitted = [one for one in _open_connections(connection.server_state) if one.is_admitted]

@@ -176,7 +176,7 @@ class Ledger:
             if not process_support.take(lock):
                 name = self.folder.name
                 raise SweepBusyError(
-                    f"another controller runs the sweep {name}: process {_holder(lock)}. Follow it with"
+                    f"another controller is running the sweep {name}: process {_holder(lock)}. Follow it with"
                     f" `tune-cluster watch {name}`, or stop it with `tune-cluster pause {name}`"
                 )
             with contextlib.suppress(OSError):  # a full disk: the lock counts, the number is for people
@@ -241,11 +241,11 @@ class Ledger:
     def _begin_epoch(self, epoch: int) -> None:
         """From here on, appends of controllers of earlier epochs are refused."""
         if self._db.execute("UPDATE fence SET epoch = ? WHERE epoch < ?", (epoch, epoch)).rowcount != 1:
-            raise FencedError(f"another controller has begun epoch {epoch} of the sweep in {self.folder} already")
+            raise FencedError(f"another controller has already begun epoch {epoch} of the sweep in {self.folder}")
         self._epoch = epoch
 
     def _fenced(self) -> FencedError:
-        return FencedError(f"another controller has taken over the sweep in {self.folder}; this one ends")
+        return FencedError(f"another controller has taken over the sweep in {self.folder}; this one exits")
 
     def ask(self, body: Any, *, by: str, at_s: float) -> int:
         """Leave a request for the controller; return its id. Needs no lock."""
@@ -408,7 +408,7 @@ class Ledger:
             if isinstance(error, sqlite3.Error) and not hasattr(error, "sqlite_errorcode"):  # text that is no UTF-8
                 raise DamagedError(self.path, f"cannot {action} it: {error}") from error
             if "no such column" in str(error):
-                raise LedgerError(f"{self.path} was written by another version; read it with that one") from error
+                raise LedgerError(f"{self.path} was written by another version; use that version to read it") from error
             kind = DiskFullError if _is_for_space(error, self.folder) else LedgerError
             raise kind(
                 f"cannot {action} {self.path}: {error}; free space or fix the folder's permissions, then submit again"
@@ -504,7 +504,7 @@ class Document:
         try:
             return from_json(cls, body)
         except CodecError as error:
-            problem = f"{cls.name} of {ledger.path} is not understood, another version wrote it: {error}"
+            problem = f"{cls.name} of {ledger.path} cannot be parsed; it was written by another version: {error}"
             raise LedgerError(problem) from None
 
     def put(self, ledger: Ledger) -> None:

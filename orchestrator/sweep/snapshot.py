@@ -128,9 +128,9 @@ class Snapshot:
             case "waiting":
                 return self.lease.waiting or "for its first nodes"
             case "interrupted":
-                return "its controller is gone" if self.state.created else "its controller ended before it had nodes"
+                return "its controller is gone" if self.state.created else "its controller exited before it had nodes"
             case "pausing" | "draining" | "cancelling":
-                return f"asked by {self.state.asked_by}" if self.state.asked_by else ""
+                return f"requested by {self.state.asked_by}" if self.state.asked_by else ""
             case "running":
                 return self.lease.waiting
             case _:
@@ -257,8 +257,8 @@ def check_name(name: str, what: str) -> str:
     """
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise ConfigError(
-            f"{name!r} is no valid {what}",
-            remedy="Use lower-case letters, digits, '.', '_' and '-', beginning with a letter or digit, at most 63.",
+            f"{name!r} is not a valid {what}",
+            remedy="Use up to 63 lower-case letters, digits, '.', '_' and '-', starting with a letter or digit.",
         )
     return name
 
@@ -313,8 +313,8 @@ class Home:
             raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=seen)
         known = self.sweeps() if begun else self.all_names()
         near = nearest(name, known)
-        remedy = f"Did you mean {near}?" if near else f"Sweeps there: {', '.join(known[:5]) or 'none'}."
-        raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=f"{remedy} --home names another folder.")
+        remedy = f"Did you mean {near}?" if near else f"Existing sweeps: {', '.join(known[:5]) or 'none'}."
+        raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=f"{remedy} Use --home for another folder.")
 
     def read(self, name: str, since: Snapshot | None = None, *, begun: bool = False) -> Snapshot:
         """Where the sweep is now; with ``since``, an earlier snapshot of it, only later events are read.
@@ -346,7 +346,7 @@ def _is_begun(folder: Path) -> bool:
     except LookupError:
         return False
     except LedgerError as error:
-        logger.warning("%s is left out: %s", folder.name, error)
+        logger.warning("skipped %s: %s", folder.name, error)
         return False
     return True
 

@@ -590,9 +590,9 @@ def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
     if number is not None and number < len(state.trials):
         return state.trials[number]
     last = len(state.trials) - 1
-    known = {-1: "It has none yet.", 0: "It has t000 only."}.get(last, f"It has t000 to {trial_id(last)}.")
-    words = "nothing was measured yet" if text in ("best", "winner") else f"no trial {text!r}"
-    raise ConfigError(f"{words} in the sweep {sweep!r}", remedy=f"{known} Write 3, t003, baseline, best or winner.")
+    known = {-1: "It has no trials yet.", 0: "It has t000 only."}.get(last, f"It has t000 to {trial_id(last)}.")
+    words = "nothing was measured yet" if text in ("best", "winner") else f"unknown trial {text!r}"
+    raise ConfigError(f"{words} in the sweep {sweep!r}", remedy=f"{known} Use 3, t003, baseline, best or winner.")
 
 
 def nodes_of(attempt: Attempt) -> tuple[str, ...]:
@@ -603,7 +603,7 @@ def nodes_of(attempt: Attempt) -> tuple[str, ...]:
 # When and why a sweep ends: budgets, patience, and failures that will not stop. Pure functions of its state.
 
 
-CONVERGED = "no candidate left is expected to beat the best one"
+CONVERGED = "no remaining candidate is expected to beat the best one"
 """Why nothing more is proposed where the search has converged."""
 SAME_ERROR_LIMIT = 3
 """The same deterministic error on this many first attempts stops the sweep."""

@@ -279,8 +279,8 @@ _RUN_STATUS: Mapping[Consequence, str] = {
     "fault": "FAILED",
     "retry": "KILLED",
 }
-"""MLflow's status of a run by what its outcome means: a result, also where it says that the candidate does not fit or
-is too slow; a fault; or nothing about the candidate, since its gang was lost or cancelled."""
+"""MLflow's status of a run by its outcome: finished for a result, even if the candidate does not fit or is too slow;
+failed for a fault; killed if its gang was lost or cancelled."""
 
 
 def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Trial) -> None:
