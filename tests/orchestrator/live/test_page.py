@@ -221,11 +221,11 @@ def test_what_was_only_simulated_says_so_on_every_page(browser, tmp_path):
     with serve(home) as server, Window(browser, server) as window:
         window.wait("td small", "SIMULATED")
         window.page.locator("td a", has_text="first").click()
-        window.wait("#watermark", "nothing was measured here and nothing is proven")
+        window.wait("#watermark", "nothing was measured or proven")
         window.wait("#predictions figcaption", "as predicted")
         assert window.page.title().startswith("SIMULATED first")
         window.page.locator("#trials a", has_text="t001").click()
         window.wait("#watermark", "SIMULATED")
-        window.wait("#attempts", "told to the search")
+        window.wait("#attempts", "reported to the search")
         window.page.emulate_media(media="print")
         assert window.page.locator("#watermark").is_visible()
