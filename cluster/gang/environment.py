@@ -227,8 +227,9 @@ def single_node_env(directory: str) -> dict[str, str]:
 
 def several_nodes_env(address: str, port: int) -> dict[str, str]:
     """Environment of ranks on several nodes, which meet at a TCP store that rank 0 opens on the first."""
+    host = f"[{address}]" if ":" in address else address
     return {
-        RENDEZVOUS: f"tcp://{address}:{port}",
+        RENDEZVOUS: f"tcp://{host}:{port}",
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
