@@ -1,4 +1,4 @@
-"""The plots: search, speed and memory, knobs, confirmation, loss gate, parts of the step; and those a report has."""
+"""The plots: search, speed and memory, knobs, confirmation, loss gate, step time; and the selection for a report."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 MAX_ERROR_BARS = 80
 """Number of trials above which points are drawn without their intervals."""
 MAX_VALUES = 16
-"""Values of a knob that are named beside its axis."""
+"""Maximum number of labelled values on a knob's axis."""
 _MIB = 1024**2
 _LABEL_BOX = {"boxstyle": "round,pad=0.12", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.8}
 
 
 def plot_history(found: History, unit: str) -> Figure:
-    """Every trial's speed over its number, the best so far, what failed."""
+    """Every trial's speed over its number, the best so far, failures."""
     marks = "  ▾ stopped early" * bool(found.stopped) + "  × not measured" * bool(found.failed)  # noqa: RUF001
     figure = new_figure(_history_title(found), f"{unit} of every trial, in search order{marks}", 3.3)
     axes = add_axes(figure, right_in=1.0)
@@ -81,7 +81,7 @@ def plot_history(found: History, unit: str) -> Figure:
 
 
 def _point_title(point: SpeedPoint, unit: str) -> str:
-    """``t003  pp2 mbs1: 2,427 tokens/s/p``, then its interval and its peak memory, as far as known."""
+    """``t003  pp2 mbs1: 2,427 tokens/s/p``, then its interval and peak memory, if known."""
     interval = f" ({units.rate(point.low)} {units.DASH} {units.rate(point.high)})" if point.low < point.high else ""
     name = f"{units.trial_id(point.trial)}  {point.name}".rstrip()
     memory = f", {units.num_bytes(point.peak_bytes)}" if point.peak_bytes else ""
@@ -122,7 +122,7 @@ def _history_title(found: History) -> str:
 
 
 def plot_pareto(points: Sequence[SpeedPoint], unit: str, limit_bytes: int | None = None) -> Figure:
-    """Speed over peak memory, with the front of what cannot be had faster in less memory."""
+    """Speed over peak memory, with the Pareto front."""
     points = [point for point in points if point.peak_bytes]
     best = front(points)
     figure = new_figure(_pareto_title(best), f"{unit} over the largest peak device memory of a rank", 3.3)
@@ -157,7 +157,7 @@ def _draw_points(axes: Axes, points: Sequence[SpeedPoint], memory: float, unit: 
 
 
 def _memory_limit(axes: Axes, limit_bytes: int | None, memory: float, largest: float) -> None:
-    """Mark the memory limit: a line where it is near, words where a line would leave the points in a corner."""
+    """Mark the memory limit: by a line if it is near, else by text."""
     if limit_bytes is None:
         return
     if limit_bytes <= 2.5 * largest:
@@ -216,14 +216,14 @@ def plot_coordinates(found: ParallelCoordinates, unit: str) -> Figure:
 
 
 def _name_axis(axes: Axes, place: int, name: str, room_in: float) -> None:
-    """Names stand in two rows in turn, so that each has the room of two axes; the outermost less."""
+    """Names alternate between two rows, so that each has the width of two axes; the outermost less."""
     room = min(2 * room_in, 1.7 if place == 0 else 1.1 if place * room_in > WIDTH_IN - 1.6 else 9.0)
     words = fitting(name, room - 0.1, 8)
     axes.text(place, -0.07 - 0.075 * (place % 2), words, ha="center", va="top", size=8, color=DIM)
 
 
 def _draw_lines(axes: Axes, found: ParallelCoordinates, low: float, high: float, unit: str) -> None:
-    """Draw the lines, slow ones first so that fast ones are seen, spread within a value so that none hides another."""
+    """Draw the lines, slow ones first so that fast ones stay visible, spread within a value to avoid overlaps."""
     from matplotlib.collections import LineCollection
 
     order = sorted(range(len(found.lines)), key=lambda i: (found.speeds[i] is not None, found.speeds[i] or 0.0))
@@ -246,7 +246,7 @@ def _draw_lines(axes: Axes, found: ParallelCoordinates, low: float, high: float,
 
 
 def _height(place: int, num_values: int, within: float) -> float:
-    """Where a value lies on its axis; ``within`` (0..1) spreads the lines that share it over half of its room."""
+    """Position of a value on its axis; ``within`` (0..1) spreads the lines that share it over half of its space."""
     return (place + 0.5 + 0.5 * (within - 0.5)) / num_values
 
 
@@ -259,7 +259,7 @@ def _smooth(heights: Sequence[float]) -> Any:
 
 
 def fmt_value(value: str, max_chars: int = 12) -> str:
-    """A value shortened to fit beside an axis."""
+    """A value shortened to fit next to an axis."""
     return value if len(value) <= max_chars else f"{value[: max_chars - 1]}…"
 
 
@@ -286,14 +286,14 @@ def _speed_axis(axes: Axes, speeds: Sequence[float]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 or not value else f"{value:.2g}")
 
 
-# Plots of the proof: rounds of the confirmation, what the loss gate trained. Call them inside ``style.style()``.
+# Plots of the proof: rounds of the confirmation, runs of the loss gate. Call them inside ``style.style()``.
 
 
 _GATE_HEIGHT_IN = 5.8
 
 
 def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
-    """The speed of each finalist over the baseline's in every round; at the right, over all rounds."""
+    """The speed-up of each finalist over the baseline in every round; on the right, over all rounds."""
     what = "speed-up over the baseline, interleaved in every round; right: all rounds, 95% CI"
     figure = new_figure(title, what, 3.1)
     axes = add_axes(figure, right_in=1.2)
@@ -341,7 +341,7 @@ def _axis_of_rounds(axes: Axes, num_rounds: int) -> None:
 
 
 def plot_gate(found: GateCurves, report: GateReport | None) -> Figure:
-    """Losses of the same steps; below, how far loss and gradient norm deviate, and how far they may."""
+    """Losses of the same steps; below, deviations of loss and gradient norm with their limits."""
     num_steps = len(found.runs["finalist"].losses)
     figure = new_figure(_gate_title(found.trial, report), _gate_subtitle(found, num_steps), _GATE_HEIGHT_IN)
     panels = []
@@ -402,7 +402,7 @@ def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
     steps = range(1, len(curve.limits) + 1)
     axes.fill_between(steps, 0.0, curve.limits, color=BLUE, alpha=0.1, linewidth=0, step="mid")
     axes.step(steps, curve.limits, where="mid", color=VERMILION, linewidth=1.0)
-    if curve.twin:  # how far rounding alone takes it
+    if curve.twin:  # deviation caused by rounding alone
         axes.step(steps, curve.twin, where="mid", color=ORANGE, linewidth=1.0, linestyle=(0, (1, 2)))
     values = [math.nan if value is None else value for value in curve.deviations]
     axes.plot(steps, values, "-", color=BLUE, linewidth=1.3)
@@ -449,13 +449,13 @@ def _gate_title(trial: int, report: GateReport | None) -> str:
     return f"{name} failed the loss gate: {report.reasons[0] if report.reasons else 'outside the tolerance'}"
 
 
-# Plots of where the step time goes and which knobs matter. Call them inside ``style.style()``.
+# Plots of step time and effects of knobs. Call them inside ``style.style()``.
 
 
 _BAR_IN = 6.0
 """Length of the longest bar in inches."""
 MAX_KNOBS = 10
-"""Knobs whose largest effect is drawn."""
+"""Maximum number of knobs drawn."""
 
 COLORS: Mapping[PartName, str] = {
     "compute": BLUE,
@@ -483,7 +483,7 @@ LabelledStep = tuple[str, StepParts]
 
 
 def plot_breakdown(steps: Sequence[LabelledStep]) -> Figure:
-    """A bar per trial, as long as its step, divided into what the time goes to."""
+    """A bar per trial, as long as its step, divided into the parts of the step."""
     figure = new_figure(
         _breakdown_title(steps), "milliseconds of one step on the slowest rank", 1.35 + 0.55 * len(steps)
     )
@@ -543,7 +543,7 @@ def _breakdown_title(steps: Sequence[LabelledStep]) -> str:
 
 
 def _is_split_alike(a: StepParts, b: StepParts) -> bool:
-    """Whether forward and backward passes stand for the same in both; a profile splits them by what they do."""
+    """Whether forward and backward passes are comparable in both; a profile splits them further."""
     passes: tuple[PartName, ...] = ("forward", "backward", "forward_backward")
     return all(bool(a.seconds(name)) == bool(b.seconds(name)) for name in passes)
 
@@ -585,7 +585,7 @@ def _effects_title(shown: Sequence[KnobEffect]) -> str:
 
 
 def _effect_words(effect: KnobEffect, room_in: float) -> str:
-    """The gain of a change; its values are cut to the room in inches."""
+    """The gain of a change; its values are cut to the available inches."""
     after, before = (fitting(_joined(values), room_in, 8) for values in (effect.after, effect.before))
     return f"{units.short_ratio(effect.ratio, effect)}, {after} over {before}"
 
@@ -594,7 +594,7 @@ def _joined(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-# Chooses the plots of a report that have something to show.
+# Selects the plots of a report that have data.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -657,7 +657,7 @@ def _gate(curves: GateCurves, judged: GateReport | None) -> Plot:
 
 
 def _rounds_title(found: tuple[Finalist, ...]) -> str:
-    """Who is faster, in words."""
+    """The faster ones, in words."""
     return "; ".join(map(_round_title, found[:3]))
 
 
