@@ -594,6 +594,6 @@ class Recorded(Document):
 
 
 def tracking_uri(ledger: Ledger, home: Home) -> str:
-    """Where the sweep is recorded: the store its file named when it was created, else that of the home."""
+    """The store of the sweep's records: from its file when it was created, else that of the home."""
     tracking = Tracking.read(ledger)
     return (tracking.uri if tracking else None) or home.default_tracking_uri

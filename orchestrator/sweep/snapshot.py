@@ -168,7 +168,7 @@ class Snapshot:
 
 
 def read_snapshot(ledger: Ledger, since: Snapshot | None = None) -> Snapshot:
-    """What ``ledger`` says now; with ``since``, an earlier snapshot of it, only later events are read.
+    """The current state in ``ledger``; with ``since``, an earlier snapshot of it, only later events are read.
 
     Raises:
         LedgerError: it cannot be read.

@@ -229,7 +229,7 @@ class Attempt:
 
 
 def attempt_id(trial: int, attempt: int, token: str) -> str:
-    """Names the attempt's folder, on every node: ``t0003-a1-`` and the beginning of the token."""
+    """Name of the attempt's folder on every node: ``t0003-a1-`` and the beginning of the token."""
     return f"t{trial:04d}-a{attempt}-{token[:8]}"
 
 
@@ -325,7 +325,7 @@ class RankedTrial:
 
 
 def rank(number: int, measurement: Measurement, objective: Objective) -> RankedTrial:
-    """Its place is by its score. That at the end of its interval takes a bootstrap: rank none but the fastest."""
+    """Ranked by its score. The score at the end of its interval requires a bootstrap: use only for the fastest."""
     from orchestrator.statistics import slowest_likely_step_s  # imports numpy, which few commands need
 
     step_s = slowest_likely_step_s(measurement)

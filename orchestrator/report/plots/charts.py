@@ -479,7 +479,7 @@ def part_color(name: PartName) -> str:
 
 
 LabelledStep = tuple[str, StepParts]
-"""``winner t004`` with where its step time goes."""
+"""``winner t004`` with its step time breakdown."""
 
 
 def plot_breakdown(steps: Sequence[LabelledStep]) -> Figure:

@@ -33,6 +33,11 @@ def test_every_command_has_an_example_and_json(command):
     assert "Exit codes: 0 success; 1 the sweep or request failed; 2 invalid usage" in " ".join(result.stdout.split())
 
 
+def test_the_summaries_of_all_commands_fit_in_80_columns():
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["--help"]).stdout
+    assert "..." not in shown and all(re.search(rf"^  {command}  +\w.*\.$", shown, re.M) for command in main.commands)
+
+
 def test_the_table_of_exit_codes_is_complete():
     text = (CONFIGS.parent / "docs/troubleshooting.md").read_text(encoding="utf-8")
     table = text.partition("## Exit codes")[2].partition("\n## ")[0]
