@@ -35,7 +35,7 @@ def test_every_command_has_an_example_and_json(command):
 
 def test_the_summaries_of_all_commands_fit_in_80_columns():
     shown = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["--help"]).stdout
-    assert "..." not in shown and all(re.search(rf"^  {command}  +\w.*\.$", shown, re.M) for command in main.commands)
+    assert all(re.search(rf"^  {command}  +\w.*\w\.$", shown, re.M) for command in main.commands)
 
 
 def test_the_table_of_exit_codes_is_complete():
