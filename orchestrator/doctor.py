@@ -544,7 +544,7 @@ class Patient:
     file: Path | None = None
     address: str | None = None
     spec: SweepSpec | None = None
-    """The sweep of the file; None where there is none, or it cannot be read."""
+    """The sweep of the file; None without a valid file."""
 
     @property
     def ray_address(self) -> str | None:
@@ -576,7 +576,7 @@ def make_patient(home: Home, file: Path | None, address: str | None) -> Patient:
 
 
 QUIET = Check(subject="load", look=machine_load, level="warn")
-"""The check that comes before all others, because it would take them for somebody else."""
+"""The check that runs before all others, because it affects their imports."""
 
 
 def checks(patient: Patient) -> list[Check]:

@@ -90,7 +90,7 @@ class Follower:
         return self._at - len(self._rest)
 
     def last_line(self) -> list[str]:
-        """The unfinished line after the last line feed; empty where there is none."""
+        """The unfinished line after the last line feed; empty if there is none."""
         rest, self._rest = self._rest, b""
         return [_shown(rest.decode("utf-8", errors="replace"))] if rest else []
 

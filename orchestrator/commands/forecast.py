@@ -115,7 +115,7 @@ def described_topology(name: str) -> Topology:
     """The nodes of a cluster in ``configs/clusters``, or in a file like those.
 
     Raises:
-        ConfigError: there is no such description.
+        ConfigError: the description does not exist.
     """
     try:
         described = load_cluster(name)

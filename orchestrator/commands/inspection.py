@@ -38,7 +38,7 @@ class Output:
     follow: bool
 
     def line(self, text: str, rank: int | None = None, *, several: bool = False) -> None:
-        """One followed line; as JSON an object of its own."""
+        """Print a followed line; with JSON, as an object."""
         if self.as_json:
             echo_json({"rank": rank, "line": text}, indent=None)
         else:

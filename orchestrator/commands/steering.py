@@ -97,7 +97,7 @@ def change_budget(name: str, home: Home, budget: Budget) -> Receipt:
     """Change the budget of the sweep; may reopen one that ended because its budget was spent.
 
     Raises:
-        ConfigError: there is no such sweep.
+        ConfigError: the sweep does not exist.
     """
     with home.open(name, read_only=False) as ledger:
         return _answer(name, ledger, ledger.ask(budget_request(budget), by=asker(), at_s=time.time()))
@@ -283,7 +283,7 @@ def describe(name: str, home: Home) -> str:
     """What would be removed, in a few words for the prompt.
 
     Raises:
-        ConfigError: there is no such sweep.
+        ConfigError: the sweep does not exist.
     """
     sweep = _read(name, home)
     what = "its ledger cannot be read" if sweep is None else units.count(len(sweep.state.trials), "trial")
@@ -299,7 +299,7 @@ def delete(name: str, home: Home, *, force: bool = False, in_mlflow: bool = Fals
         in_mlflow: also delete its MLflow runs.
 
     Raises:
-        ConfigError: there is no such sweep, a controller is at work on it, something rests on it, or MLflow cannot be
+        ConfigError: the sweep does not exist, has a running controller, something depends on it, or MLflow cannot be
             reached.
     """
     sweep = _read(name, home)
@@ -338,7 +338,7 @@ def _read(name: str, home: Home) -> Snapshot | None:
     """The sweep's snapshot; None if its ledger cannot be read.
 
     Raises:
-        ConfigError: there is no such sweep.
+        ConfigError: the sweep does not exist.
     """
     try:
         return home.read(name)

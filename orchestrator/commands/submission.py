@@ -470,7 +470,7 @@ def submission_of_sweep(
     """The submission of ``resume NAME``; arguments as for :func:`submission_of_file`.
 
     Raises:
-        ConfigError: there is no such sweep.
+        ConfigError: the sweep does not exist.
     """
     sweep = home.read(name, begun=True)
     state, spec = sweep.state, SweepSpec.from_json(sweep.spec or {})

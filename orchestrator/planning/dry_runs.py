@@ -239,7 +239,7 @@ def known_topology(spec: SweepSpec, home: Home | None = None, *, address: str | 
 
     Raises:
         ConfigError: as :func:`cluster_request`.
-        ClusterError: this host cannot give what is asked for.
+        ClusterError: this host does not have the requested resources.
     """
     return describe(cluster_request(spec, home, address=address))
 

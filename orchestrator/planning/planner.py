@@ -92,7 +92,7 @@ def promise(predictor: Predictor, shift: float = 0.0) -> Array:
 
 
 def pool_rows(predictor: Predictor, size: int, seed: int) -> NDArray[np.intp]:
-    """The rows of at most ``size`` candidates for the guided sampler, in order: all where there are not more."""
+    """The rows of at most ``size`` candidates for the guided sampler, in order; all if there are fewer."""
     num = len(predictor.candidates)
     if num <= size:
         return np.arange(num)
@@ -192,7 +192,7 @@ class ModelSample:
         return [_drawn(effects[start:end][of]) for start, end, of in zip(ends, ends[1:], classes, strict=False)]
 
     def _classes(self, policy: int) -> list[NDArray[np.int32]]:
-        """For each such part, which of its values the cost model tells apart."""
+        """For each such part, the values that the cost model distinguishes."""
         found = []
         for axis, length in enumerate(self._lengths):
             where = [np.zeros(length, dtype=np.int64) for _ in self._lengths]
@@ -203,7 +203,7 @@ class ModelSample:
         return found
 
     def _judged(self, policies: Rows, weights: list[Array]) -> Array:
-        """The best promise of each of ``policies`` with a few combinations of choices, infinite where none is legal."""
+        """The best promise of each of ``policies`` with a few combinations of choices, infinite if none is legal."""
         best = [int(np.argmax(weight)) for weight in weights]
         num = max(1, min(NUM_TRIED, MAX_JUDGED // len(policies)))
         choice = np.append(self._draw_choices(weights, num - 1), np.ravel_multi_index(best, self._lengths))
@@ -453,7 +453,7 @@ def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimat
 
 
 def _legal_space(sorter: _Sorter, space: Space) -> tuple[Space, LargeSpace | None]:
-    """The part of the space whose layouts are legal; as a large space, too, where that has too many candidates."""
+    """The part of the space whose layouts are legal; also as a large space if it has too many candidates."""
     legal = replace(space, frames=sorter.legal_frames(space))
     return legal, LargeSpace(space=legal, is_legal=sorter.is_legal) if len(legal) > MAX_ENUMERATED else None
 
@@ -586,7 +586,7 @@ MAX_LAYOUTS = 24
 TIME_LIMIT_S = 120.0
 """Limit per layout; most take tenths of a second. So long that a plan does not depend on how busy the machine is."""
 MAX_CORRECTIONS = 3
-"""Times the memory limit is lowered where the cost model counts more than the balancer, which adds up layers."""
+"""How often the memory limit is lowered if the cost model counts more than the balancer, which adds up layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -692,7 +692,7 @@ def balanced(
 ) -> tuple[Candidate, Balance] | None:
     """``frame`` with the fastest layers and recompute that need at most ``share`` of the memory, by the cost model too.
 
-    None where nothing fits, or no answer came in time.
+    None if nothing fits, or it timed out.
     """
     try:
         problem = problem_of(workload, frame, cluster, _model(), policies, memory_share=share)

@@ -95,7 +95,7 @@ def plan_predictor(
     earlier: Sequence[EarlierTrial] = (),
     objective: Objective | None = None,
 ) -> Predictor:
-    """:func:`make_predictor` for the plan's candidates, and after them the baseline where it is none of them."""
+    """:func:`make_predictor` for the plan's candidates, followed by the baseline if it is not one of them."""
     candidates = plan.candidates.followed_by((plan.baseline,))
     return make_predictor(
         workload,
@@ -161,7 +161,7 @@ def predict_plan(
 
 
 def _second_starts_s(predictor: Predictor, rows: Sequence[int]) -> float:
-    """Device-seconds for starting compiled candidates once more, to compile from the warm cache, as if none found all
+    """Device-seconds for starting compiled candidates again, to compile from the warm cache, as if none found all
     of its code there in the first place. What compiling itself takes is in neither start."""
     compiled = [row for row in rows if predictor.candidates[row].kernels.compile != "off"]
     return float(TRIAL_OVERHEAD_S[predictor.device_kind] * predictor.inputs.world_size[compiled].sum())
@@ -231,11 +231,11 @@ def relative_predictor(
     candidates: Sequence[Candidate] = (),
     roles: Mapping[str, str] = MappingProxyType({}),
 ) -> RelativePredictor:
-    """What usual effects say of the plan's candidates, and after them of the baseline where it is none of them.
+    """Typical effects for the plan's candidates, followed by the baseline if it is not one of them.
 
     Args:
-        candidates: those to ask about in the place of the plan's.
-        roles: the built-in knob that an own one stands for, where its name does not say so.
+        candidates: those to predict instead of the plan's.
+        roles: the built-in knob of a custom one, if its name does not imply it.
 
     Raises:
         UnpredictableError: there are too many candidates.
@@ -469,11 +469,11 @@ class CountedCandidates(Document):
 
     name: ClassVar[str] = "dry_runs"
     limit_bytes: int | None = None
-    """Device memory; None where nobody knows."""
+    """Device memory; None if unknown."""
     context_bytes: int = 0
     """Device memory that the idle process holds."""
     communicator_bytes: int = 0
-    """Device memory that each of its communicators holds besides."""
+    """Additional device memory of each communicator."""
     host_limit_bytes: int | None = None
     """Host memory of the smallest node."""
     ranks_per_node: int = 1

@@ -61,7 +61,7 @@ class FileAt:
     name: str
     num_bytes: int
     node: str
-    """Name of the node where the rank ran; empty where it is not known."""
+    """Name of the rank's node; empty if unknown."""
     path: str
     """Absolute path on that node."""
     is_too_large: bool
@@ -88,7 +88,7 @@ class ProfileTables:
 
     @property
     def slowdown(self) -> float | None:
-        """Step time under the profiler, of the slowest rank, over that without it; None where the latter is unknown."""
+        """Step time under the profiler, of the slowest rank, over that without it; None if the latter is unknown."""
         if not self.measured_step_s:
             return None
         return max(profile.times.total_s for profile in self.ranks) / self.measured_step_s
@@ -168,7 +168,7 @@ def _stages(ranks: Iterable[RankProfile]) -> tuple[StageTime, ...]:
 
 
 def phase_s(profile: RankProfile, name: str) -> float:
-    """Seconds per step of one phase; 0 where the rank has none."""
+    """Seconds per step of one phase; 0 if the rank has none."""
     return sum(phase.time_s for phase in profile.phases if phase.name == name)
 
 

@@ -279,7 +279,7 @@ def confirmed_figures(state: SweepState) -> ConfirmedFigures | None:
 
 
 def result(trial: Trial | None, objective: Objective) -> TrialResult | None:
-    """The trial's result; None where it was not measured."""
+    """The trial's result; None if it was not measured."""
     if trial is None or trial.measurement is None:
         return None
     found = trial.measurement
@@ -301,12 +301,12 @@ def speedup(trial: Trial | None, baseline: Trial | None, objective: Objective) -
 
 
 def interval_json(ci95: Interval | None) -> list[float] | None:
-    """``[low, high]``; null where the interval is unknown."""
+    """``[low, high]``; null if the interval is unknown."""
     return [ci95.low, ci95.high] if ci95 and math.isfinite(ci95.high) else None
 
 
 def ends(ci95: Interval | None) -> tuple[float | None, float | None]:
-    """The ends of an interval; None where it is unknown."""
+    """The ends of an interval; None if it is unknown."""
     return (ci95.low, ci95.high) if ci95 and math.isfinite(ci95.high) else (None, None)
 
 

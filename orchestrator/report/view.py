@@ -106,7 +106,7 @@ class ShownTable:
 
 
 def cell_of(row: ShownRow, column: Column) -> Cell:
-    """The cell of a row in a column, with the column's mood where it has none."""
+    """The cell of a row in a column, with the column's mood if it has none."""
     cell = row.cells.get(column.id, EMPTY)
     return replace(cell, mood=column.mood) if column.mood and not cell.mood else cell
 

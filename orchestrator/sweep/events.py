@@ -706,7 +706,7 @@ Event = LedgerEvent | Tick
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Propose:
-    """Ask the search for the candidate of this trial."""
+    """Request the candidate of this trial from the search."""
 
     trial: int
 

@@ -380,7 +380,7 @@ class Ledger:
         return self.last_seq() > 0
 
     def last_seq(self) -> int:
-        """Number of the last event; 0 where there is none."""
+        """Number of the last event; 0 if there is none."""
         with self._errors("read"):
             row = self._db.execute("SELECT max(seq) FROM events").fetchone()
         return int(row[0] or 0)
@@ -405,7 +405,7 @@ class Ledger:
         try:
             yield
         except (sqlite3.OperationalError, OSError) as error:
-            if isinstance(error, sqlite3.Error) and not hasattr(error, "sqlite_errorcode"):  # text that is no UTF-8
+            if isinstance(error, sqlite3.Error) and not hasattr(error, "sqlite_errorcode"):  # text that is not UTF-8
                 raise DamagedError(self.path, f"cannot {action} it: {error}") from error
             if "no such column" in str(error):
                 raise LedgerError(f"{self.path} was written by another version; use that version to read it") from error

@@ -181,7 +181,7 @@ def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     env.setdefault("MLFLOW_LOGGING_LEVEL", "CRITICAL")  # a failing page shows its error; the traceback is MLflow's own
     env["PYTHONWARNINGS"] = "ignore"  # from MLflow's own libraries, nothing its user could fix
-    env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder besides
+    env["PYTHONSAFEPATH"] = "1"  # for its own child processes, which also import from their folder
     with tempfile.TemporaryDirectory(prefix="tc-mlflow-") as folder:
         plugin(Path(folder), APP)
         own = [str(Path(entry).absolute()) for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -222,7 +222,7 @@ def earlier_trials(
             agree.
         kind: the kind of model; trials of others are not comparable.
         objective: ranks the trials of a sweep.
-        source: part of the fingerprint that has to agree besides, with what is known by no model: the program's source.
+        source: another part of the fingerprint that must match if there is no model: the program's source.
     """
     names = () if source is None else (source,)
     try:
