@@ -80,7 +80,7 @@ def ui(
     what = Served(sweep=sweep, port=port, with_mlflow=not page_only, mlflow_host=mlflow_host, mlflow_port=mlflow_port)
     found: dict[str, str] = {}
 
-    def tell(links: Mapping[str, str], is_last: bool) -> None:
+    def notify(links: Mapping[str, str], is_last: bool) -> None:
         found.update(links)
         if not as_json:
             announce(dict(links), as_json=False)
@@ -91,8 +91,8 @@ def ui(
         Home(home),
         what,
         invocation=Invocation.current(home),
-        announce=tell,
-        tell=lambda words: echo(words, err=True),
+        announce=notify,
+        notify=lambda words: echo(words, err=True),
     )
     again = Invocation.current(home).command("ui", *([sweep] if sweep else []))
     echo(f"no longer serving; sweeps keep running. To serve again: {again}", err=True)
@@ -420,7 +420,7 @@ def export(
             lambda: None,
         )
         return
-    _tell(made, described.label, out)
+    _print_export(made, described.label, out)
     doubt = f" ({described.doubt})" if described.doubt else ""
     echo(f"evidence: {described.verdict}{doubt}", err=True)
 
@@ -495,7 +495,7 @@ def _write(made: Export, folder: Path) -> list[str]:
     return [str(folder / name) for name in made.files]
 
 
-def _tell(made: Export, label: str, folder: Path | None) -> None:
+def _print_export(made: Export, label: str, folder: Path | None) -> None:
     """Print the files to stdout unless they were written to a folder; everything else goes to stderr."""
     if folder is None:
         for name, text in made.files.items():

@@ -181,11 +181,11 @@ def _checked(submission: Submission) -> Submission:
     from orchestrator.process_support import interruptible
     from orchestrator.terminal.plan_screen import check_line, expected_line, render_checked
 
-    def tell(line: str) -> None:
+    def notify(line: str) -> None:
         echo(f"check: {line}", err=True)
 
     with interruptible():
-        checked = check_sweep(submission.spec, submission.home, address=submission.address, tell=tell)
+        checked = check_sweep(submission.spec, submission.home, address=submission.address, notify=notify)
     if not checked.is_good:
         SafeConsole(stderr=True).print(render_checked(checked))
         echo("error: the sweep was not started. Fix the problem, or submit with --no-check", err=True)
@@ -319,7 +319,7 @@ def _print(submission: Submission, result: SweepResult, as_json: bool, profile_o
 def _exit_by(result: SweepResult) -> None:
     if result.state.status == "failed":
         echo(f"error: the sweep failed: {result.state.finish_reason}", err=True)
-        for line in result.state.last_words:
+        for line in result.state.last_output:
             echo(f"  | {line}", err=True)
         sys.exit(ExitCode.FAILED)
 
@@ -526,7 +526,7 @@ def _check(
     from orchestrator.units import trial_id
 
     sweeps = Home(home)
-    receipt = steering.ask_checks(sweep, sweeps, what, trial)
+    receipt = steering.request_checks(sweep, sweeps, what, trial)
     words = {"confirm": "will be confirmed", "profile": "will be profiled"}[what]
     echo(f"{words}: {trial_id(receipt.trials[0])}", err=True)
     profiled = receipt.trials[0] if what == "profile" else None

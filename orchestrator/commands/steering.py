@@ -21,7 +21,7 @@ from orchestrator.controller.step import apply_requests
 from orchestrator.errors import ConfigError
 from orchestrator.process_support import Invocation
 from orchestrator.status.overview import follow
-from orchestrator.sweep.checkpoint import action, asker, checks, chosen
+from orchestrator.sweep.checkpoint import action, checks, chosen, requester
 from orchestrator.sweep.checkpoint import budget as budget_request
 from orchestrator.sweep.checkpoint import retry as retry_request
 from orchestrator.sweep.events import Action, Budget
@@ -56,7 +56,7 @@ class Receipt:
         return {**fields_json(self, "sweep", "request", "state", "trials"), "controlled": self.is_controlled}
 
 
-def ask(name: str, home: Home, what: Action) -> Receipt:
+def request_action(name: str, home: Home, what: Action) -> Receipt:
     """Request the sweep to pause, drain or end. Without a running controller it takes effect at once.
 
     Raises:
@@ -65,7 +65,7 @@ def ask(name: str, home: Home, what: Action) -> Receipt:
     with home.open(name, read_only=False, begun=False) as ledger:
         state = read_snapshot(ledger).state
         _check_open(name, state)
-        number = ledger.ask(action(what), by=asker(), at_s=time.time())
+        number = ledger.add_request(action(what), by=requester(), at_s=time.time())
         return _answer(name, ledger, number)
 
 
@@ -89,7 +89,7 @@ def retry(name: str, home: Home, kinds: Collection[str]) -> Receipt:
             raise ConfigError(
                 f"no trial of {name!r} ended as {' or '.join(sorted(kinds))}", remedy=f"Its trials: {counts}."
             )
-        number = ledger.ask(retry_request(kinds), by=asker(), at_s=time.time())
+        number = ledger.add_request(retry_request(kinds), by=requester(), at_s=time.time())
         return _answer(name, ledger, number, trials)
 
 
@@ -100,10 +100,10 @@ def change_budget(name: str, home: Home, budget: Budget) -> Receipt:
         ConfigError: the sweep does not exist.
     """
     with home.open(name, read_only=False) as ledger:
-        return _answer(name, ledger, ledger.ask(budget_request(budget), by=asker(), at_s=time.time()))
+        return _answer(name, ledger, ledger.add_request(budget_request(budget), by=requester(), at_s=time.time()))
 
 
-def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial: str | None) -> Receipt:
+def request_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial: str | None) -> Receipt:
     """Request a trial to be confirmed against the baseline, or profiled; reopens a finished sweep.
 
     Args:
@@ -139,7 +139,7 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
                 "the baseline cannot be confirmed: trials are compared with it", remedy="Choose another trial."
             )
         request = checks(**{what: (chosen_trial.number,)})
-        number = ledger.ask(request, by=asker(), at_s=time.time())
+        number = ledger.add_request(request, by=requester(), at_s=time.time())
         return _answer(name, ledger, number, (chosen_trial.number,))
 
 
@@ -168,7 +168,7 @@ def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()
 # Pauses, drains or cancels a sweep and waits until it takes effect; removes it (``delete``, ``submit --replace``).
 
 
-Tell = Callable[[Snapshot], None]
+Notify = Callable[[Snapshot], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,14 +189,14 @@ class Stopped:
         return {**fields_json(self, "sweep", "action", "request", "state", "reason"), "done": self.is_done}
 
 
-def stop(name: str, home: Home, action: Action, *, wait: bool, tell: Tell) -> Stopped:
+def stop(name: str, home: Home, action: Action, *, wait: bool, notify: Notify) -> Stopped:
     """Request the sweep to pause, drain or end; with ``wait``, until it takes effect or no controller is left.
 
     Raises:
         ConfigError: the sweep does not exist, or is already over.
     """
     with home.open(name, begun=False) as ledger:
-        answer = ask(name, home, action)
+        answer = request_action(name, home, action)
         is_done = False
         for seen in follow(ledger, home) if wait else [read_snapshot(ledger)]:
             if is_done and not _is_done(seen, action):
@@ -204,7 +204,7 @@ def stop(name: str, home: Home, action: Action, *, wait: bool, tell: Tell) -> St
             is_done = _is_done(seen, action)
             if is_done and not seen.is_held:
                 break
-            tell(seen)
+            notify(seen)
         is_withdrawn = not ledger.path.exists()
     return Stopped(
         sweep=name,
@@ -217,21 +217,21 @@ def stop(name: str, home: Home, action: Action, *, wait: bool, tell: Tell) -> St
 
 
 @contextmanager
-def progress(console: Console | None = None) -> Iterator[Tell]:
+def progress(console: Console | None = None) -> Iterator[Notify]:
     """Shows on stderr what the command is waiting for."""
     console = console or SafeConsole(stderr=True)
-    with console.status("asking") as status:
-        said = ""
+    with console.status("sending the request") as status:
+        last_line = ""
 
-        def tell(sweep: Snapshot) -> None:
-            nonlocal said
-            words = _words(sweep)
+        def notify(sweep: Snapshot) -> None:
+            nonlocal last_line
+            words = _progress_text(sweep)
             status.update(Text(words))
-            if words != said and not console.is_terminal:
+            if words != last_line and not console.is_terminal:
                 console.print(words, highlight=False, markup=False)
-            said = words
+            last_line = words
 
-        yield tell
+        yield notify
 
 
 def render(stopped: Stopped) -> RenderableType:
@@ -246,7 +246,7 @@ def _is_done(sweep: Snapshot, action: Action) -> bool:
     return sweep.phase in (ENDED if action == "cancel" else AT_REST)
 
 
-def _words(sweep: Snapshot) -> str:
+def _progress_text(sweep: Snapshot) -> str:
     running = " ".join(units.trial_id(number) for number in sorted(sweep.state.running))
     return f"{sweep.name} is {sweep.phase}" + (f"; {running} still running" if running else "")
 

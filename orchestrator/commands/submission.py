@@ -489,10 +489,10 @@ def submission_of_sweep(
     )
 
 
-def _mode(asked: Mode | None, address: str | None, *, is_over: bool) -> Mode:
+def _mode(requested: Mode | None, address: str | None, *, is_over: bool) -> Mode:
     if is_over:
         return "foreground"
-    return asked or ("foreground" if address is None else "ray job")
+    return requested or ("foreground" if address is None else "ray job")
 
 
 def _require_torch(spec: SweepSpec, address: str | None) -> None:

@@ -29,7 +29,7 @@ from cluster.processes import python_module
 from orchestrator.commands import steering
 from orchestrator.commands.submission import submission_of_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.live.live_pages import IndexLook, Links, SweepLook, log_document, render, static, trial_document
+from orchestrator.live.live_pages import IndexView, Links, SweepView, log_document, render, static, trial_document
 from orchestrator.process_support import Invocation
 from orchestrator.sweep.checkpoint import RETRIABLE
 from orchestrator.sweep.events import Action
@@ -145,7 +145,7 @@ class Feed:
             listener()
 
 
-class Look(Protocol):
+class View(Protocol):
     """Something to poll."""
 
     def parts(self) -> Mapping[str, Any]:
@@ -160,9 +160,9 @@ class Look(Protocol):
 class Watch:
     """A thread that polls and publishes, from the first client until :data:`IDLE_S` after the last."""
 
-    def __init__(self, look: Callable[[], Look], *, poll_s: float = POLL_S, idle_s: float = IDLE_S) -> None:
+    def __init__(self, view: Callable[[], View], *, poll_s: float = POLL_S, idle_s: float = IDLE_S) -> None:
         self.feed = Feed()
-        self._make_look = look
+        self._make_view = view
         self._poll_s, self._idle_s = poll_s, idle_s
         self._num_clients = 0
         self._lock = threading.Lock()
@@ -198,9 +198,9 @@ class Watch:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        look, idle_for_s, is_first = self._make_look(), 0.0, True
+        view, idle_for_s, is_first = self._make_view(), 0.0, True
         while True:
-            is_first = not self._publish(look, is_first=is_first) and is_first
+            is_first = not self._publish(view, is_first=is_first) and is_first
             self._wake.wait(self._poll_s)
             self._wake.clear()
             with self._lock:
@@ -209,11 +209,11 @@ class Watch:
                     self._thread = None
                     return
 
-    def _publish(self, look: Look, *, is_first: bool) -> bool:
+    def _publish(self, view: View, *, is_first: bool) -> bool:
         """Poll once; returns whether it succeeded. Errors are shown on the page, and the poll is repeated: a network
         disk may be temporarily unavailable."""
         try:
-            self.feed.publish({**look.parts(), TROUBLE: ""}, is_all=is_first)
+            self.feed.publish({**view.parts(), TROUBLE: ""}, is_all=is_first)
             return True
         except (ConfigError, LedgerError, OSError) as error:
             self.feed.publish({TROUBLE: f"This page may be out of date; retrying: {first_line(error)}"})
@@ -231,11 +231,11 @@ class Hub:
         self._lock = threading.Lock()
         self._watches: dict[str, Watch] = {}
 
-    def watch(self, key: str, look: Callable[[], Look]) -> Watch:
-        """The watch of this key, created with ``look`` if needed."""
+    def watch(self, key: str, view: Callable[[], View]) -> Watch:
+        """The watch of this key, created with ``view`` if needed."""
         with self._lock:
             if key not in self._watches:
-                self._watches[key] = Watch(look, poll_s=self._poll_s)
+                self._watches[key] = Watch(view, poll_s=self._poll_s)
             return self._watches[key]
 
     def nudge(self, key: str) -> None:
@@ -263,7 +263,7 @@ RETRY_MS = 2000
 ACTIONS = (*get_args(Action), "retry", "resume")
 """The possible actions."""
 
-Tell = Callable[[str, bool], None]
+Notify = Callable[[str, bool], None]
 """Receives a sentence for people, and whether it is an error."""
 
 
@@ -277,25 +277,25 @@ class Actions:
         self._starting: set[str] = set()
         self._lock = threading.Lock()
 
-    def carry_out(self, sweep: str, action: str, body: Mapping[str, Any], tell: Tell) -> str:
-        """Carry out the action; returns a sentence. Longer work continues, and ``tell`` receives the result.
+    def carry_out(self, sweep: str, action: str, body: Mapping[str, Any], notify: Notify) -> str:
+        """Carry out the action; returns a sentence. Longer work continues, and ``notify`` receives the result.
 
         Raises:
             ConfigError: it is not possible.
             LedgerError: the sweep cannot be read or written.
         """
         if action in get_args(Action):
-            receipt = steering.ask(sweep, self._home, action)  # type: ignore[arg-type]  # one of its names
+            receipt = steering.request_action(sweep, self._home, action)  # type: ignore[arg-type]  # one of its names
             return f"{action} requested" if receipt.is_controlled else f"now {receipt.state}"
         if action == "retry":
             receipt = steering.retry(sweep, self._home, _kinds(body))
             numbers = ", ".join(trial_id(number) for number in receipt.trials)
             if receipt.is_controlled:
                 return f"will be launched again: {numbers}"
-            return f"will be launched again: {numbers}; {self._resume(sweep, tell)}"
-        return self._resume(sweep, tell)
+            return f"will be launched again: {numbers}; {self._resume(sweep, notify)}"
+        return self._resume(sweep, notify)
 
-    def _resume(self, sweep: str, tell: Tell) -> str:
+    def _resume(self, sweep: str, notify: Notify) -> str:
         """Start a controller, and wait for it in a thread: a cluster may take minutes to respond."""
         submission = submission_of_sweep(sweep, self._home, address=None, mode=None)
         if submission.is_over:
@@ -306,21 +306,23 @@ class Actions:
             self._starting.add(sweep)
         detach = [] if submission.address else ["--detach"]
         argv = python_module("orchestrator", "resume", sweep, "--home", str(self._home.path.absolute()), *detach)
-        threading.Thread(target=self._start, args=(sweep, argv, tell), name="live-start", daemon=True).start()
+        threading.Thread(target=self._start, args=(sweep, argv, notify), name="live-start", daemon=True).start()
         return "its controller is being started"
 
-    def _start(self, sweep: str, argv: list[str], tell: Tell) -> None:
+    def _start(self, sweep: str, argv: list[str], notify: Notify) -> None:
         """Run the command in a separate process that leaves no child to this one."""
         try:
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-            said = [line for line in done.stderr.splitlines() if line.strip()]
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
             if done.returncode == 0:
-                tell("its controller is running", False)
+                notify("its controller is running", False)
             else:
                 command = self._invocation.command("logs", sweep)
-                tell(f"{plain(said[-1]) if said else 'its controller exited at once'}; for details: `{command}`", True)
+                notify(
+                    f"{plain(lines[-1]) if lines else 'its controller exited at once'}; for details: `{command}`", True
+                )
         except OSError as error:
-            tell(f"its controller could not be started: {first_line(error)}", True)
+            notify(f"its controller could not be started: {first_line(error)}", True)
         finally:
             with self._lock:
                 self._starting.discard(sweep)
@@ -366,9 +368,9 @@ def json_answer(value: Any, status: int = 200) -> Response:
     return Response(json.dumps(redact_all(value)), status, media_type="application/json")
 
 
-def refusal(status: int, why: str, headers: Mapping[str, str] | None = None) -> Response:
+def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> Response:
     """A plain sentence instead of the page."""
-    return PlainTextResponse(f"{why}\n", status, headers)
+    return PlainTextResponse(f"{reason}\n", status, headers)
 
 
 def make_site(home: Home, hub: Hub, invocation: Invocation, csrf: str, links: Links) -> ASGIApp:
@@ -433,7 +435,7 @@ class _Pages:
 
     def index_events(self, request: Request) -> Response:
         """Changes in the list of all sweeps."""
-        return _stream(self._hub.watch(INDEX, lambda: IndexLook(self._home)), request)
+        return _stream(self._hub.watch(INDEX, lambda: IndexView(self._home)), request)
 
     def sweep_events(self, request: Request) -> Response:
         """Changes in a sweep."""
@@ -452,7 +454,7 @@ class _Pages:
         return json_answer(log_document(self._home, sweep, trial, attempt=attempt, rank=rank or 0, after=after))
 
     async def act(self, request: Request) -> Response:
-        """Carry out an action: ``{"said": SENTENCE}`` or ``{"error": SENTENCE}``."""
+        """Carry out an action: ``{"message": SENTENCE}`` or ``{"error": SENTENCE}``."""
         length = request.headers.get("Content-Length")  # its digits are checked by h11
         if length is None:
             return refusal(400, "The request has no valid Content-Length.", {"Connection": "close"})
@@ -470,16 +472,16 @@ class _Pages:
         if not isinstance(found, dict):
             return json_answer({"error": "the request is not a JSON object"}, 400)
 
-        def tell(said: str, is_bad: bool) -> None:
-            watch.feed.publish({"notice": {"text": said, "is_bad": is_bad}})
+        def notify(message: str, is_bad: bool) -> None:
+            watch.feed.publish({"notice": {"text": message, "is_bad": is_bad}})
             watch.nudge()
 
         try:
-            said = self._actions.carry_out(sweep, action, found, tell)
+            message = self._actions.carry_out(sweep, action, found, notify)
         except (ConfigError, LedgerError, OSError) as error:
             return json_answer({"error": first_line(error)}, 409)
         watch.nudge()
-        return json_answer({"said": f"{sweep}: {said}"})
+        return json_answer({"message": f"{sweep}: {message}"})
 
     async def not_found(self, request: Request, error: Exception) -> Response:
         """The requested item does not exist."""
@@ -510,7 +512,7 @@ class _Pages:
 
     def _watch(self, sweep: str) -> Watch:
         self._home.open(sweep, begun=False).close()
-        return self._hub.watch(sweep, lambda: SweepLook(self._home, sweep, self._invocation, self._links))
+        return self._hub.watch(sweep, lambda: SweepView(self._home, sweep, self._invocation, self._links))
 
 
 def _number(request: Request, name: str) -> int | None:

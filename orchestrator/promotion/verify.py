@@ -41,7 +41,7 @@ from orchestrator.proof.progress import (
     verified_change,
 )
 from orchestrator.proof.script_gate import ScriptRuns, judge_script
-from orchestrator.report import curves, words
+from orchestrator.report import curves, descriptions
 from orchestrator.report.summary import interval_json
 from orchestrator.space.file_types import RecomputeChoice, StageSplit
 from orchestrator.space.inside import section_of
@@ -217,12 +217,12 @@ def _space(candidate: Candidate, spec: Mapping[str, Any]) -> dict[str, Any]:
         return space_section(candidate)
     named, own = spec.get("space") or {}, {choice.name: choice.value for choice in candidate.own}
     body = {name: values for name, values in space_section(candidate).items() if named.get(name) is not None}
-    body = {**body, "world_size": [candidate.layout.world_size], "own": _own_section(named.get("own") or {}, own)}
+    body = {**body, "world_size": [candidate.layout.world_size], "own": _custom_section(named.get("own") or {}, own)}
     inside = named.get(INSIDE)
     return body if inside is None else {**body, INSIDE: section_of(candidate, inside)}
 
 
-def _own_section(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _custom_section(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Own knobs as the file describes them, each with the one value that the candidate has; all of those without one,
     which have no meaning together with others."""
     section = {}
@@ -255,12 +255,12 @@ def _interleaved(state: SweepState, candidate: Candidate, plan: RemeasurePlan) -
         trial=found,
         change=change,
         lost=lost,
-        busy=_busy_words(len(rounds) - len(quiet), len(rounds), curves.caution(state), left_out=not counts_busy),
+        busy=_busy_text(len(rounds) - len(quiet), len(rounds), curves.caution(state), left_out=not counts_busy),
         is_too_busy=not counts_busy and len(quiet) < min(plan.first_look, len(rounds)),
     )
 
 
-def _busy_words(num_busy: int, num_rounds: int, why: str, *, left_out: bool = True) -> str:
+def _busy_text(num_busy: int, num_rounds: int, why: str, *, left_out: bool = True) -> str:
     if not num_busy:
         return ""
     verb = "was" if num_busy == 1 else "were"
@@ -305,7 +305,7 @@ class _Alone:
             trial=next((trial for trial in trials if trial.measurement is None), trials[0]),
             change=self._change(quiet if is_enough else runs),
             lost=self._lost,
-            busy=_busy_words(len(runs) - len(quiet), len(runs), words.busy_note(dict(enumerate(runs)))),
+            busy=_busy_text(len(runs) - len(quiet), len(runs), descriptions.busy_note(dict(enumerate(runs)))),
             is_too_busy=len(quiet) < min(self._plan.first_look, len(runs)),
         )
 
@@ -342,9 +342,9 @@ def _lost(trials: Any, state: SweepState) -> str:
         if trial.outcome is None:
             return f"the sweep {state.sweep.sweep} ended before {trial_id(trial.number)} ran: {state.finish_reason}"
         if isinstance(trial.outcome, GangLost | TimedOut):
-            return f"{trial_id(trial.number)} of {state.sweep.sweep} was lost: {words.failure(trial)}"
+            return f"{trial_id(trial.number)} of {state.sweep.sweep} was lost: {descriptions.failure(trial)}"
         if isinstance(trial.outcome, NotBelieved):
-            return f"{trial_id(trial.number)} of {state.sweep.sweep}: {words.failure(trial)}"
+            return f"{trial_id(trial.number)} of {state.sweep.sweep}: {descriptions.failure(trial)}"
     return ""
 
 
@@ -642,7 +642,7 @@ def compare(promoted: Version, found: Remeasured) -> tuple[DriftFinding, ...]:
     if found.lost:
         return (*findings, DriftFinding(kind="training", is_drift=False, is_open=True, text=found.lost))
     if found.trial.measurement is None:
-        problem = f"it no longer runs: {units.status_words(found.trial.status)}: {words.failure(found.trial)}"
+        problem = f"it no longer runs: {units.status_label(found.trial.status)}: {descriptions.failure(found.trial)}"
         return (*findings, DriftFinding(kind="training", is_drift=True, text=problem))
     today = trajectory_json(found.trial.measurement, promoted.candidate)
     workload: Workload = from_json(Workload, promoted.manifest["workload"])

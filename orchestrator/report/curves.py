@@ -21,9 +21,9 @@ from orchestrator.proof.progress import (
     soak_reports,
 )
 from orchestrator.proof.script_gate import compare_script
-from orchestrator.report import words
+from orchestrator.report import descriptions
+from orchestrator.report.descriptions import FinalistOutcome
 from orchestrator.report.summary import Speedup, speedup
-from orchestrator.report.words import FinalistOutcome
 from orchestrator.space.notation import aligned_params, short_name
 from orchestrator.statistics import speed as speed_of
 from orchestrator.statistics import speed_ratio
@@ -38,7 +38,7 @@ from orchestrator.sweep.events import (
     SoakRun,
 )
 from orchestrator.sweep.state import ProofState, SweepState, Trial
-from orchestrator.units import value_words
+from orchestrator.units import value_text
 from trials.outcome import Measurement, StoppedEarly
 
 # The proof so far, as values for tables and plots: finalists, gate reports, curves of gate runs.
@@ -133,7 +133,7 @@ def _finalist(state: SweepState, found: Confirmation, number: int) -> Finalist:
     return Finalist(
         trial=number,
         configuration=short_name(state.trials[number].candidate),
-        spelled=words.spelled_name(state.trials[number].candidate),
+        spelled=descriptions.spelled_name(state.trials[number].candidate),
         rounds=tuple(_round_ratios(found, number, state.objective)),
         overall=_overall(found, number),
         outcome=outcome,
@@ -150,10 +150,10 @@ def caution(state: SweepState) -> str:
         shown = [trial for trial in (state.baseline, state.best) if trial is not None]
         return _with_subject("the fastest or the baseline was", {one.number: one.measurement for one in shown})
     runs = {run.number: run.measurement for one in rounds for run in one.runs.values()}
-    busy = sum(any(words.disturbed(run.measurement) for run in one.runs.values()) for one in rounds)
+    busy = sum(any(descriptions.disturbed(run.measurement) for run in one.runs.values()) for one in rounds)
     subject = f"{busy} of {units.count(len(rounds), 'round')} {'was' if busy == 1 else 'were'}"
     longer = {run.number: run.measurement for run in state.trials if isinstance(run.check, SoakRun)}
-    disturbed = [one for one in longer.values() if words.disturbed(one)]
+    disturbed = [one for one in longer.values() if descriptions.disturbed(one)]
     if disturbed and not busy:
         subject = "a longer run was"
     elif disturbed:
@@ -162,8 +162,8 @@ def caution(state: SweepState) -> str:
 
 
 def _with_subject(subject: str, measured: Mapping[int, Measurement | None]) -> str:
-    note = words.busy_note(measured)
-    return f"{subject}{note.removeprefix(words.BUSY_MARK)}" if note else ""
+    note = descriptions.busy_note(measured)
+    return f"{subject}{note.removeprefix(descriptions.BUSY_MARK)}" if note else ""
 
 
 def gates(state: SweepState) -> list[GateReport]:
@@ -375,7 +375,7 @@ def coordinates(state: SweepState, order: Sequence[str] = ()) -> ParallelCoordin
     knobs = tuple(varying[:MAX_KNOBS])
     return ParallelCoordinates(
         knobs=knobs,
-        values=tuple(tuple(map(value_words, distinct[name])) for name in knobs),
+        values=tuple(tuple(map(value_text, distinct[name])) for name in knobs),
         lines=tuple(tuple(distinct[name].index(one[name]) for name in knobs) for one in params),
         speeds=tuple(state.objective.score(t.measurement) if t.measurement else None for t in trials),
         names=tuple(f"{units.trial_id(trial.number)}  {short_name(trial.candidate)}" for trial in trials),

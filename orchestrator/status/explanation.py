@@ -13,7 +13,14 @@ from typing import Any
 from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.report import curves
-from orchestrator.report.words import disturbed, evaluation_words, finalist_words, gate_words, soak_words, trial_figures
+from orchestrator.report.descriptions import (
+    disturbed,
+    evaluation_text,
+    finalist_text,
+    gate_text,
+    soak_text,
+    trial_figures,
+)
 from orchestrator.space.notation import diff, short_name
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
@@ -98,7 +105,7 @@ class AttemptExplanation:
             "device_seconds": self.attempt.device_seconds,
             "cause": outcome.cause if isinstance(outcome, GangLost) else None,
             "evidence": _evidence_json(self.evidence),
-            "made_of_it": list(self.consequences),
+            "consequences": list(self.consequences),
             "folder": str(self.folder),
         }
 
@@ -186,14 +193,14 @@ def explain(name: str, text: str, home: Home) -> Explanation:
         figures=trial_figures(state, trial),
         trial=trial,
         changed=diff(trial.candidate, state.trials[0].candidate),
-        pending=_why_pending(sweep, trial),
+        pending=_pending_reasons(sweep, trial),
         attempts=tuple(_attempts(sweep, trial, home)),
         proof=tuple(_proof(state, trial.number)),
         ruled_out={rule: count for rules in ruled_out for rule, count in rules.items()},
     )
 
 
-def _why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
+def _pending_reasons(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
     """Why the trial was not launched yet, decisive reason first; empty if it is not waiting."""
     if trial.number not in sweep.state.waiting:
         return ()
@@ -279,8 +286,8 @@ def _ends(events: Iterable[LedgerEvent], number: int) -> dict[str, _End]:
                 ends[token] = _End(at_s=event.at_s, consequences=_consequences(before, state, number, event.outcome))
                 last = token
             case TrialsRetried(trials=trials) if number in trials and last:
-                asked = f"launched again, as requested by {plain(event.by)}"
-                ends[last] = replace(ends[last], consequences=(*ends[last].consequences, asked))
+                relaunch_reason = f"launched again, as requested by {plain(event.by)}"
+                ends[last] = replace(ends[last], consequences=(*ends[last].consequences, relaunch_reason))
             case _:
                 pass
     return ends
@@ -296,10 +303,14 @@ _LOSSES = {
 
 def _consequences(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> tuple[str, ...]:
     """The consequences of the end of an attempt of trial ``number``, from the states before and after it."""
-    return (*_told(before, after, number, outcome), *_goes_again(after, number, outcome), *_strikes(before, after))
+    return (
+        *_search_effect(before, after, number, outcome),
+        *_goes_again(after, number, outcome),
+        *_strikes(before, after),
+    )
 
 
-def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
+def _search_effect(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
     """What the search learned, or the cause of the failure."""
     is_result = outcome.consequence in ("objective", "constraint") and not isinstance(outcome, StoppedEarly)
     if after.trials[number].check is not None and is_result:
@@ -356,10 +367,10 @@ def _proof(state: SweepState, number: int) -> Iterator[str]:
     for one in curves.finalists(state):
         if one.trial == number:
             speed = f"{units.ratio(one.overall.value, one.overall)} against the baseline, " if one.overall else ""
-            yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_words(one)}"
-    yield from (f"loss gate {gate_words(report)}" for report in curves.gates(state) if report.trial == number)
-    yield from (soak_words(report) for report in curves.soaks(state) if report.trial == number)
-    yield from (f"your evaluation: {evaluation_words(one)}" for one in curves.evaluations(state) if one.trial == number)
+            yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_text(one)}"
+    yield from (f"loss gate {gate_text(report)}" for report in curves.gates(state) if report.trial == number)
+    yield from (soak_text(report) for report in curves.soaks(state) if report.trial == number)
+    yield from (f"your evaluation: {evaluation_text(one)}" for one in curves.evaluations(state) if one.trial == number)
 
 
 def _evidence_json(evidence: Evidence | None) -> dict[str, Any] | None:

@@ -465,10 +465,10 @@ class ControllerStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ActionRequested:
     """A request to the sweep: row ``request`` of the ledger's requests, processed once."""
 
-    kind: ClassVar[str] = "asked"
+    kind: ClassVar[str] = "action_requested"
     at_s: float
     request: int
     action: Action
@@ -569,10 +569,10 @@ class FinalistsDisqualified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChecksAsked:
+class ChecksRequested:
     """A request to confirm or profile these trials. Reopens a finished sweep."""
 
-    kind: ClassVar[str] = "checks_asked"
+    kind: ClassVar[str] = "checks_requested"
     at_s: float
     request: int
     by: str
@@ -681,7 +681,7 @@ class Tick:
 LedgerEvent = (
     SweepCreated
     | ControllerStarted
-    | Asked
+    | ActionRequested
     | TrialsRetried
     | BudgetChanged
     | LeaseChanged
@@ -695,7 +695,7 @@ LedgerEvent = (
     | EvaluationEnded
     | FinalistsDisqualified
     | VerdictReached
-    | ChecksAsked
+    | ChecksRequested
     | Promoted
     | SweepPaused
     | SweepFinished

@@ -247,7 +247,7 @@ class Ledger:
     def _fenced(self) -> FencedError:
         return FencedError(f"another controller has taken over the sweep in {self.folder}; this one exits")
 
-    def ask(self, body: Any, *, by: str, at_s: float) -> int:
+    def add_request(self, body: Any, *, by: str, at_s: float) -> int:
         """Leave a request for the controller; return its id. Needs no lock."""
         text, at_s = json.dumps(body), float(at_s)
         with self._errors("write"):

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator import units
-from orchestrator.diagnosis.remedies import change_words, memory_words
+from orchestrator.diagnosis.remedies import change_text, memory_text
 from orchestrator.diagnosis.values import (
     PART_NAMES,
     Bottleneck,
@@ -19,8 +19,8 @@ from orchestrator.diagnosis.values import (
     Predictions,
     SweepExplanation,
 )
+from orchestrator.report.descriptions import disturbed, peak_memory, peak_memory_parts, trend
 from orchestrator.report.view import Column
-from orchestrator.report.words import disturbed, peak_memory, peak_memory_parts, trend
 from orchestrator.space.inside import BUILT_IN
 from orchestrator.space.notation import short_name, spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
@@ -44,7 +44,7 @@ WIDE = 10.0
 MIN_SHARE = 0.001
 """Share of the step below which a part has no line."""
 
-PART_WORDS: Mapping[PartName, str] = {
+PART_LABELS: Mapping[PartName, str] = {
     "communication": "exposed comm.",
     "host_copies": "host copies",
     "bubble": "bubble",
@@ -75,9 +75,9 @@ def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
 
 def _left_out(explained: SweepExplanation) -> list[RenderableType]:
     """A note if the sweep is too long to examine every trial."""
-    if explained.num_looked_at >= explained.num_trials:
+    if explained.num_examined >= explained.num_trials:
         return []
-    numbers = f"{explained.num_looked_at:,} of {explained.num_trials:,} trials"
+    numbers = f"{explained.num_examined:,} of {explained.num_trials:,} trials"
     return [Text(f"from {numbers}: those most similar to the ones above, and a sample of the others", style="dim")]
 
 
@@ -92,7 +92,7 @@ def _parts(explained: SweepExplanation) -> RenderableType:
     for name in PART_NAMES:
         if any(side.parts.share(name) >= MIN_SHARE for side in sides):
             cells = [cell for side in sides for cell in _part_cells(side, name)]
-            table.add_row(PART_WORDS.get(name, name), *cells)
+            table.add_row(PART_LABELS.get(name, name), *cells)
     total = [cell for side in sides for cell in (units.milliseconds(side.parts.step_time_s), "", "")]
     table.add_section()
     table.add_row("step", *total, style="bold")
@@ -208,9 +208,9 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
     if is_open and explained.virtual is None:
         grid.add_row("profile", Text(f"{_profile_command(explained, side)} measures it"))
     if one.remedy is not None:
-        grid.add_row("change", Text(change_words(one.remedy), style="green"))
+        grid.add_row("change", Text(change_text(one.remedy), style="green"))
         grid.add_row("gain", Text(_gain(one)))
-        if memory := memory_words(one.remedy, explained.limit_bytes):
+        if memory := memory_text(one.remedy, explained.limit_bytes):
             grid.add_row("memory", Text(memory))
     else:
         grid.add_row("change", Text(one.note or "no faster alternative known"))
@@ -232,7 +232,7 @@ def _others(bottlenecks: Iterable[Bottleneck]) -> RenderableType:
     grid = label_grid("dim")
     for one in bottlenecks:
         found = one.remedy
-        words = f"{change_words(found)}: {_gain(one)}" if found else "no faster alternative known"
+        words = f"{change_text(found)}: {_gain(one)}" if found else "no faster alternative known"
         grid.add_row(one.title, Text(f"{one.share:.0%}  {words}"))
     return indented(grid)
 
@@ -282,7 +282,7 @@ def _contrast(effect: KnobEffect) -> Text:
     words = Text()
     for i, (knob, before, after) in enumerate(zip(effect.knobs, effect.before, effect.after, strict=True)):
         words.append(", " if i else "").append(f"{knob} ", style="dim").append(
-            f"{units.value_words(after)} over {units.value_words(before)}"
+            f"{units.value_text(after)} over {units.value_text(before)}"
         )
     return words
 
@@ -350,7 +350,7 @@ def _proposed(explained: Explanation) -> RenderableType:
     grid = label_grid("dim")
     grid.add_row("why", Text(plain(trial.reason)))
     if explained.changed:
-        grid.add_row("changed", Text(units.changes_words(explained.changed)))
+        grid.add_row("changed", Text(units.changes_text(explained.changed)))
     if explained.expected:
         grid.add_row("expected", Text(explained.expected))
     if measured:

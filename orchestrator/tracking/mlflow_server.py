@@ -53,8 +53,8 @@ class ClosedAssistant:
         if scope["type"] != "http" or scope["path"] != "/" or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
-        asked = [(name, value) for name, value in scope["headers"] if name not in _CACHING]
-        await self._app({**scope, "headers": asked}, receive, _Page(send).pass_on)
+        headers = [(name, value) for name, value in scope["headers"] if name not in _CACHING]
+        await self._app({**scope, "headers": headers}, receive, _Page(send).pass_on)
 
 
 class _Page:

@@ -61,7 +61,7 @@ FinalistOutcome = Literal[
 """The result of a finalist. ``not_shown``: not shown to be faster than the baseline; ``tied``: with the winner;
 ``not_judged``: the loss gate was inconclusive."""
 
-FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
+FINALIST_LABELS: Mapping[FinalistOutcome, str] = {
     "winner": "the winner",
     "faster": "faster",
     "slower": "slower",
@@ -76,7 +76,7 @@ FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "not_measured_yet": "not measured yet",
 }
 
-GATE_ROLE_WORDS: Mapping[GateRole, str] = {
+GATE_ROLE_LABELS: Mapping[GateRole, str] = {
     "reference": " in fp32",
     "finalist_reference": " in fp32",
     "twin": " with rounding errors",
@@ -89,7 +89,7 @@ CommandPurpose = Literal[
 ]
 """The purpose of a command shown below a result; ``force``: a promotion that requires --force."""
 
-PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
+PURPOSE_LABELS: Mapping[CommandPurpose, str] = {
     "logs": "show the logs of the failed ranks",
     "story": "show what happened, and what to do",
     "retry": "launch failed trials again, once the cause is fixed",
@@ -104,12 +104,12 @@ PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
 }
 
 
-def finalist_words(one: Finalist) -> str:
+def finalist_text(one: Finalist) -> str:
     """The result of a finalist: ``not shown to be faster``, ``tied with t004``."""
-    return FINALIST_WORDS[one.outcome].format(cause=one.cause)
+    return FINALIST_LABELS[one.outcome].format(cause=one.cause)
 
 
-def gate_words(report: GateReport) -> str:
+def gate_text(report: GateReport) -> str:
     """``passed: loss: median deviation 0.04%, all 20 steps within their limits`` and gradient norms; or why not."""
     if report.answer == "failed":
         return f"failed: {'; '.join(report.reasons)}"
@@ -134,7 +134,7 @@ def _steps_judged(found: StepsJudged) -> str:
     return f"{median}, {beyond} (up to {found.num_allowed} allowed)"
 
 
-def soak_words(report: SoakReport) -> str:
+def soak_text(report: SoakReport) -> str:
     """``longer run of 310 steps (41 s): 1.52x in its first third, 1.50x in its last``, or why it failed."""
     if report.answer != "passed" or report.first is None or report.last is None:
         return report.reason
@@ -143,14 +143,14 @@ def soak_words(report: SoakReport) -> str:
     return f"longer run of {length}: {thirds}"
 
 
-def evaluation_words(evaluation: Evaluation) -> str:
+def evaluation_text(evaluation: Evaluation) -> str:
     """The result of the user's evaluation: ``passed``, ``exit 3``."""
     if evaluation.passed:
         return "passed"
     return "could not be started, or timed out" if evaluation.exit_code is None else f"exit {evaluation.exit_code}"
 
 
-def promotion_words(record: Mapping[str, str]) -> str:
+def promotion_text(record: Mapping[str, str]) -> str:
     """``t004 was promoted to `llama` version 3 by me@host``."""
     what = "was promoted to" if record["action"] == "promote" else "was restored as"
     forced = ", forced" if record.get("forced") == "true" else ""
@@ -168,7 +168,7 @@ def confirmation_heading(virtual: Virtual | None) -> str:
     return f"Confirmation, {virtual}" if virtual else "Confirmation"
 
 
-def check_words(check: Check | None) -> str:
+def check_text(check: Check | None) -> str:
     """``t004 again, round 2`` of a check; empty for a trial of the search."""
     if check is None:
         return ""
@@ -178,7 +178,7 @@ def check_words(check: Check | None) -> str:
             return f"{of} again, round {check.round + 1}"
         case GateRun():
             is_repeat = check.role == "twin" and not check.perturbation
-            role = " again" if is_repeat else GATE_ROLE_WORDS.get(check.role, "")
+            role = " again" if is_repeat else GATE_ROLE_LABELS.get(check.role, "")
             return f"{of}{role} for the loss gate"
         case SoakRun():
             return f"longer run of {of}"
@@ -191,7 +191,7 @@ def spelled_name(candidate: Candidate) -> str:
     return "\n".join([short_name(candidate), *(f"{sign}: {meaning}" for sign, meaning in spelled(candidate))])
 
 
-def phase_words(progress: GangProgress) -> str:
+def phase_text(progress: GangProgress) -> str:
     """``warm-up 2``, ``measuring 5``."""
     phase = "warm-up" if progress.phase == "warmup" else progress.phase
     return f"{phase} {progress.step}" if progress.step else phase
@@ -287,7 +287,7 @@ BUSY_MARK = "!"
 """Marks measurements on a machine that was busy with other work, or slowed down."""
 
 
-def disturbance_words(one: Disturbance) -> str:
+def disturbance_text(one: Disturbance) -> str:
     """``other programs used 48% of its CPUs (python 1.9)``: what disturbed a node, most common causes first."""
     parts = []
     if one.foreign_cpu is not None and one.foreign_cpu >= FOREIGN_CPU_LIMIT:
@@ -309,7 +309,7 @@ def disturbance_words(one: Disturbance) -> str:
 def disturbed(measurement: Measurement | None) -> str:
     """The disturbance of a measurement on its most disturbed node; empty if undisturbed."""
     worst = measurement.disturbed_by if measurement else None
-    return disturbance_words(worst) if worst else ""
+    return disturbance_text(worst) if worst else ""
 
 
 _USAGE: Mapping[UsageKind, Callable[[float], str]] = {
@@ -363,7 +363,7 @@ def busy_note(measured: Mapping[int, Measurement | None]) -> str:
     if not worst:
         return ""
     most = max(worst, key=lambda number: worst[number].severity)
-    return f"{BUSY_MARK} measured on a busy machine; worst: {units.trial_id(most)}, {disturbance_words(worst[most])}"
+    return f"{BUSY_MARK} measured on a busy machine; worst: {units.trial_id(most)}, {disturbance_text(worst[most])}"
 
 
 # Findings of a trial's ranks, apart from times: as lines for people and as numbers for MLflow.
