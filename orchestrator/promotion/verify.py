@@ -714,4 +714,4 @@ def _record(found: Verification, tracker: Tracker) -> Verification:
 
 
 def _mark(one: DriftFinding) -> str:
-    return "**drift** " if one.is_drift else "**inconclusive** " if one.is_open else ""
+    return "**drift** " if one.is_drift else "**unclear** " if one.is_open else ""

@@ -58,7 +58,7 @@ def test_a_sweep_at_work_is_not_removed_by_force_either(tmp_path):
     with ledger.hold():
         refused = run("delete", "story", "--yes", "--force", "--home", tmp_path)
     assert refused.exit_code == 2
-    assert "a controller is at work" in refused.stderr and "tune-cluster cancel story" in refused.stderr
+    assert "has a running controller" in refused.stderr and "tune-cluster cancel story" in refused.stderr
     assert Home(tmp_path).sweeps() == ["story"]
 
 

@@ -175,7 +175,7 @@ def test_a_detached_controller_survives_kill_and_pause_and_followers_come_and_go
     follower.send_signal(signal.SIGINT)
     _, words = follower.communicate(timeout=LIMIT_S)
     assert follower.returncode == 130
-    assert "goes on" in words
+    assert "keeps running" in words
     assert "pause tiny" in words
 
     paused = command("pause", "tiny", "--home", home, "--json")

@@ -82,7 +82,7 @@ def _pause(window, ledger):
     window.wait("#notice", "busy: asked to pause")
     [request] = ledger.requests(0)
     assert request.body == {"action": "pause"} and request.by.startswith(user_name())
-    window.wait("#spending", "asked for")
+    window.wait("#spending", "requests")
 
 
 def _retry(window, ledger):
@@ -166,7 +166,7 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, ho
 def test_a_page_finds_its_server_again(browser, home):
     """The tab stays: it says that nobody answers, and after a while shows what came meanwhile."""
     with serve(home) as server, Window(browser, server, "/sweeps/busy") as window:
-        window.wait("#stream", "appears by itself")
+        window.wait("#stream", "Updates automatically")
         server.hub.stop()  # ends all streams; the next connection begins another
         window.wait("#stream", "Not connected")
 
@@ -199,7 +199,7 @@ def test_a_real_sweep_is_paused_resumed_and_seen_to_its_end_by_its_page_alone(br
         press(window, "pause")
         window.wait("#phase", "paused")
         press(window, "resume")
-        window.wait("#notice", "its controller is at work")
+        window.wait("#notice", "its controller is running")
         window.wait("#trials tr[data-number='0']", "measured")
         window.wait("#phase", "finished")
         assert window.page.locator("#history .point").count() == 2

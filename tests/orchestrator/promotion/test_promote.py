@@ -107,9 +107,17 @@ UNSETTLED = Verdict(conclusion="unconfirmed", winner=None, reason="the budget of
     ("verdict", "trial", "parts"),
     [
         (None, None, ("not measured again", "tune-cluster confirm story t001")),
-        (KEEP, "1", ("not shown to be faster than the current configuration", "Keep what you have")),
-        (KEEP, None, ("it is the current configuration (no finalist is shown faster", "Keep what you have")),
-        (WRONG, "t001", ("failed the loss gate", "the loss differs by 0.2 in step 3", "Keep what you have")),
+        (KEEP, "1", ("not shown to be faster than the current configuration", "Keep your current configuration")),
+        (
+            KEEP,
+            None,
+            ("it is the current configuration (no finalist is shown faster", "Keep your current configuration"),
+        ),
+        (
+            WRONG,
+            "t001",
+            ("failed the loss gate", "the loss differs by 0.2 in step 3", "Keep your current configuration"),
+        ),
         (UNSETTLED, None, ("the budget of 2 device-hours is spent", "confirm story t001")),
         (confirmed(gates=()), None, ("the loss gate did not check", "`gate:` on")),
         (confirmed(), "2", ("the confirmed winner is t001", "confirm story t002")),
