@@ -79,7 +79,7 @@ def _pause(window, ledger):
     assert page.evaluate("document.activeElement.dataset.action") == "pause" and last_request(ledger) == 0
     button.click()
     page.locator("#ask-yes").click()
-    window.wait("#notice", "busy: asked to pause")
+    window.wait("#notice", "busy: pause requested")
     [request] = ledger.requests(0)
     assert request.body == {"action": "pause"} and request.by.startswith(user_name())
     window.wait("#spending", "requests")

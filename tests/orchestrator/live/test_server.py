@@ -126,7 +126,7 @@ def test_only_our_own_pages_may_ask_for_anything(server, home):
 def test_requests_are_left_to_the_controller_and_done_here_where_there_is_none(server, home):
     with home.open("busy", read_only=False) as ledger, ledger.hold():
         status, _, body = act(server, "drain")
-        assert (status, json.loads(body)) == (200, {"message": "busy: asked to drain"})
+        assert (status, json.loads(body)) == (200, {"message": "busy: drain requested"})
         said = json.loads(act(server, "retry", body='{"kinds": ["oom"]}')[2])["message"]
         assert said == "busy: to be launched again: t003"
         assert [request.body["action"] for request in home.read("busy").requests] == ["drain", "retry"]
