@@ -15,7 +15,10 @@ from orchestrator.draft.program_reading import ReadProgram
 from orchestrator.draft.static_reading import SourceFile
 from orchestrator.space.knobs import AS_IS
 
-_TORCH = frozenset(("torch", "torchvision", "timm", "lightning", "pytorch_lightning", "accelerate", "transformers"))
+TORCH_MODULES = frozenset(
+    ("torch", "torchvision", "timm", "lightning", "pytorch_lightning", "accelerate", "transformers")
+)
+"""A program that imports one of these trains with PyTorch."""
 _ITERABLE = frozenset(("IterableDataset", "IterableWrapper"))
 _AUTOCAST = frozenset(("autocast", "GradScaler", "bfloat16", "half", "Accelerator", "Fabric", "Trainer", "deepspeed"))
 _CHECKPOINT = frozenset(("checkpoint", "checkpoint_sequential", "checkpoint_wrapper", "gradient_checkpointing_enable"))
@@ -42,7 +45,7 @@ def draft_inside(
     Args:
         looked: what the program was seen to do, which goes before its source.
     """
-    if source is None or source.problem or not source.modules & _TORCH:
+    if source is None or source.problem or not source.modules & TORCH_MODULES:
         return InsideDraft()
     if source.fixed:
         return InsideDraft(proposed={"training_arguments": dict(_training_arguments(source, is_gpu=is_gpu))})

@@ -81,6 +81,16 @@ def test_a_report_goes_before_a_hook_and_a_hook_before_a_log():
     }
 
 
+def test_a_log_of_micro_batches_does_not_stand_for_the_steps_that_a_hook_counts():
+    story = Story()
+    for step in range(1, 5):
+        assert seconds(story) is None
+        for micro_batch in (2 * step - 1, 2 * step):
+            story.log(micro_batch, step_time_s=0.1)
+        story.report(step, source="hook:torch", step_time_s=0.2)
+    assert (seconds(story), story.judge.times().source) == ([0.2] * 3, "hook:torch")
+
+
 @pytest.mark.parametrize("first", [0, 1, 5001])
 def test_steps_are_counted_from_the_first_wherever_numbering_begins(first):
     story = Story()
