@@ -134,7 +134,7 @@ def live(browser: Any, home: Path, sweep: str, out: Path) -> None:
     with server:
         with open_window(browser, server.url(), DESKTOP) as window:
             window.goto(f"{server.base}/sweeps/{sweep}")
-            window.locator("#confirmation table").first.wait_for(timeout=START_S * 1000)
+            window.locator("#confirmation svg").first.wait_for(timeout=START_S * 1000)
             window.screenshot(path=out / "live.png")
             window.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
             window.screenshot(path=out / "live-phone.png")
