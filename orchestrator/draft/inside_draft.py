@@ -16,7 +16,10 @@ from orchestrator.draft.static_reading import SourceFile
 from orchestrator.space.inside import ARGUMENTS, MICRO_BATCH
 from orchestrator.space.knobs import AS_IS
 
-_TORCH = frozenset(("torch", "torchvision", "timm", "lightning", "pytorch_lightning", "accelerate", "transformers"))
+TORCH_MODULES = frozenset(
+    ("torch", "torchvision", "timm", "lightning", "pytorch_lightning", "accelerate", "transformers")
+)
+"""A program that imports one of these trains with PyTorch."""
 _ITERABLE = frozenset(("IterableDataset", "IterableWrapper"))
 _AUTOCAST = frozenset(("autocast", "GradScaler", "bfloat16", "half", "Accelerator", "Fabric", "Trainer", "deepspeed"))
 _CHECKPOINT = frozenset(("checkpoint", "checkpoint_sequential", "checkpoint_wrapper", "gradient_checkpointing_enable"))
@@ -51,7 +54,7 @@ def draft_inside(
         sizes: micro-batch sizes to propose.
         looked: what the program was seen to do, which goes before its source.
     """
-    if source is None or source.problem or not source.modules & _TORCH:
+    if source is None or source.problem or not source.modules & TORCH_MODULES:
         return InsideDraft()
     if source.fixed:
         batch = {MICRO_BATCH: list(sizes)} if program.has_batch_in_code and len(sizes) > 1 else {}
