@@ -452,7 +452,7 @@ class SearchSection(Section):
 
     sampler: Literal["guided", "tpe", "random", "grid"] = Field(
         default="guided",
-        description="guided: cost model, or the usual effects of knobs, corrected by the trials of the sweep; "
+        description="guided: cost model, or typical effects of knobs, corrected by the trials of the sweep; "
         "tpe: tree-structured Parzen estimator; random; grid: every candidate in order.",
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the sampler.")

@@ -614,6 +614,9 @@ def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
 
 
 def _micro_batches(facts: dict[str, Any]) -> int | None:
+    """None until a whole step was watched: in the first one, some optimisers may not have stepped yet."""
+    if facts.get("forwards_per_step") is None:
+        return None
     passes = (facts.get(name) for name in ("forwards_per_step", "backwards_per_step", "num_optimizers"))
     return micro_batches(*passes)
 
