@@ -388,7 +388,7 @@ def driver_mode() -> str:
 def working_collectives() -> str:
     """NCCL among GPUs, HCCL among NPUs, gloo among cores."""
     if installed_version() is None:
-        raise TroubleError("nobody knows without torch", REMEDY, "fail")
+        raise TroubleError("unknown without torch", REMEDY, "fail")
     found = _probe()
     if found["kind"] in ("xpu", "npu"):
         return FAMILIES[found["kind"]].collectives.upper()
@@ -532,7 +532,7 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patient:
-    """What is to be looked at besides this host."""
+    """What is to be looked at in addition to this host."""
 
     home: Home
     file: Path | None = None
@@ -570,7 +570,7 @@ def make_patient(home: Home, file: Path | None, address: str | None) -> Patient:
 
 
 QUIET = EnvironmentCheck(subject="load", sample_cpu=machine_load, level="warn")
-"""The check that comes before all others, because it would take them for somebody else."""
+"""The check that comes before all others, because it would take them for another user."""
 
 
 def checks(patient: Patient) -> list[EnvironmentCheck]:

@@ -199,7 +199,7 @@ class Delivery:
         return self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Wait for it no longer. What it has delivered by now stays delivered; from here on it changes nothing."""
+        """Wait for it no longer. What it has delivered stays delivered; from here on it changes nothing."""
         self._is_abandoned = True
         self._receiver.cancel()
 

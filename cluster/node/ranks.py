@@ -85,7 +85,7 @@ def rank_main(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: 
             _write(pipes.reports, line(replace(failed, category=of_host(error) or failed.category)))
             raise
         code = _run(launch, slot, pipes.reports)
-    except BaseException:  # nothing above could hear of it but the log
+    except BaseException:  # nothing above could see it but the log
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
@@ -547,7 +547,7 @@ class GangClocks:
         return passed_s
 
     def due_at_s(self) -> float:
-        """When (monotonic) the next deadline is missed unless somebody reports before."""
+        """When (monotonic) the next deadline is missed unless a rank reports before."""
         deadlines = self._deadlines
         return min((due_at_s(rank.clock, deadlines) for rank in self.watched()), default=math.inf)
 
@@ -565,7 +565,7 @@ class GangClocks:
 
     @property
     def _deadlines(self) -> Deadlines:
-        """Those of the launch. Of programs that tell of themselves on one node only, the others hear nothing."""
+        """Those of the launch. Of programs that tell of themselves on one node only, the others report nothing."""
         found = self._launch.deadlines
         if not self._launch.is_script or self._launch.num_nodes == 1:
             return found

@@ -124,7 +124,7 @@ def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool, profile_
 
 
 def _run_submission(submission: Submission, *, follow: bool, as_json: bool, profile_of: int | None = None) -> None:
-    """Run its controller in this process or a supervisor's, or start it in the background; print what came of it."""
+    """Run its controller in this process or a supervisor's, or start it in the background; print the result."""
     from orchestrator import process_support
     from orchestrator.commands.submission import find_running, start_in_background
 

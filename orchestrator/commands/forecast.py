@@ -222,7 +222,7 @@ def dry_run(
     baseline when neither is given.
 
     Raises:
-        ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
+        ConfigError: for the file, a trial that is unknown or breaks a rule, or a size without its unit.
     """
     spec = load_sweep(file)
     refuse_user_code(spec)

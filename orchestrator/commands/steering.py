@@ -196,7 +196,7 @@ def stop(name: str, home: Home, action: Action, *, wait: bool, notify: Notify) -
         is_done = False
         for seen in follow(ledger, home) if wait else [read_snapshot(ledger)]:
             if is_done and not _is_done(seen, action):
-                break  # somebody has set it going again
+                break  # it was resumed
             is_done = _is_done(seen, action)
             if is_done and not seen.is_held:
                 break

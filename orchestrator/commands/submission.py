@@ -152,7 +152,7 @@ class ForegroundLog(io.TextIOBase):
         return len(text)
 
     def on_state(self, state: SweepState) -> None:
-        """Begin to write where the sweep has been created by now."""
+        """Begin to write once the sweep has been created."""
         self._last = f"{state.status}: {state.finish_reason}".rstrip(": ")
         if self._file is None and state.created is not None:
             with contextlib.suppress(OSError):
@@ -368,7 +368,7 @@ class StartedSubmission:
     is_attached: bool = False
     """It was at work already."""
     exit_code: int | None = None
-    """None while it goes on; otherwise it has ended by now."""
+    """None while it runs; otherwise it has ended."""
     log: Follower | None = field(default=None, compare=False)
     """What a detached controller writes from here on."""
 

@@ -98,7 +98,7 @@ class _Progress:
         return self.status in ("", "running")
 
     def is_outdated(self, folder: Path) -> bool:
-        """Whether somebody has written to the ledger since."""
+        """Whether the ledger has been written to since."""
         try:
             with Ledger.open_existing(folder, read_only=True) as ledger:
                 return ledger.last_seq() > self.last_seq
@@ -183,7 +183,7 @@ class Supervisor:
             self._report("interrupted; the sweep goes on where it stopped when it is resumed")
             return ExitCode.INTERRUPTED
         if not now.wants_controller:
-            self._report(f"the sweep is {now.status} by now")
+            self._report(f"the sweep is now {now.status}")
             return ExitCode.FAILED if now.status == "failed" else 0
         return None
 
@@ -201,7 +201,7 @@ class Supervisor:
 
 
 def _prepare_controller(parent: int, blocked: set[int]) -> None:
-    """Runs in the controller's process before its program: it hears signals again, and dies with its supervisor."""
+    """Runs in the controller's process before its program: it receives signals again, and dies with its supervisor."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     die_with_parent(parent)
 

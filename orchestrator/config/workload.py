@@ -605,7 +605,7 @@ class PythonSection(Section):
         if not is_there(Path(self.cwd)):
             if not context.get("is_remote", False):
                 raise fault("cwd", f"there is no folder {self.cwd}", "The path is relative to the sweep file.")
-            message = "the code is not here, so nobody knows how many layers it has"
+            message = "the code is not here, so its number of layers is unknown"
             raise fault("counted", message, "Write counted: {num_layers: N}.")
         self.__dict__["counted"] = count_module(self.to_model(), self.to_data(), self.tokens_per_sample)
         return self

@@ -212,7 +212,7 @@ def _planned(spec: SweepSpec, topology: Topology, home: Home) -> PlannedSweep:
 
 
 def _counted(spec: SweepSpec, topology: Topology | None, home: Home) -> DryRunEstimates:
-    """Memory that dry runs have counted by now."""
+    """Memory that dry runs have counted so far."""
     return load_estimates(spec, topology, DryRunCache(home.dry_runs))
 
 

@@ -1,7 +1,7 @@
 """The only loop: executes the controller's commands and turns what happens into events.
 
 Every event is in the ledger before anything follows from it: an attempt is journalled before its gang starts, an
-outcome before the search or MLflow hear of it. The loop may therefore be killed between any two lines.
+outcome before the search or MLflow see it. The loop may therefore be killed between any two lines.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Waiting:
     """What :func:`cluster.connect.connect` calls while it waits for nodes: informs the observer and accepts requests.
 
     Raises:
-        WithdrawnError: when called after somebody asked for anything but a retry.
+        WithdrawnError: when called after a request other than a retry.
     """
 
     def __init__(self, ledger: Ledger, observer: Observer) -> None:

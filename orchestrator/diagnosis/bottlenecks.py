@@ -711,7 +711,7 @@ def _compute_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
     if (share := case.parts.share("optimizer")) >= MIN_SHOWN:
         layout = case.trial.candidate.layout
         advice = ": dp_shard would divide that among ranks" if layout.dp_replicate > 1 else ""
-        lines.append(f"the optimiser takes {share:.0%} besides{advice}")
+        lines.append(f"the optimiser takes a further {share:.0%}{advice}")
     return [_bottleneck(case, "compute", seconds, found[0].source, lines)]
 
 

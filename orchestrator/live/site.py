@@ -39,8 +39,8 @@ from orchestrator.text import first_line, plain
 from orchestrator.units import trial_id
 from trials.secrets import redact_all
 
-# Reads sweeps for those who look at them: one thread for each page that somebody has open, whatever the number of
-# windows; none where nobody looks.
+# Reads sweeps for those who look at them: one thread for each page that is open, whatever the number of
+# windows; none while no page is open.
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class Actions:
         self._lock = threading.Lock()
 
     def carry_out(self, sweep: str, action: str, body: Mapping[str, Any], notify: Notify) -> str:
-        """Do it; the answer is a sentence. What takes longer goes on, and ``notify`` gets what came of it.
+        """Do it; the answer is a sentence. What takes longer goes on, and ``notify`` gets the result.
 
         Raises:
             ConfigError: it cannot be done.

@@ -256,7 +256,7 @@ def device_kind(spec: SweepSpec, topology: Topology | None) -> DeviceKind:
 
 
 def memory_limit_bytes(spec: SweepSpec, topology: Topology | None) -> int | None:
-    """Device memory of a rank: as the file says, else that of the smallest GPU; None where nobody knows. Ranks on CPUs
+    """Device memory of a rank: as the file says, else that of the smallest GPU; None if unknown. Ranks on CPUs
     share the host's memory, which says nothing about one of them."""
     if spec.cluster.device_memory_bytes is not None or topology is None:
         return spec.cluster.device_memory_bytes
@@ -339,14 +339,14 @@ class DryRunEstimates:
 
     by_candidate: Mapping[Candidate, DryRunEstimate] = field(default_factory=dict)
     limit_bytes: int | None = None
-    """Device memory; None where nobody knows."""
+    """Device memory; None if unknown."""
     context_bytes: int = 0
     """Device memory that an idle process holds."""
     communicator_bytes: int = 0
-    """Device memory that each of its communicators holds besides."""
+    """Device memory that each of its communicators holds as well."""
 
     host_limit_bytes: int | None = None
-    """Host memory of the smallest node; None where nobody knows, or where devices are the host itself."""
+    """Host memory of the smallest node; None if unknown, or where devices are the host itself."""
     ranks_per_node: int = 1
     """Ranks that share it, where there are as many."""
     devices_are_host: bool = False

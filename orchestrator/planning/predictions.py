@@ -471,11 +471,11 @@ class CountedCandidates(Document):
 
     name: ClassVar[str] = "dry_runs"
     limit_bytes: int | None = None
-    """Device memory; None where nobody knows."""
+    """Device memory; None if unknown."""
     context_bytes: int = 0
     """Device memory that the idle process holds."""
     communicator_bytes: int = 0
-    """Device memory that each of its communicators holds besides."""
+    """Device memory that each of its communicators holds as well."""
     host_limit_bytes: int | None = None
     """Host memory of the smallest node."""
     ranks_per_node: int = 1

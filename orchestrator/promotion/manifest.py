@@ -64,7 +64,7 @@ def choose(
 
     Args:
         is_candidate: it is to be registered only, not to go to production: nothing needs to be proven.
-        objections: what speaks against it besides its evidence.
+        objections: what speaks against it in addition to its evidence.
 
     Raises:
         ConfigError: there is no such trial, it was not measured or is a check; or, without force, it is not the
@@ -73,7 +73,7 @@ def choose(
     name = state.sweep.sweep
     if state.virtual is not None and not is_candidate:
         raise ConfigError(
-            f"{name} is {state.virtual}: nothing was measured, so nothing of it goes to production, by force neither",
+            f"{name} is {state.virtual}: nothing was measured, so it cannot be promoted, even with --force",
             remedy="Submit it on a cluster that exists. --candidate registers the configuration under the alias"
             " candidate, marked as what it is.",
         )
@@ -488,7 +488,7 @@ def describe(manifest: Manifest) -> str:
         f"- trial {facts['trial']} of sweep {facts['sweep']} on {facts['hardware']}",
     ]
     if facts["forced"]:
-        lines.append(f"- **promoted by force**: {'; '.join(facts['missing'])}")
+        lines.append(f"- **promoted with --force**: {'; '.join(facts['missing'])}")
     body = yaml.safe_dump({"candidate": manifest.content["candidate"]}, sort_keys=False, allow_unicode=True)
     mark = [f"# {watermark_line(facts['virtual'])}", ""] if facts.get("virtual") else []
     text = "\n".join([*mark, head, "", *lines])

@@ -45,7 +45,7 @@ _DIGEST = "tc.digest"
 _CHANGING = ("to_version", "record_id", "state", "note", "taken_over", "altered")
 """Fields of a record that change after it has begun, or are not among its tags."""
 _ALL_RUNS = 3
-"""MLflow's ``ViewType.ALL``: records that somebody deleted on a page are still part of the history."""
+"""MLflow's ``ViewType.ALL``: records that a user deleted on a page are still part of the history."""
 
 Action = Literal["promote", "rollback", "external", "candidate"]
 """Kinds of change; ``candidate``: a version was registered, and production stayed what it was;
@@ -123,7 +123,7 @@ class Record:
         """The record that a run of MLflow holds.
 
         Raises:
-            ConfigError: its tags are not those of a record: somebody altered them.
+            ConfigError: its tags are not those of a record: they were altered.
         """
         tags = {key.removeprefix(_PREFIX): text for key, text in run.data.tags.items() if key.startswith(_PREFIX)}
         texts: dict[str, Any] = {f.name: tags.get(f.name, "") for f in fields(cls) if f.type == "str"}
@@ -371,7 +371,7 @@ _MAX_PAUSE_S = 0.4
 
 
 class LockLostError(ConfigError):
-    """The lock was taken away because somebody took this process for gone; the next command ends what it began."""
+    """The lock was taken away because this process was taken for gone; the next command ends what it began."""
 
 
 class RegistryLock:

@@ -122,7 +122,7 @@ def _to(target: Registered, past: Past) -> Record:
 
 
 def _speedup_text(tags: Mapping[str, str]) -> str:
-    """The speed-up that a version's tags tell, like ``1.42x``; empty where they tell none, or somebody altered them."""
+    """The speed-up that a version's tags tell, like ``1.42x``; empty if there is none or they were altered."""
     parts = (tags.get("speedup", ""), *re.findall(r"[\d.]+", tags.get("speedup_ci95", "")))
     try:
         value, *ends = map(float, parts)

@@ -262,7 +262,7 @@ class Releases:
         return self.records.finish(record, note=note)
 
     def _point(self, name: str, alias: str, version: str) -> None:
-        """Point the alias at the version; take it away where there is none, or somebody deleted it."""
+        """Point the alias at the version; take it away where there is none, or it was deleted."""
         if version and self.registry.find(name, version=version):
             self.registry.set_alias(name, alias, version)
         elif self.registry.find(name, alias=alias):
@@ -325,7 +325,7 @@ class Releases:
         actual = found.version if found else ""
         is_overtaken = begun.from_version != past.current or actual not in (begun.from_version, made.version)
         if is_overtaken and begun.action != "candidate":
-            self.records.void(begun, f"interrupted, and production is {actual or NONE} by now")
+            self.records.void(begun, f"interrupted, and production is now {actual or NONE}")
             return
         try:
             self.check(made)

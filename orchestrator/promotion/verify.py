@@ -59,7 +59,7 @@ from trials.files import from_json, to_json, write_atomically
 from trials.outcome import GangLost, Measurement, NotBelieved, TimedOut
 from trials.spec import Candidate, Precision, ScriptModel, Workload
 
-# Measuring a promoted configuration again: sweeps made from its manifest, and what came of them.
+# Measuring a promoted configuration again: sweeps made from its manifest, and their results.
 #
 # Beside the baseline of the sweep that it was promoted from, it is a finalist that is confirmed again: rounds of
 # both, interleaved on the same nodes, by the mechanism of :mod:`orchestrator.proof`, until

@@ -153,7 +153,7 @@ def evaluation_text(evaluation: Evaluation) -> str:
 def promotion_text(record: Mapping[str, str]) -> str:
     """``t004 became `llama` version 3, by me@host``."""
     what = "became" if record["action"] == "promote" else "was rolled back in"
-    forced = ", by force" if record.get("forced") == "true" else ""
+    forced = ", with --force" if record.get("forced") == "true" else ""
     trial = units.trial_id(int(record["trial"])) if record.get("trial", "").isdigit() else "it"
     return f"{trial} {what} `{record['name']}` version {record['to_version']}, by {record['by']}{forced}"
 
@@ -366,7 +366,7 @@ def busy_note(measured: Mapping[int, Measurement | None]) -> str:
     return f"{BUSY_MARK} measured on a busy machine; {units.trial_id(most)} most: {disturbance_text(worst[most])}"
 
 
-# What the ranks of a trial found out besides times, as lines for people and as numbers for MLflow.
+# What the ranks of a trial found out in addition to times, as lines for people and as numbers for MLflow.
 
 
 def findings_lines(findings: Findings) -> list[str]:

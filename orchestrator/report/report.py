@@ -86,7 +86,7 @@ class ShownTrial:
     step: StepParts
     """Where its step time goes: as explained, else as its own clock divides it; no parts where neither is known."""
     findings: tuple[str, ...]
-    """What its ranks found out besides times, a line each."""
+    """What its ranks found out in addition to times, a line each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,7 +414,7 @@ class Attached:
     """What lies beside the note."""
 
     links: Mapping[str, str] = field(default_factory=dict)
-    """Title to address of what to read besides."""
+    """Title to address of what to read as well."""
     plots: Mapping[str, str] = field(default_factory=dict)
     """Name of a plot to its address."""
 

@@ -121,7 +121,7 @@ class Summary:
     paused_s: float
     """Seconds of these in which no controller was at work, or none held nodes."""
     saved_device_hours: float
-    """Device-hours that trials stopped early would have taken besides, at least."""
+    """Device-hours that trials stopped early would have taken as well, at least."""
     num_earlier_trials: int
     """Trials of earlier sweeps, from which the search learned before its first trial."""
     num_earlier_sweeps: int
@@ -338,7 +338,7 @@ def headline(state: SweepState, summary: Summary) -> str:
     if verdict.conclusion == "keep":
         return f"Keep what you have: {_short(verdict.reason)}"
     best = summary.best
-    fastest = f" Fastest by now: {units.trial_id(best.trial.number)}." if best and best.trial.number else ""
+    fastest = f" Fastest so far: {units.trial_id(best.trial.number)}." if best and best.trial.number else ""
     return f"Unconfirmed: {_short(verdict.reason)}{fastest}"
 
 

@@ -329,7 +329,7 @@ def spent_text(spent: Spent) -> str:
 
 
 def node_names(names: Iterable[str]) -> str:
-    """The first of ``names`` in one line, and how many there are besides."""
+    """The first of ``names`` in one line, and how many more there are."""
     shown = list(names)
     return " ".join(shown[:MAX_NODES]) + (f" +{len(shown) - MAX_NODES}" if len(shown) > MAX_NODES else "")
 

@@ -1,7 +1,7 @@
 """A copy of a sweep's folded state, kept in its ledger now and then: who reads a long sweep decodes only later events.
 
 The events stay the one source of truth. A copy that other code made is not looked at, and nothing but time is lost
-when there is none. Trials are kept in blocks of their own, which are decoded when somebody asks for one of them.
+when there is none. Trials are kept in blocks of their own, which are decoded on demand.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class DamagedError(LedgerError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody outside the controller wants of it. ``id`` starts at 1 and grows by one."""
+    """A request from outside the controller. ``id`` starts at 1 and grows by one."""
 
     id: int
     at_s: float
@@ -220,7 +220,7 @@ class Ledger:
         self.require_in_place()
         entry = LedgerEntry(cursor.lastrowid, event)
         if self._recent and self._recent[-1].seq != entry.seq - 1:
-            self._recent.clear()  # somebody else has written in between
+            self._recent.clear()  # another process has written in between
         self._recent.append(entry)
         return entry
 
@@ -285,7 +285,7 @@ class Ledger:
             raise DamagedError(self.path, f"event {after + len(rows) + 1} is missing")
 
     def backwards(self, before: int) -> Iterator[LedgerEntry]:
-        """Stored events with a number below ``before``, the last one first; read as far as somebody asks."""
+        """Stored events with a number below ``before``, the last one first; read as far as requested."""
         while before > 1:
             with self._errors("read"):
                 rows = self._db.execute(

@@ -62,7 +62,7 @@ from trials.spec import Candidate
 
 # ---- Immutable sequences for states that are folded from long ledgers: they share what they have in common, and
 # parts of
-# them may be read only when somebody asks for them.
+# them may be read only on demand.
 
 T = TypeVar("T")
 
@@ -360,7 +360,7 @@ class SweepState:
     finish_cause: FinishCause | None = None
     """The same for programs; None while it is not over."""
     requested_action: Action | None = None
-    """What somebody wants done and is not done yet."""
+    """The action that is requested and not done yet."""
     requested_by: str = ""
     num_requests: int = 0
     """Requests of the ledger taken in so far."""
@@ -394,9 +394,9 @@ class SweepState:
     patience_from: int = 0
     """Index in ``end_order`` from which on patience counts: before, the best trial was one since disqualified."""
     to_confirm: tuple[int, ...] = ()
-    """Trials that somebody wants to have confirmed."""
+    """Trials requested to be confirmed."""
     to_profile: tuple[int, ...] = ()
-    """Trials that somebody wants to have profiled."""
+    """Trials requested to be profiled."""
     promotions: tuple[Promoted, ...] = ()
     now_s: float = 0.0
     active_s: float = 0.0
@@ -410,7 +410,7 @@ class SweepState:
     num_by_status: Mapping[str, int] = field(default_factory=dict)
     """Number of trials per status, checks left out; statuses that no trial has now may be missing or 0."""
     saved_device_seconds: float = 0.0
-    """Device time that trials stopped early would have taken besides, at least."""
+    """Device time that trials stopped early would have taken as well, at least."""
     disturbed: Vector[int] = field(default_factory=Vector)
     """Numbers of the trials, checks among them, that were measured on a busy machine; in the order of their ends."""
     most_disturbed: int | None = None
@@ -570,7 +570,7 @@ def weighted_step_s(trial: Trial, objective: Objective) -> float:
 
 
 TRIAL_ALIASES = ("baseline", "best", "winner")
-"""Words for trials, besides their numbers."""
+"""Words for trials, in addition to their numbers."""
 
 
 def is_trial(text: str) -> bool:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 MAX_TRIALS = 20
-"""Trials shown, the fastest; the baseline is shown besides."""
+"""Trials shown, the fastest; the baseline is shown as well."""
 
 STATE_STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 """Style of where the sweep stands; others are yellow."""
@@ -265,7 +265,7 @@ def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
         Text(f"loss gate: {gate_text(facts)}"),
     ]
     if facts["forced"] and not facts.get("virtual"):
-        lines.append(Text(f"promoted by force: {'; '.join(facts['missing'])}", style="yellow"))
+        lines.append(Text(f"promoted with --force: {'; '.join(facts['missing'])}", style="yellow"))
     return lines
 
 

@@ -179,7 +179,7 @@ def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     env.setdefault("MLFLOW_LOGGING_LEVEL", "CRITICAL")  # a page that fails says so; its traceback is MLflow's own
     env["PYTHONWARNINGS"] = "ignore"  # of MLflow's own libraries, nothing that its user could fix
-    env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder besides
+    env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder as well
     with tempfile.TemporaryDirectory(prefix="tc-mlflow-") as folder:
         plugin(Path(folder), APP)
         own = [str(Path(entry).absolute()) for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -222,7 +222,7 @@ def earlier_trials(
             agree.
         kind: the kind of model; trials of others teach nothing about it.
         objective: what the trials of a sweep are ranked by.
-        source: part of the fingerprint that has to agree besides, with what is known by no model: the program's source.
+        source: part of the fingerprint that has to agree as well, with what is known by no model: the program's source.
     """
     names = () if source is None else (source,)
     try:

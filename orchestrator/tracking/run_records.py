@@ -82,7 +82,7 @@ def verdict_tags(state: SweepState) -> dict[str, str]:
 
 
 def proof_tags(state: SweepState) -> dict[int, dict[str, str]]:
-    """Number of each trial that the proof is about to the tags that say what came of it."""
+    """Number of each trial that the proof is about to the tags that record the result."""
     if state.proof is None:
         return {}
     proofs = (*state.set_aside, state.proof)
@@ -185,7 +185,7 @@ def trial_tags(created: SweepCreated, trial: Trial, parent_run_id: str) -> dict[
 
 
 def attempt_tags(trial: Trial) -> dict[str, str]:
-    """Where the last attempt runs or ran and what came of it; how earlier ones were lost."""
+    """Where the last attempt runs or ran and how it ended; how earlier ones were lost."""
     attempt = trial.attempts[-1]
     lost = {f"tc.attempt.{i}": _end_text(a.outcome) for i, a in enumerate(trial.attempts[:-1])}
     return {
@@ -218,7 +218,7 @@ def trial_params(trial: Trial) -> dict[str, str]:
 
 
 def param_name(knob: str) -> str:
-    """A knob's name as MLflow takes it: knobs of the user's own may be ``$NAME``, or have a plus sign."""
+    """A knob's name as MLflow takes it: custom knobs may be ``$NAME``, or have a plus sign."""
     return re.sub(r"[^\w\-. :/]", "_", f"env:{knob[1:]}" if knob.startswith("$") else knob)[:MAX_NAME_CHARS]
 
 
@@ -496,7 +496,7 @@ def verdict_metrics(state: SweepState) -> dict[str, float]:
 
 
 def finalist_metrics(state: SweepState) -> dict[int, dict[str, float]]:
-    """Number of each finalist that was measured again to its speed-up; the winner's is confirmed besides."""
+    """Number of each finalist that was measured again to its speed-up; the winner's is confirmed as well."""
     if state.verdict is None:
         return {}
     again = REHEARSED_SPEEDUP if state.virtual else REMEASURED_SPEEDUP

@@ -745,7 +745,7 @@ class ModelPart:
     offload_meter: OffloadMeter
 
     def with_targets(self, targets: Tensor | None) -> dict[str, Tensor]:
-        """What ``module`` takes besides its input: the targets, where it computes the loss itself."""
+        """What ``module`` takes in addition to its input: the targets, where it computes the loss itself."""
         if targets is None or not (self.chunk.is_last and self.model.computes_loss):
             return {}
         return {"targets": targets}
