@@ -415,7 +415,7 @@ def _first_index(tensor: DTensor, dim: int) -> int:
 #
 # The global random stream depends on build order and sharding, so every element of a parameter is drawn by the
 # parameter's name and its own place in the whole (:mod:`trials.models.model`). A rank draws what it holds where it
-# holds it, and never has more than a tile and its temporaries in addition: some MiB on a CPU, less than 64 MiB elsewhere.
+# holds it, and never has more than a tile and temporaries in addition: some MiB on a CPU, less than 64 MiB elsewhere.
 
 
 @torch.no_grad()
