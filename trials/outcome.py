@@ -1,4 +1,4 @@
-"""What came of an attempt at a trial: a :class:`Measurement`, or a reason why there is none. Standard library only.
+"""The outcome of an attempt at a trial: a :class:`Measurement`, or a reason why there is none. Standard library only.
 
 Every outcome states its ``consequence``, what the catcher must do with it::
 

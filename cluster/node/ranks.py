@@ -309,7 +309,7 @@ class ForkedRank:
     program_peak_bytes: int = 0
     """Most resident memory seen of a process of the user's program; 0 where the rank runs a model of ours."""
     weigh_at_s: float = 0.0
-    """When (monotonic) to look again how much that is: twice a second, as a program may be gone before it is heard."""
+    """When (monotonic) to look again how much that is: twice a second, as a program may end between two readings."""
 
     def weigh(self, now_s: float) -> None:
         """Look how much memory the rank's program has taken so far, if it is time to."""
@@ -325,7 +325,7 @@ class ForkedRank:
     def failure(
         self, node: str, category: str, message: str, exit_code: int | None = None, log_tail: tuple[str, ...] = ()
     ) -> RankFailure:
-        """What is to be said of the rank, which has just failed on ``node``."""
+        """The failure of the rank, which has just failed on ``node``."""
         return RankFailure(
             rank=self.slot.rank,
             node=node,

@@ -502,7 +502,7 @@ def _check_custom_knobs(
             raise fault(key, "it has no value where its condition does not hold", "Give it a flag in place of {...}.")
         if is_here and knob.name not in given and knob.name not in run.files:
             remedy = f"Add baseline: {{own: {{{knob.name}: VALUE}}}} with today's value."
-            raise fault(f"baseline.own.{knob.name}", "nobody knows what the command runs with today", remedy)
+            raise fault(f"baseline.own.{knob.name}", "the command's present value is unknown", remedy)
         is_plain = not knob.name.startswith(("-", "$")) and not colon
         if is_plain and not is_here and knob.flag is None and workload.recipe == CUSTOM:
             remedy = f"Put {{{knob.name}}} into workload.run, give it a flag, or write --{knob.name}."
@@ -511,7 +511,7 @@ def _check_custom_knobs(
 
 def _check_devices(reading: Reading, given: Mapping[str, Any], num_devices: int | None) -> None:
     if num_devices is None and "dp_replicate" not in {*given, *configured_knobs(reading)}:
-        message = "nobody knows on how many devices the command runs today"
+        message = "unknown number of devices: the command does not set it"
         raise fault("cluster.devices_per_node", message, "Add it, or baseline: {dp_replicate: N}.")
 
 

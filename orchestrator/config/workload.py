@@ -120,7 +120,7 @@ def _query(request: str) -> dict[str, Any]:
         reply: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         words = done.stderr.strip().splitlines()
-        last_line = words[-1][:300] if words else "it said nothing"
+        last_line = words[-1][:300] if words else "it printed nothing"
         message = f"building the model ended with status {done.returncode}: {last_line}"
         raise fault(None, message, "Is there enough memory here? `counted: {num_layers: N}` leaves it out.") from None
     return reply

@@ -305,7 +305,7 @@ class UnpredictableError(ValueError):
 
 
 class UnknownDimensionsError(UnpredictableError):
-    """Nobody knows the dimensions of what the user's program trains; no defect, but there is no cost model then."""
+    """The dimensions of what the user's program trains are unknown; no defect, but there is no cost model then."""
 
     reason = "the model's dimensions are not known"
 

@@ -82,7 +82,7 @@ Role = Literal[
 INHERITED = "inherited"
 """Shown value of a custom knob that a candidate leaves as the command says."""
 INSIDE = "inside"
-"""Own knobs ``inside:dotted.key`` are set within the running program, see :mod:`orchestrator.space.inside`."""
+"""Custom knobs ``inside:dotted.key`` are set within the running program, see :mod:`orchestrator.space.inside`."""
 AS_IS = "as_is"
 """Value of such a knob that leaves the program alone."""
 _NAME = re.compile(r"--?[A-Za-z][\w.+/-]*|\$[A-Za-z_]\w*|[A-Za-z_]\w*:[\w.+/-]+|[A-Za-z_][\w.]*")
@@ -196,7 +196,7 @@ def argument_text(value: Any) -> str:
     return str(value)
 
 
-# Own knobs in sweep files
+# Custom knobs in sweep files
 
 
 def _scalar(value: Any) -> Any:

@@ -54,7 +54,7 @@ class LogFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the candidate implies, as far as it can be seen from inside the program; None: nothing can be said."""
+    """What the candidate implies, as far as it can be seen from inside the program; None: unknown."""
 
     world_size: int | None = None
     micro_batch_size: int | None = None
@@ -471,7 +471,7 @@ class Places:
 
 
 def all_gone(words: Sequence[PeerState], num_ranks: int) -> bool:
-    """Whether all ranks of the node have said that they are gone."""
+    """Whether all ranks of the node have reported that they are gone."""
     return sum(word.is_gone for word in words) >= num_ranks
 
 

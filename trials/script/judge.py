@@ -67,7 +67,7 @@ _MEMORY = re.compile(
 )
 _MEMORY_TYPES = ("OutOfMemoryError", "MemoryError", "ResourceExhaustedError")
 _SURVIVED = re.compile(r"Ignoring this choice|terminate called|watchdog (?:caught|thread terminated)", re.IGNORECASE)
-"""What a program says that has survived what it said of memory before: a kernel was tuned, or an abort begins."""
+"""What a program says that has survived what it reported of memory before: a kernel was tuned, or an abort begins."""
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _UNHANDLED = "unhandled cuda error"
 _LAUNCHERS = re.compile(
@@ -84,7 +84,7 @@ class CommandError(RuntimeError):
 
 
 class NoMetricsError(RuntimeError):
-    """The command ended well, but said nothing of its steps."""
+    """The command ended well, but reported none of its steps."""
 
 
 class TooFewStepsError(RuntimeError):

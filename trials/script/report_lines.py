@@ -28,7 +28,7 @@ from trials.script.logs import LogRecord, LogValue, number
 # comes
 #
 # Programs print progress bars that end in a carriage return, colours, bytes in no known encoding, and gigabytes without
-# a line break. What nobody looks for is neither decoded nor split.
+# a line break. Other lines are neither decoded nor split.
 
 MAX_LINE_BYTES = 64 << 10
 """What is kept of a line: its beginning."""

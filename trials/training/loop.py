@@ -63,7 +63,7 @@ from trials.training.optimizer import build_optimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What came of a step; equal on every rank."""
+    """The result of a step; equal on every rank."""
 
     loss: float
     """Mean loss over the global batch."""
