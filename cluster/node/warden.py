@@ -168,7 +168,7 @@ class Warden:
         self._kill_at_s = math.inf
         self._release_due_s = math.inf
         self._silent_at_s = math.inf
-        """When (monotonic) the controller counts as gone unless it is heard of before."""
+        """When (monotonic) the controller counts as gone unless it reports before."""
         self._is_stopping = False
         self._began_s = time.monotonic()
         self._started_at_s = math.inf

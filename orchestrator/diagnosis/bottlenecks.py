@@ -312,7 +312,7 @@ MIN_SHOWN = 0.03
 NEAR_LIMIT = 0.85
 """Fraction of device memory from which on it counts as nearly full."""
 MUCH_LONGER = 1.5
-"""How many times the bubble of balanced stages a bubble is, from which on that is said."""
+"""How many times the bubble of balanced stages a bubble is, from which on that is reported."""
 LITTLE_GAIN = 1.05
 """Speed-up by mixed precision below which it counts as small."""
 MUCH_OPTIMIZER = 0.3

@@ -112,7 +112,7 @@ class Overlay:
     files: Mapping[str, str] = field(default_factory=dict)
     """Text of the copies by name: all files whose placeholder is in ``argv``."""
     notes: tuple[Note, ...] = ()
-    """An error: this candidate cannot be said here; a warning is shown."""
+    """An error: this candidate cannot be expressed here; a warning is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
