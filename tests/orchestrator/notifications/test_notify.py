@@ -237,7 +237,7 @@ def test_a_command_that_hangs_is_killed_at_its_deadline_with_what_it_has_started
     write(ledger, created(), *trial(0, measured()), FINISHED)
     notifier.sync(ledger, fold(ledger.events()))
     (record,) = caplog.records
-    assert "does not end within 1 s" in record.message
+    assert "did not end within 1 s" in record.message
     for pid in pids.read_text().split():
         assert not _is_alive(int(pid))
     assert ledger.cursor("notify-command") == ledger.last_seq() - 1
