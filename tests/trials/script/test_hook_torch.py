@@ -66,7 +66,7 @@ def test_two_ranks_with_accumulation_recomputation_and_bf16(tmp_path):
         pytest.param(["--optimizers", "2"], {"parameters": PARAMETERS}, id="two optimisers"),
         pytest.param(
             ["--scaler", "--accum", "2", "--overflow-at", "3"],
-            {"forwards_per_step": 2},
+            {"forwards_per_step": 2, "gradient_bytes": 4 * PARAMETERS, "optimizer_bytes": 8 * PARAMETERS + 4 * 15},
             id="gradient scaler that skips",
         ),
         pytest.param(["--compile", "model"], {"micro_batch_size": 4, "forwards_per_step": 1}, id="compiled model"),
