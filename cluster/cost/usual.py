@@ -670,9 +670,9 @@ def _peak(k: KnobColumns, reference: KnobColumns, usual: Draw, shares: MemorySha
     constant = _logistic(usual["constant"]) * min(shares.weights, shares.activations)
     reference_growing = _growing(reference, usual) / float(reference.micro_batch_size[0])
     activations = (shares.activations - constant) * np.exp(usual["activations"]) * growing / reference_growing
-    states = np.zeros(())
+    states: Array = np.zeros(())
     for stage, share in ((1, shares.states), (2, shares.gradients), (3, shares.weights)):
-        states = states + share * _unsplit(k, usual, stage) / _unsplit(reference, usual, stage)
+        states = np.asarray(states + share * _unsplit(k, usual, stage) / _unsplit(reference, usual, stage))
     excess = np.expm1(usual["activations"]) * (shares.activations - constant)
     rest = 1 - shares.activations - shares.states - shares.gradients - shares.weights
     others = np.maximum(rest - excess, 0.0)

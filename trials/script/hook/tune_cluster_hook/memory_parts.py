@@ -150,12 +150,19 @@ class MemoryParts:
         @functools.wraps(closure)
         def computed(*args: Any, **kwargs: Any) -> Any:
             self.optimizer_ended()
+            self._forget(optimizer)
             try:
                 return closure(*args, **kwargs)
             finally:
                 self.optimizer_begins(optimizer)
 
         return computed
+
+    @guarded("gradients")
+    def _forget(self, optimizer: Any) -> None:
+        """Gradients of the last step, which the closure drops."""
+        for place in storages(map(_gradient, _parameters(optimizer))):
+            self._gradients.pop(place, None)
 
     def stop(self) -> None:
         """Enough was seen."""
