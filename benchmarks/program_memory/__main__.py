@@ -52,7 +52,11 @@ def main() -> None:
             node = discover_node(device="cpu", num_devices=2)
             with LocalCluster(Path(folder), node, preload=()) as cluster:
                 for run in _missing(options.programs, runs):
-                    found = _measure(cluster, run)
+                    try:
+                        found = _measure(cluster, run)
+                    except RuntimeError as error:
+                        print(error, file=sys.stderr, flush=True)
+                        continue
                     print(found, file=sys.stderr, flush=True)
                     runs.append(found)
                     options.out.write_text(json.dumps([to_json(one) for one in runs], indent=1))

@@ -132,7 +132,8 @@ def trainer(options: argparse.Namespace) -> None:
     """The Trainer of transformers."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-    config = GPT2Config(VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, bos_token_id=0, eos_token_id=0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     arguments = TrainingArguments(
         output_dir=os.environ.get("TMPDIR", "/tmp"),
         per_device_train_batch_size=options.batch,

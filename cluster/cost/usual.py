@@ -659,24 +659,32 @@ def relative_peak(k: KnobColumns, reference: KnobColumns, usual: Draw, shares: M
 
 
 def _peak(k: KnobColumns, reference: KnobColumns, usual: Draw, shares: MemoryShares | None) -> Array:
-    split = np.where(k.tp * k.pp > 1, np.exp(-usual["split"]), 1.0) / (k.tp * k.pp)
-    states_factor = np.exp(usual["low_weights"] * k.low_weights)
-    states_factor = states_factor * (1 - _logistic(usual["offloaded"]) * k.offload_optimizer)
     growing = _growing(k, usual) / float(reference.micro_batch_size[0])
     if shares is None:
         share = _logistic(usual["activations"])
-        states = (1 - share) * _unsplit(k, usual, 1) * states_factor
-        return np.asarray((share * growing + states) * split)
+        states = (1 - share) * _unsplit(k, usual, 1) * _state_size(k, usual)
+        return np.asarray((share * growing + states) * _split(k, usual))
     constant = _logistic(usual["constant"]) * min(shares.weights, shares.activations)
     reference_growing = _growing(reference, usual) / float(reference.micro_batch_size[0])
     activations = (shares.activations - constant) * np.exp(usual["activations"]) * growing / reference_growing
-    states: Array = np.zeros(())
-    for stage, share in ((1, shares.states), (2, shares.gradients), (3, shares.weights)):
-        states = np.asarray(states + share * _unsplit(k, usual, stage) / _unsplit(reference, usual, stage))
+    parts = ((1, shares.states), (2, shares.gradients), (3, shares.weights))
+    held = [share * _unsplit(k, usual, stage) / _unsplit(reference, usual, stage) for stage, share in parts]
+    states = np.sum(held, axis=0) * _state_size(k, usual) / _state_size(reference, usual)
     excess = np.expm1(usual["activations"]) * (shares.activations - constant)
     rest = 1 - shares.activations - shares.states - shares.gradients - shares.weights
-    others = np.maximum(rest - excess, 0.0)
-    return np.asarray((activations + constant + states * states_factor) * split + others)
+    split = _split(k, usual) / _split(reference, usual)
+    return np.asarray((activations + constant + states) * split + np.maximum(rest - excess, 0.0))
+
+
+def _split(k: KnobColumns, usual: Draw) -> Array:
+    """The part of the model's memory that tensor and pipeline parallelism leave to a rank."""
+    return np.where(k.tp * k.pp > 1, np.exp(-usual["split"]), 1.0) / (k.tp * k.pp)
+
+
+def _state_size(k: KnobColumns, usual: Draw) -> Array:
+    """Weights, gradients and states by number format and offloading."""
+    on_device = 1 - _logistic(usual["offloaded"]) * k.offload_optimizer
+    return np.asarray(np.exp(usual["low_weights"] * k.low_weights) * on_device)
 
 
 def _growing(k: KnobColumns, usual: Draw) -> Array:

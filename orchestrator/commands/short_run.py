@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from cluster.base import ClusterRequest, GangLaunch, GangProgress
 from cluster.connect import connect
+from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD
 from cluster.hardware.topology import Placement, Topology
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller.runtime import LeaseManager, Runtime, SteadyClock, make_launcher, preload
@@ -26,7 +27,7 @@ from orchestrator.planning.planner import make_plan
 from orchestrator.planning.predictions import relative_predictor
 from orchestrator.proof.confirmation import MIN_SOAK_S
 from orchestrator.search.knob_effects import memory_shares
-from orchestrator.search.predictor import OUT_OF_MEMORY_THRESHOLD, UnpredictableError
+from orchestrator.search.predictor import UnpredictableError
 from orchestrator.search.search import Search
 from orchestrator.space.inside import knobs_set
 from orchestrator.space.knobs import is_inside, roles_of

@@ -262,3 +262,13 @@ def test_what_fails_in_the_first_steps_leaves_nothing_behind(monkeypatch):
     assert torch._C._len_torch_dispatch_stack() == 0
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
     assert torch.compile is compile_
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("limit", "fits"), [(1 << 28, False), (1 << 31, True)])
+def test_the_host_memory_of_a_program_is_limited(tmp_path, limit, fits):
+    """Less than torch alone takes, or plenty."""
+    (told,) = launch(["plain_loop.py", "--steps", "2"], tmp_path, TUNE_CLUSTER_HOST_MEMORY_LIMIT_BYTES=str(limit))
+    assert (told.code == 0) == fits, told.errors
+    assert fits or "emory" in told.errors
