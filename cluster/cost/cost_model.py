@@ -169,7 +169,7 @@ def _per_stage(counts: Counts, layout: Layout) -> list[int]:
 
 def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     """Bytes per element or parameter: O0 keeps all in fp32, O1 adds a 16-bit copy of the weights, O2 keeps 16-bit
-    weights with fp32 masters. O1-fp8 casts weights in every matmul instead, and keeps no copy of them."""
+    weights with fp32 masters. O1-fp8, and O1 under ZeRO-3, cast weights at each use and keep no copy of them."""
     level, layout = candidate.precision.level, candidate.layout
     low = level == "O2"
     # FSDP2 reduces in fp32, what holds plain 16-bit parameters in their own format.
@@ -179,7 +179,7 @@ def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescr
         "weight_bytes": 2.0 if low else 4.0,
         "gradient_bytes": 2.0 if is_short else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,
-        "cast_bytes": 2.0 if level == "O1" else 0.0,
+        "cast_bytes": 2.0 if level == "O1" and layout.zero_stage < 3 else 0.0,
         "casts_operands": float(level == "O1-fp8"),
         "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,
@@ -494,10 +494,10 @@ def calibrate_memory(
     peaks = np.flatnonzero(np.isfinite(measured_bytes))
     whole = np.array([entry == Reported() for entry in reported], dtype=bool)
     outcomes = np.flatnonzero(np.isfinite(out_of_memory) & ~(whole & np.isfinite(measured_bytes)))
-    asked = [*(reported[int(i)] for i in peaks), *[Reported()] * len(outcomes)]
+    queried = [*(reported[int(i)] for i in peaks), *[Reported()] * len(outcomes)]
     side = np.concatenate([np.zeros(len(peaks), np.int64), np.where(out_of_memory[outcomes] > 0, 1, -1)])
     figures = np.concatenate([measured_bytes[peaks], x.memory_bytes[outcomes]])
-    predict = log_peak_predictor(x.take(np.concatenate([peaks, outcomes])), asked)
+    predict = log_peak_predictor(x.take(np.concatenate([peaks, outcomes])), queried)
     return fit(prior, predict, np.log(figures), side, MEMORY_HUBER)
 
 

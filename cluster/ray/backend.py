@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import logging
 import os
 import socket
@@ -39,7 +40,7 @@ from cluster.gang.environment import (
 from cluster.gang.gang_outcome import GangTracker
 from cluster.gang.messages import GangOrder, NodeEvent, NodeGone, NodeLaunch, node_launch
 from cluster.hardware.discovery import discover_node
-from cluster.hardware.topology import DeviceChoice, Node, Topology
+from cluster.hardware.topology import DeviceChoice, Node, Topology, read_or_empty
 from cluster.node.agent import PRELOAD, Agent
 from cluster.processes import die_with_parent
 from cluster.queue import EXPIRES_S, Admission, Claim, Grant, Queue, QueueEntry, QueuePolicy, Unlimited
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 
 
 _SIOCGIFADDR = 0x8915
+_INET6_TABLE = Path("/proc/net/if_inet6")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +171,12 @@ class NodeAgent:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface with this IPv4 address; None if none has it."""
-    if address.startswith("127."):
+    """Name of the network interface with this IPv4 or IPv6 address; None if none has it."""
+    parsed = ipaddress.ip_address(address)
+    if parsed.is_loopback:
         return "lo"
+    if parsed.version == 6:
+        return _interface_of_ipv6(parsed.packed.hex())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -181,6 +186,12 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def _interface_of_ipv6(digits: str) -> str | None:
+    """The interface in the kernel's table whose address has these 32 hexadecimal digits."""
+    rows = (line.split() for line in read_or_empty(_INET6_TABLE).splitlines())
+    return next((row[-1] for row in rows if row and row[0] == digits), None)
 
 
 logger = logging.getLogger(__name__)
@@ -363,7 +374,7 @@ class RayAdmission:
         self._key = claim.key
         try:
             if (
-                grant := self._ask(QueueEntry(claim=claim, num_nodes=self._lease.num_able, policy=self._policy))
+                grant := self._request(QueueEntry(claim=claim, num_nodes=self._lease.num_able, policy=self._policy))
             ) is not None:
                 self._grant, self._granted_at_s = grant, time.monotonic()
             problem = "has not answered yet"
@@ -384,7 +395,7 @@ class RayAdmission:
             if ray.get(actor.leave.remote(key), timeout=CALL_TIMEOUT_S) == 0:
                 within(CALL_TIMEOUT_S, lambda: ray.kill(actor))
 
-    def _ask(self, entry: QueueEntry) -> Grant | None:
+    def _request(self, entry: QueueEntry) -> Grant | None:
         """The answer to this beat or the one before; None when there is none yet."""
         now_s = time.monotonic()
         if self._call is None:
@@ -448,7 +459,7 @@ class RayCluster:
         self._device_memory_bytes = request.device_memory_bytes
         self._env = request.env
         self._preload = tuple(preload)
-        self._tracker = GangTracker(order=self._tell)
+        self._tracker = GangTracker(order=self._send)
         self._agents = Agents()
         self._described: dict[str, NodeDescription] = {}
         self._lost: dict[str, str] = {}
@@ -532,7 +543,7 @@ class RayCluster:
         """Wait for events as the protocol says; a change of the topology ends the wait, too."""
         deadline_s, before = time.monotonic() + timeout_s, self._topology
         while True:
-            self._tend()
+            self._update()
             now_s = time.monotonic()
             is_over = bool(self._pending) or self._topology is not before or now_s >= deadline_s
             for answer in self._agents.answers(0.0 if is_over else min(deadline_s - now_s, self._lease.pause_s(now_s))):
@@ -579,9 +590,9 @@ class RayCluster:
             self._connection.enter_context(remote_ray(request.address))
         return Wanted(device=request.device, devices_per_node=devices_per_node), head
 
-    def _tend(self) -> None:
+    def _update(self) -> None:
         """Have the lease grow and shrink, and let go of nodes that Ray says are gone."""
-        changes = self._lease.tend(time.monotonic())
+        changes = self._lease.update(time.monotonic())
         for lost in changes.lost:
             self._lose(lost.slot, lost.reason, lost.category)
         for slot in changes.placed:
@@ -617,10 +628,10 @@ class RayCluster:
             self._join(slot, answer.value)
         elif answer.what == "poll":
             for event in answer.value:
-                self._hear(slot.name, event)
+                self._on_event(slot.name, event)
             self._agents.listen(slot)
 
-    def _hear(self, node: str, event: NodeEvent | FilePiece) -> None:
+    def _on_event(self, node: str, event: NodeEvent | FilePiece) -> None:
         if not isinstance(event, FilePiece):
             self._pending += self._tracker.handle(node, event, now_s=time.monotonic())
         elif self._tracker.expects(node, event.attempt_id, event.token):
@@ -710,7 +721,7 @@ class RayCluster:
             name, reason, now_s=time.monotonic(), attempts=attempts, category=category
         )
 
-    def _tell(self, node: str, attempt_id: str, order: GangOrder) -> None:
+    def _send(self, node: str, attempt_id: str, order: GangOrder) -> None:
         self._agents.order(node, attempt_id, order)
 
     def _rendezvous(self, first: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What ``tune-cluster check`` does: one short run of a sweep's smallest candidate, before more is spent on a typo."""
+"""``tune-cluster check``: one short run of a sweep's smallest candidate, which catches mistakes early."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from orchestrator.proof.confirmation import MIN_SOAK_S
 from orchestrator.search.knob_effects import memory_shares
 from orchestrator.search.predictor import UnpredictableError
 from orchestrator.search.search import Search
-from orchestrator.space.inside import knobs_set
+from orchestrator.space.inside import MICRO_BATCH, NOTHING_INSIDE, InsideBaseline, knobs_set
 from orchestrator.space.knobs import is_inside, roles_of
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.sweep.events import Budget, Hardware, SweepCreated
@@ -44,17 +44,17 @@ from trials.script.command import ALL_OPTIONS, Expected
 from trials.spec import Candidate, Protocol
 
 SHORT = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
-"""Steps of the run: the first one compiles, and two can be compared."""
+"""Steps of the run: the first compiles, the other two can be compared."""
 MIN_STARTING_S = 600.0
-"""How long the program may take to start, at least, so that it can be told how long it takes."""
-ROOM = 3.0
-"""Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
+"""Minimum time allowed for the start, so that the actual time can be reported."""
+DEADLINE_FACTOR = 3.0
+"""Factor from the measured start to a deadline that leaves room for compilation and a busy host."""
 _REMEDIES = {
     "the world size": "Set cluster.devices_per_node to the number of ranks that the program starts; if it starts them "
     "itself, also set launcher: own.",
     "samples per micro-batch": "Correct baseline.micro_batch_size, or the argument that takes {micro_batch_size}: "
     "`tune-cluster init -- COMMAND` finds the option that acts.",
-    "forward passes per step": "Correct global_batch_size, or the argument that takes {accumulation}; use "
+    "micro-batches per step": "Correct global_batch_size, or the argument that takes {accumulation}; use "
     "{total_accumulation} if the program divides it by the number of ranks.",
     "samples per optimiser step": "Set workload.global_batch_size to the program's number.",
     "the number format": "Correct baseline.precision, or omit precision if the program decides it.",
@@ -62,28 +62,28 @@ _REMEDIES = {
     "to be recomputed": "Omit recompute, or correct the argument that turns it on.",
     "never reads": "Correct the name of the option, or remove it from space.own and baseline.own.",
 }
-"""Remedy for a knob that does not act, by words of the reason."""
+"""Remedy for a knob without effect, by words of the reason."""
 SILENCE_S = 30.0
-"""After so long without a step, each time, the end of the program's output is told."""
+"""Interval without a step after which the end of the program's output is shown, in seconds."""
 MAX_LOG_LINES = 20
 PYTHONS = ("python", "python3")
-"""Words that PATH decides about."""
-Tell = Callable[[str], None]
+"""Commands that are looked up on PATH."""
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedDuration:
-    """How long the sweep would take if every launch started as the checked one did and made steps as long."""
+    """Expected duration of the sweep if every launch takes as long to start and per step as the checked one."""
 
     num_trials: int
     least_s: float
     most_s: float
-    """With the most steps per trial and the most rounds of confirmation that the file allows."""
+    """Duration with the maximum steps per trial and rounds of confirmation that the file allows."""
 
 
 def expected_duration(spec: SweepSpec, num_legal: int, *, starting_s: float, step_s: float) -> ExpectedDuration:
-    """The time of the search, one trial after another, of the confirmation, the loss gate and the soak; no more than
-    the wall time that the budget allows.
+    """The time of the search, with trials one after another, the confirmation, the loss gate and the soak; at most the
+    wall time of the budget.
 
     Args:
         num_legal: candidates that may be tried.
@@ -111,14 +111,14 @@ def expected_duration(spec: SweepSpec, num_legal: int, *, starting_s: float, ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedInside:
-    """What one more run with knobs of ``space.inside`` showed."""
+    """The result of another run with knobs of ``space.inside``."""
 
     knobs: tuple[str, ...]
-    """Those that it set, by their keys in the hook's file."""
+    """The knobs that it set, by their keys in the hook's file."""
     applied: tuple[tuple[str, ...], ...]
-    """Pairs of knob and what was seen of it, where all act."""
+    """Pairs of knob and observation, if all take effect."""
     problem: str | None
-    """Which do not, and why; or how the run failed."""
+    """Which knobs have no effect, and why; or how the run failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,35 +140,35 @@ class CheckedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What one short run showed."""
+    """The result of a short run."""
 
     sweep: str
     candidate: str
-    """What ran, in the short notation."""
+    """The candidate, in short notation."""
     values: dict[str, Any]
-    """The same, knob by knob."""
+    """The candidate, knob by knob."""
     command: tuple[str, ...]
-    """What a rank started, placeholders of the trial's own files in place."""
+    """The command of a rank, with placeholders for the trial's files."""
     outcome: Outcome
     starting_s: float | None
-    """Seconds from the launch to the first step; None: there was none."""
+    """Seconds from the launch to the first step; None: no step was made."""
     deadline_s: float
-    """What the file allows for starting."""
+    """The file's deadline for starting."""
     duration_s: float
     training: Training | None = None
-    """What is known of the program's framework; None where our runner trains."""
+    """The program's framework; None for the built-in runner."""
     expected: ExpectedDuration | None = None
-    """How long the sweep would take; None where no step was measured."""
+    """Expected duration of the sweep; None if no step was measured."""
     global_batch_size: int = 0
-    """Samples of an optimiser step in the sweep file."""
+    """Samples per optimizer step in the sweep file."""
     seq_length: int = 1
-    """Tokens of a sample in the sweep file; 1: they are not counted."""
+    """Tokens per sample in the sweep file; 1: not counted."""
     data_parallel: int = 1
-    """Ranks that the batch is divided among."""
+    """Number of data-parallel ranks."""
     memory: CheckedMemory | None = None
-    """None where memory was not taken apart, or has no limit."""
+    """None if the peak was not split, or memory has no limit."""
     inside: CheckedInside | None = None
-    """Whether the program takes the knobs of ``space.inside``; None without that section, or if it was not run."""
+    """Whether the program accepts the knobs of ``space.inside``; None without that section, or if it was not run."""
 
     @property
     def measurement(self) -> Measurement | None:
@@ -184,18 +184,18 @@ class Checked:
 
     @property
     def contradiction(self) -> str:
-        """What the program showed that contradicts the sweep file or its recipe; empty if nothing does."""
+        """Contradictions between the program and the sweep file or its recipe."""
         return self.other_batch or self.longer_samples or self.unknown_release
 
     @property
     def seen_batch(self) -> int | None:
-        """Samples of an optimiser step as seen inside the program; None if they were not seen."""
+        """Samples per optimizer step as observed inside the program; None if not observed."""
         samples = self.seen.facts.samples_per_step
         return None if samples is None else samples * self.data_parallel
 
     @property
     def other_batch(self) -> str:
-        """That the program trains on another batch than ``workload.global_batch_size``; empty if it does not."""
+        """The contradiction between the program's batch size and ``workload.global_batch_size``, if any."""
         seen, facts = self.seen_batch, self.seen.facts
         if seen is None or self.global_batch_size == seen:
             return ""
@@ -204,62 +204,62 @@ class Checked:
         ):
             return ""  # models may run forward several times for one micro-batch, as those of a GAN do
         return (
-            f"global_batch_size is {self.global_batch_size}, but an optimiser step of the program trains {seen} "
-            f"samples ({facts.micro_batch_size} per micro-batch, {facts.micro_batches} micro-batches, "
+            f"global_batch_size is {self.global_batch_size}, but the program trains {seen} samples per optimizer step "
+            f"({facts.micro_batch_size} per micro-batch, {facts.micro_batches} micro-batches, "
             f"{self.data_parallel} data-parallel ranks)"
         )
 
     @property
     def longer_samples(self) -> str:
-        """That samples have more tokens than ``workload.seq_length``; empty if they do not. Shorter ones may be those
-        of this batch only, and one more is the label of the last token."""
+        """The problem if samples have more tokens than ``workload.seq_length``. Shorter samples may be specific to this
+        batch, and one extra token is the label of the last one."""
         seen = self.seen.facts.seq_length
         if seen is None or self.seq_length <= 1 or seen <= self.seq_length + 1:
             return ""
-        return f"seq_length is {self.seq_length}, but samples of the program have {seen} tokens"
+        return f"seq_length is {self.seq_length}, but the program's samples have {seen} tokens"
 
     @property
     def unknown_release(self) -> str:
-        """That the framework's release is none of those that its recipe knows, where names may mean something else;
-        empty where it is one, or nobody saw which it is."""
+        """A warning if the recipe does not support the framework's release, in which names may have other meanings;
+        empty if it does, or the release is unknown."""
         if self.training is None or not self.training.releases:
             return ""
         package = _module(self.training.package or "")
         seen = {_module(name): version for name, version, *_ in self.seen.versions}
         if package not in seen or SpecifierSet(self.training.releases, prereleases=True).contains(seen[package]):
             return ""
-        known = f"{self.training.title} {seen[package]} is none of the releases that its recipe knows"
-        doubt = "its arguments may mean something else; --no-check submits all the same"
+        known = f"{self.training.title} {seen[package]} is not a release that its recipe supports"
+        doubt = "its arguments may have other meanings; --no-check submits anyway"
         return f"{known} ({self.training.releases}): {doubt}"
 
     @property
     def seen(self) -> ScriptReport:
-        """What was seen of a program of the user's own; empty for others."""
+        """The observations of a custom program; empty for others."""
         found = self.measurement.findings.script if self.measurement is not None else None
         return found or ScriptReport()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was seen inside the program, by name."""
+        """The values observed inside the program, by name."""
         facts = self.seen.facts
         named = {field.name: getattr(facts, field.name) for field in fields(facts)}
         return {name: value for name, value in named.items() if value is not None}
 
     @property
     def is_not_applied(self) -> bool:
-        """Whether the program trained something else than the candidate."""
+        """Whether the program trained something other than the candidate."""
         return isinstance(self.outcome, Infeasible) and "not applied" in self.outcome.evidence.message
 
     @property
     def needed_starting_s(self) -> int | None:
-        """What ``deadlines.starting_s`` should be, where the file allows less than leaves room."""
-        if self.starting_s is None or self.starting_s * ROOM <= self.deadline_s:
+        """A better ``deadlines.starting_s``, if the file's leaves too little room."""
+        if self.starting_s is None or self.starting_s * DEADLINE_FACTOR <= self.deadline_s:
             return None
-        return round(self.starting_s * ROOM / 60 + 0.5) * 60
+        return round(self.starting_s * DEADLINE_FACTOR / 60 + 0.5) * 60
 
     @property
     def remedy(self) -> str | None:
-        """Remedy for a number that differs, or for a module that is missing in the Python on PATH."""
+        """Remedy for a differing number, or for a module that is missing in the Python on PATH."""
         if self.is_not_applied and self.evidence is not None:
             return next((words for sign, words in _REMEDIES.items() if sign in self.evidence.message), None)
         if self.measurement is not None and self.other_batch:
@@ -273,13 +273,13 @@ class Checked:
         found = shutil.which(self.command[0])
         here = f", {found} on this host" if found else ""
         return (
-            f"{self.command[0]} is the one on PATH{here}: activate your environment, or write the whole path of its"
+            f"{self.command[0]} is the one on PATH{here}: activate your environment, or use the full path of its"
             " Python in workload.run"
         )
 
     @property
     def log_tail(self) -> tuple[str, ...]:
-        """The end of the output of the rank to blame."""
+        """The last lines of the rank that failed."""
         return self.evidence.log_tail[-MAX_LOG_LINES:] if self.evidence is not None else ()
 
     def to_json(self) -> dict[str, Any]:
@@ -312,38 +312,38 @@ class Checked:
         }
 
 
-def check_file(file: Path, home: Home, *, address: str | None = None, tell: Tell | None = None) -> Checked:
+def check_file(file: Path, home: Home, *, address: str | None = None, notify: Notify | None = None) -> Checked:
     """Run the smallest candidate of a sweep file for a few steps, and again with the knobs of ``space.inside``.
 
     Args:
         address: the Ray cluster's, in place of the one in the file.
-        tell: gets what there is to say meanwhile.
+        tell: receives progress messages.
 
     Raises:
         ConfigError: the file, or a cluster on which nothing runs.
-        ClusterError: no lease, or no room for the candidate.
+        ClusterError: no lease, or the candidate does not fit.
     """
     spec = load_sweep(file, address=address)
-    checked = check_sweep(spec, home, address=address, tell=tell)
-    return replace(checked, inside=_check_inside(spec, home, address, tell)) if checked.is_good else checked
+    checked = check_sweep(spec, home, address=address, notify=notify)
+    return replace(checked, inside=_check_inside(spec, home, address, notify)) if checked.is_good else checked
 
 
-def _check_inside(spec: SweepSpec, home: Home, address: str | None, tell: Tell | None) -> CheckedInside | None:
-    """Run the candidate with the most inside knobs that is like the smallest one otherwise."""
-    today = {} if spec.script is None else spec.script.inside
+def _check_inside(spec: SweepSpec, home: Home, address: str | None, notify: Notify | None) -> CheckedInside | None:
+    """Run the candidate with the most inside knobs that otherwise resembles the smallest one."""
+    today = NOTHING_INSIDE if spec.script is None else spec.script.inside
     topology = known_topology(spec, home, address=address)
     least, _ = smallest(spec, topology)
     table = make_plan(spec, topology).candidates
     of_layout = table.codes["layout"] == table.places["layout"].get(least.layout, -1)
     of_batch = table.codes["micro_batch_size"] == table.places["micro_batch_size"].get(least.micro_batch_size, -1)
-    alike = table.take(np.flatnonzero(of_layout & of_batch))
-    chosen = max(alike, key=lambda one: _is_told_by(one, least, today), default=least)
+    alike = table.take(np.flatnonzero(of_layout if MICRO_BATCH in today.values else of_layout & of_batch))
+    chosen = max(alike, key=lambda one: _informativeness(one, least, today), default=least)
     knobs = knobs_set(chosen, today)
     if not knobs:
         return None
-    say = _once(tell or (lambda _: None))
-    say(f"running {short_name(chosen)} again with the knobs of space.inside")
-    outcome = run_once(spec, chosen, home, say, address=address).outcome
+    report_line = notify or (lambda _: None)
+    report_line(f"running {short_name(chosen)} again with the knobs of space.inside")
+    outcome = run_once(spec, chosen, home, report_line, address=address).outcome
     found = outcome.measurement.findings.script if isinstance(outcome, Measured) else None
     return CheckedInside(
         knobs=tuple(knobs),
@@ -352,26 +352,27 @@ def _check_inside(spec: SweepSpec, home: Home, address: str | None, tell: Tell |
     )
 
 
-def _is_told_by(one: Candidate, least: Candidate, today: Mapping[str, Any]) -> tuple[Any, ...]:
-    """How well the candidate shows which knobs the program takes: nothing else differs, and no knob hides another."""
+def _informativeness(one: Candidate, least: Candidate, today: InsideBaseline) -> tuple[Any, ...]:
+    """How well the candidate shows which knobs the program accepts: nothing else differs, and no knob hides another."""
     command = [[choice for choice in each.own if not is_inside(choice.name)] for each in (one, least)]
     return (
         command[0] == command[1],
-        one.kernels.compile == "off",  # a compiled model takes no recompute
-        len(knobs_set(one, today)),
+        one.kernels.compile == "off",  # a compiled model ignores recompute
+        sum(len(value) if isinstance(value, Mapping) else 1 for value in knobs_set(one, today).values()),
+        -one.micro_batch_size,
     )
 
 
-def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell: Tell | None = None) -> Checked:
-    """The same for a sweep that is known already."""
+def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, notify: Notify | None = None) -> Checked:
+    """The same for a parsed sweep."""
     if spec.cluster.kind not in ("ray", "local"):
-        raise spec.error(("cluster", "kind"), f"on a {spec.cluster.kind} cluster nothing is run", "Use ray or local.")
-    say = _once(tell or (lambda _: None))
+        raise spec.error(("cluster", "kind"), f"a {spec.cluster.kind} cluster runs nothing", "Use ray or local.")
+    report_line = notify or (lambda _: None)
     topology = known_topology(spec, home, address=address)
     candidate, num_legal = smallest(spec, topology)
     begun_s = time.monotonic()
-    say(f"running {short_name(candidate)} for {SHORT.min_warmup_steps + SHORT.num_steps} steps")
-    ran = run_once(spec, candidate, home, say, address=address)
+    report_line(f"running {short_name(candidate)} for {SHORT.min_warmup_steps + SHORT.num_steps} steps")
+    ran = run_once(spec, candidate, home, report_line, address=address)
     expected = memory = None
     if isinstance(ran.outcome, Measured):
         memory = _memory(spec, topology, candidate, ran.outcome.measurement)
@@ -405,7 +406,7 @@ def _memory(
         return None
     plan = make_plan(spec, topology)
     try:
-        predictor = relative_predictor(plan, spec.to_workload(), topology, roles=roles_of(spec.own_knobs))
+        predictor = relative_predictor(plan, spec.to_workload(), topology, roles=roles_of(spec.custom_knobs))
     except UnpredictableError:
         return None
     row, num = predictor.candidates.row_of(candidate), len(plan.candidates)
@@ -428,39 +429,38 @@ def _memory(
 
 
 def _module(package: str) -> str:
-    """One name for what a package is called by pip and by Python."""
+    """A common form of pip's and Python's names of a package."""
     name = package.replace("-", "_").replace(".", "_")
     return {"swift": "ms_swift", "lightning": "pytorch_lightning"}.get(name, name)
 
 
-def _once(tell: Tell) -> Tell:
-    """The same, without saying a thing twice in a row."""
+def _once(notify: Notify) -> Notify:
+    """The same, without immediate repetitions."""
     last: list[str] = []
 
-    def say(line: str) -> None:
+    def report_line(line: str) -> None:
         if last != [line]:
             last[:] = [line]
-            tell(line)
+            notify(line)
 
-    return say
+    return report_line
 
 
 def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int]:
-    """The candidate that asks for the least: on one node where one fits there, with little memory; and how many
-    candidates are legal.
+    """The smallest candidate, by nodes and memory, and the number of legal candidates.
 
     Raises:
         ConfigError: as :func:`orchestrator.planning.planner.make_plan`.
     """
     plan = make_plan(spec, topology)
-    today = {} if spec.script is None else spec.script.inside
+    today = NOTHING_INSIDE if spec.script is None else spec.script.inside
     devices = topology.nodes[0].num_devices if topology is not None else 8
 
     def needs(candidate: Candidate) -> tuple[Any, ...]:
         layout = candidate.layout
         return (
             layout.world_size > devices,
-            len(knobs_set(candidate, today)),  # what is set within a program, it may not be able to take
+            len(knobs_set(candidate, today)),  # the program may not accept knobs that are set inside it
             candidate.kernels.compile != "off",
             candidate.micro_batch_size,
             layout.zero_stage == 0,
@@ -475,7 +475,7 @@ def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What became of a launch."""
+    """The result of a launch."""
 
     command: tuple[str, ...]
     outcome: Outcome
@@ -483,7 +483,7 @@ class Ran:
 
 
 def _request(spec: SweepSpec, home: Home, address: str | None, candidate: Candidate) -> ClusterRequest:
-    """As few nodes as the candidate needs; this host without a Ray where the sweep would start one on it."""
+    """Only the nodes that the candidate needs; this host without Ray if the sweep would start Ray on it."""
     request = cluster_request(spec, home, address=address)
     per_node = request.devices_per_node
     nodes = 1 if per_node is None else -(-candidate.layout.world_size // per_node)
@@ -496,23 +496,25 @@ def run_once(
     spec: SweepSpec,
     candidate: Candidate,
     home: Home,
-    say: Tell,
+    report_line: Notify,
     *,
     address: str | None = None,
-    looks_within_s: float | None = None,
+    step_within_s: float | None = None,
 ) -> Ran:
     """Run the candidate for a few steps, as the only trial of a sweep whose ledger is deleted afterwards.
 
     Args:
-        looks_within_s: time limit for the first step, in seconds, of a run whose facts are only recorded; None: facts
+        step_within_s: time limit for the first step, in seconds, of a run whose facts are only recorded; None: facts
             are compared with the candidate, and the program has time to start.
     """
     folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
     try:
-        return _run(spec, candidate, _request(spec, home, address, candidate), folder, say, looks_within_s)
+        return _run(
+            spec, candidate, _request(spec, home, address, candidate), folder, _once(report_line), step_within_s
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another one may run beside
+        with contextlib.suppress(OSError):  # another one may run at the same time
             folder.parent.rmdir()
 
 
@@ -521,8 +523,8 @@ def _run(
     candidate: Candidate,
     request: ClusterRequest,
     folder: Path,
-    say: Tell,
-    looks_within_s: float | None,
+    report_line: Notify,
+    step_within_s: float | None,
 ) -> Ran:
     measure = spec.measure.model_copy(update={name: getattr(SHORT, name) for name in _COUNTS})
     short = spec.model_copy(update={"measure": measure})
@@ -530,7 +532,7 @@ def _run(
     with (
         Ledger(folder) as ledger,
         ledger.hold(),
-        connect(request, workdir=attempts, on_wait=say, preload=preload(spec)) as cluster,
+        connect(request, workdir=attempts, on_wait=report_line, preload=preload(spec)) as cluster,
     ):
         topology, clock = cluster.topology, SteadyClock()
         ledger.append(
@@ -549,7 +551,7 @@ def _run(
             )
         )
         launcher = make_launcher(short, topology, attempts)
-        watch = _Watch(launcher.build, attempts, say, looks_within_s)
+        watch = _Watch(launcher.build, attempts, report_line, step_within_s)
         state = Runtime(
             ledger=ledger,
             cluster=cluster,
@@ -566,49 +568,49 @@ def _run(
 
 
 class _Watch:
-    """Gives launches time to start, and tells how far the trial is."""
+    """Gives launches time to start, and reports the trial's progress."""
 
     def __init__(
         self,
         build: Callable[[Trial, str, str, Placement], GangLaunch],
         attempts: Path,
-        say: Tell,
-        looks_within_s: float | None,
+        report_line: Notify,
+        step_within_s: float | None,
     ) -> None:
         self._build = build
-        self._looks_within_s = looks_within_s
+        self._step_within_s = step_within_s
         self._attempts = attempts
-        self._say = say
-        self._launched_at_s = self._told_at_s = math.inf
+        self._report_line = report_line
+        self._launched_at_s = self._reported_at_s = math.inf
         self.command: tuple[str, ...] = ()
         self.starting_s: float | None = None
 
     def build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
-        """The gang as the sweep would launch it, with longer to start."""
+        """The gang as the sweep would launch it, with more time to start."""
         if trial.attempts and isinstance(lost := trial.attempts[-1].outcome, GangLost):
-            self._say(f"launching again, as the gang was lost: {lost.evidence.message}")
+            self._report_line(f"the gang was lost; launching again: {lost.evidence.message}")
         built = self._build(trial, attempt_id, token, placement)
         argv = built.spec.get("argv", ())
         self.command = tuple(map(str, argv)) if isinstance(argv, list | tuple) else ()
-        self._launched_at_s = self._told_at_s = time.monotonic()
+        self._launched_at_s = self._reported_at_s = time.monotonic()
         self.starting_s = None
-        if self._looks_within_s is not None:
+        if self._step_within_s is not None:
             unspoken = {"expected": to_json(Expected()), "options": [ALL_OPTIONS]}
-            deadlines = replace(built.deadlines, starting_s=self._looks_within_s, warmup_s=self._looks_within_s)
+            deadlines = replace(built.deadlines, starting_s=self._step_within_s, warmup_s=self._step_within_s)
             return replace(built, spec={**built.spec, **unspoken}, deadlines=deadlines)
         start_s = max(MIN_STARTING_S, built.deadlines.starting_s)
         return replace(built, deadlines=replace(built.deadlines, starting_s=start_s))
 
     def on_state(self, state: SweepState) -> None:  # noqa: ARG002
         now_s = time.monotonic()
-        if self.starting_s is None and now_s > self._told_at_s + SILENCE_S:
-            self._told_at_s = now_s
-            self._say(f"no step seen for {now_s - self._launched_at_s:.0f} s{_last_line(self._attempts)}")
+        if self.starting_s is None and now_s > self._reported_at_s + SILENCE_S:
+            self._reported_at_s = now_s
+            self._report_line(f"no step after {now_s - self._launched_at_s:.0f} s{_last_line(self._attempts)}")
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:  # noqa: ARG002
         if progress.step and self.starting_s is None:
             self.starting_s = time.monotonic() - self._launched_at_s - (progress.step_time_s or 0.0)
-            self._say(f"the first step came {self.starting_s:.1f} s after the launch")
+            self._report_line(f"first step {self.starting_s:.1f} s after the launch")
 
     def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
         """The lease is as large as the candidate needs."""
@@ -618,6 +620,6 @@ _COUNTS = ("min_warmup_steps", "max_warmup_steps", "num_steps", "max_steps")
 
 
 def _last_line(attempts: Path) -> str:
-    """How the output of the first rank ends, where it lies on this host."""
+    """The last line of the first rank's output, if it is on this host."""
     lines = [line for path in attempts.glob("*/rank0.log") for line in tail(path, 1).lines]
-    return f"; its output ends with: {plain(lines[-1])[:200]}" if lines else ""
+    return f"; last output: {plain(lines[-1])[:200]}" if lines else ""

@@ -1,4 +1,4 @@
-"""The fold: what an event makes of a sweep's state. Pure; the state after a crash is that before it."""
+"""The fold: the effect of an event on a sweep's state. Pure; the state after a crash is the one before it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import reduce
 from typing import assert_never
 
 from orchestrator.sweep.events import (
-    Asked,
+    ActionRequested,
     AttemptEnded,
     AttemptLaunched,
     AttemptStopped,
     BudgetChanged,
     CandidatesPruned,
-    ChecksAsked,
+    ChecksRequested,
     ConfirmationRun,
     ControllerStarted,
     EvaluationEnded,
@@ -54,7 +54,7 @@ from orchestrator.sweep.state import (
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly, TimedOut
 
 TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded
-Asking = Asked | TrialsRetried | ChecksAsked | BudgetChanged
+RequestEvent = ActionRequested | TrialsRetried | ChecksRequested | BudgetChanged
 ProofEvent = FinalistsChosen | EvaluationEnded | FinalistsDisqualified | VerdictReached
 
 
@@ -64,13 +64,13 @@ def fold(events: Iterable[Event]) -> SweepState:
 
 
 def apply(state: SweepState, event: Event) -> SweepState:
-    """The state after ``event``. Events about unknown or stale attempts change nothing but the time."""
+    """The state after ``event``. Events about unknown or stale attempts only change the time."""
     state = _advance_clock(state, event)
     if isinstance(event, TrialEvent):
         return _apply_to_trial(state, event)
     if isinstance(event, ProofEvent):
         return _apply_to_proof(state, event)
-    if isinstance(event, Asking):
+    if isinstance(event, RequestEvent):
         return _apply_request(state, event)
     match event:
         case SweepCreated():
@@ -107,15 +107,15 @@ def _apply_to_trial(state: SweepState, event: TrialEvent) -> SweepState:
             assert_never(event)
 
 
-def _apply_request(state: SweepState, event: Asking) -> SweepState:
+def _apply_request(state: SweepState, event: RequestEvent) -> SweepState:
     state = replace(state, num_requests=max(state.num_requests, event.request))
     match event:
-        case Asked():
-            return _apply_asked(state, event)
+        case ActionRequested():
+            return _apply_action(state, event)
         case TrialsRetried():
             return _apply_retried(state, event)
-        case ChecksAsked():
-            return _apply_checks_asked(state, event)
+        case ChecksRequested():
+            return _apply_checks_requested(state, event)
         case BudgetChanged():
             return _apply_budget(state, event)
         case _:
@@ -131,7 +131,7 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
                 first_check=event.first_check,
                 gate_from=state.set_aside[0].first_check if state.set_aside else event.first_check,
                 cause=event.cause,
-                is_asked=bool(state.to_confirm),
+                is_requested=bool(state.to_confirm),
             )
             return replace(state, proof=begun, to_confirm=(), waiting=_without_proof(state))
         case EvaluationEnded():
@@ -149,7 +149,7 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
 
 
 def _apply_disqualified(state: SweepState, event: FinalistsDisqualified) -> SweepState:
-    """The search is open again where a disqualified trial had ended it; the trials it had stopped wait again."""
+    """Reopens the search if a disqualified trial had ended it; the trials it had stopped wait again."""
     assert state.proof is not None, "finalists belong to a proof"
     again = tuple(number for number in event.reopened if is_retriable(state, number))
     kept = Vector(number for number in state.end_order if number not in again) if again else state.end_order
@@ -189,25 +189,25 @@ def _advance_clock(state: SweepState, event: Event) -> SweepState:
 
 
 def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
-    """A new controller goes on with a paused sweep: starting it overrules what was asked before. A cancellation stands:
-    nobody may undo it by accident."""
+    """A new controller resumes a paused sweep: starting it overrides earlier requests. A cancellation remains: it must
+    not be undone by accident."""
     status: SweepStatus = "running" if state.status == "paused" else state.status
     return replace(
         state,
         epoch=event.epoch,
         status=status,
         finish_reason="" if status == "running" else state.finish_reason,
-        asked=state.asked if state.asked == "cancel" or event.is_restart else None,
+        requested_action=state.requested_action if state.requested_action == "cancel" or event.is_restart else None,
         nodes=None,
         ended_at_s=None if status == "running" else state.ended_at_s,
     )
 
 
-def _apply_asked(state: SweepState, event: Asked) -> SweepState:
-    """Nothing overrules a cancellation."""
-    if state.is_over or state.asked == "cancel":
+def _apply_action(state: SweepState, event: ActionRequested) -> SweepState:
+    """Nothing overrides a cancellation."""
+    if state.is_over or state.requested_action == "cancel":
         return state
-    return replace(state, asked=event.action, asked_by=event.by)
+    return replace(state, requested_action=event.action, requested_by=event.by)
 
 
 def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepState:
@@ -218,20 +218,20 @@ def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepSt
         status=status,
         finish_reason=event.reason,
         finish_cause=cause,
-        asked=None,
+        requested_action=None,
         nodes=(),
         ended_at_s=event.at_s,
     )
 
 
 def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
-    """Ended, unmeasured trials wait again; what they ruled out is open again."""
+    """Ended, unmeasured trials wait again, and the candidates they ruled out are available again."""
     again = tuple(number for number in event.trials if is_retriable(state, number))
     if not again or state.status == "cancelled" or spent_by_search(state):
         return state
     return replace(
         _opened(state),
-        proof=None,  # what the trials show now may be faster than the finalists
+        proof=None,  # these trials may now be faster than the finalists
         set_aside=(),
         waiting=tuple(sorted({*_without_proof(state), *again})),
         end_order=(kept := Vector(number for number in state.end_order if number not in again)),
@@ -242,12 +242,12 @@ def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
 
 
 def _without_proof(state: SweepState) -> tuple[int, ...]:
-    """The trials that wait, without checks of a proof that is over: nobody would look at those."""
+    """The waiting trials, without checks of a finished proof."""
     over = ConfirmationRun | GateRun | SoakRun
     return tuple(number for number in state.waiting if not isinstance(state.trials[number].check, over))
 
 
-def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
+def _apply_checks_requested(state: SweepState, event: ChecksRequested) -> SweepState:
     if state.status in ("cancelled", "failed"):
         return state
     return replace(
@@ -258,8 +258,8 @@ def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
 
 
 def _apply_budget(state: SweepState, event: BudgetChanged) -> SweepState:
-    """Where the former budget ended the search and this one does not, the search goes on, and is proven again; where
-    it cut the proof short, the proof goes on."""
+    """If the former budget ended the search and this one does not, the search continues, with a new proof; if it cut
+    the proof short, the proof continues."""
     if state.status == "cancelled":
         return state
     changed = replace(state, created=replace(state.sweep, budget=event.budget))
@@ -277,11 +277,11 @@ def _apply_budget(state: SweepState, event: BudgetChanged) -> SweepState:
 def _is_cut_short(state: SweepState, proof: ProofState) -> bool:
     """Whether the proof ended without a winner after the budget was spent."""
     is_open = proof.verdict is None or proof.verdict.winner is not None
-    return not (is_open or proof.is_asked) and bool(spent_budget(state))
+    return not (is_open or proof.is_requested) and bool(spent_budget(state))
 
 
 def _opened(state: SweepState) -> SweepState:
-    """A sweep that is over goes on."""
+    """Reopens a sweep that is over."""
     if not state.is_over:
         return state
     return replace(state, status="running", finish_reason="", finish_cause=None, ended_at_s=None)
@@ -319,7 +319,7 @@ def _apply_launched(state: SweepState, event: AttemptLaunched) -> SweepState:
     before = state.trials[event.trial]
     trial = replace(before, attempts=(*before.attempts, attempt))
     state = _with_trial(state, before, trial)
-    if isinstance(before.outcome, StoppedEarly):  # what it had saved is spent now
+    if isinstance(before.outcome, StoppedEarly):  # its savings are now spent
         state = replace(state, saved_device_seconds=_saved_device_seconds(state))
     return replace(
         state,
@@ -345,12 +345,12 @@ def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
     ended = replace(before.attempts[-1], outcome=event.outcome, device_seconds=event.device_seconds)
     trial = replace(before, attempts=(*before.attempts[:-1], ended))
     goes_again = _is_launched_again(state, trial, event.outcome)
-    is_told = trial.check is None and not goes_again and not _is_lost(event.outcome)
+    is_learned = trial.check is None and not goes_again and not _is_lost(event.outcome)
     state = _note_outcome(_with_trial(state, before, trial), trial, event.outcome)
     state = replace(
         _strike(state, trial, event.outcome),
         device_seconds=state.device_seconds + event.device_seconds,
-        end_order=state.end_order.append(trial.number) if is_told else state.end_order,
+        end_order=state.end_order.append(trial.number) if is_learned else state.end_order,
         running=state.running - {trial.number},
     )
     if goes_again:
@@ -369,7 +369,7 @@ def _with_trial(state: SweepState, before: Trial, trial: Trial) -> SweepState:
 
 
 def _note_outcome(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
-    """Take down what people ask for at every look: busy machines, the latest failures, what stopping early saved."""
+    """Update frequently read values: busy machines, the latest failures, savings of early stops."""
     if isinstance(outcome, Measured):
         return _note_disturbance(state, trial.number, outcome.measurement)
     failure = (trial.number, len(trial.attempts) - 1)
@@ -412,7 +412,7 @@ def _is_lost(outcome: Outcome) -> bool:
 
 
 def _strike(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
-    """Faults in a row that are blamed on a node put it into quarantine; a measurement there clears it."""
+    """Consecutive faults attributed to a node put it into quarantine; a measurement there clears them."""
     if isinstance(outcome, Measured):
         cleared = state.strikes.keys() & {device.node for device in trial.attempts[-1].ranks}
         left = {node: count for node, count in state.strikes.items() if node not in cleared}
@@ -430,7 +430,7 @@ def _strike(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
 
 
 def blamed_node(outcome: Outcome) -> str | None:
-    """The node whose fault the outcome may be: lost nodes, and those on which a rank hung."""
+    """The node that may have caused the outcome: lost nodes, and those on which a rank hung."""
     match outcome:
         case GangLost(cause="infrastructure") | TimedOut():
             return outcome.evidence.node
@@ -439,7 +439,7 @@ def blamed_node(outcome: Outcome) -> str | None:
 
 
 def _rank(state: SweepState, trial: Trial) -> SweepState:
-    """The state in which a trial that has just ended has its place among the fastest, if it deserves one."""
+    """The state with a newly ended trial ranked among the fastest, if it is one."""
     if trial.check is not None or trial.measurement is None or state.is_disqualified(trial.number):
         return state
     key = -state.objective.score(trial.measurement), trial.number

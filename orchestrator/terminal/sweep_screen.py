@@ -1,4 +1,4 @@
-"""Sweeps on the terminal: one that runs, one in detail, all in a table."""
+"""Sweeps on the terminal: a running one, one in detail, all in a table."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from orchestrator.console import SafeConsole
 from orchestrator.mlflow_urls import public_uri, sweep_links
 from orchestrator.objective import unit_legend
 from orchestrator.process_support import Invocation
-from orchestrator.report import words
+from orchestrator.report import descriptions
 from orchestrator.report.curves import ProofResult, proof_result
+from orchestrator.report.descriptions import BUSY_MARK, check_text, confirmation_heading
 from orchestrator.report.summary import cost, headline, speedup
 from orchestrator.report.tables import (
     finalist_table,
@@ -30,9 +31,8 @@ from orchestrator.report.tables import (
     versus_cell,
 )
 from orchestrator.report.view import Column
-from orchestrator.report.words import BUSY_MARK, check_words, confirmation_heading
 from orchestrator.space.notation import short_name
-from orchestrator.status.overview import age_words, eta_s, facts, failures, queue_words, running_table, summary_of
+from orchestrator.status.overview import age_text, eta_s, facts, failures, queue_text, running_table, summary_of
 from orchestrator.sweep.events import ProfileRun
 from orchestrator.sweep.snapshot import AT_REST, Home, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
@@ -50,23 +50,23 @@ from orchestrator.terminal.fitted import (
 from orchestrator.text import one_line, plain
 from orchestrator.units import watermark, watermark_line
 
-# The proof of a sweep on the terminal: rounds of the confirmation, the loss gate, the user's own evaluation.
+# The proof of a sweep on the terminal: rounds of the confirmation, the loss gate, the user's evaluation.
 
 
 def render_confirmation(proof: ProofResult) -> RenderableType | None:
-    """A line per finalist: its speed over the baseline's over all rounds and in each. None without finalists."""
+    """One line per finalist: its speed-up over the baseline in all rounds and in each. None without finalists."""
     table = finalist_table(proof)
     if table is None:
         return None
     parts: list[RenderableType] = [fitted(table)]
     if proof.caution:
         parts.append(Text(f"{BUSY_MARK} {proof.caution}", style="yellow"))
-    running = f"running: {', '.join(map(check_words, proof.running))}" if proof.running else "more to come"
+    running = f"running: {', '.join(map(check_text, proof.running))}" if proof.running else "more to come"
     return Group(*parts, *([Text(running, style="cyan")] if proof.is_going_on else []))
 
 
 def render_gate(proof: ProofResult) -> RenderableType | None:
-    """A line per finalist that trained for the gate or was evaluated; None without any."""
+    """One line per finalist that trained for the gate or was evaluated; None without any."""
     grid = label_grid()
     for one in judged(proof):
         what = "your evaluation: " if one.kind == "Your evaluation" else ""
@@ -76,21 +76,21 @@ def render_gate(proof: ProofResult) -> RenderableType | None:
     return grid if grid.rows else None
 
 
-# The sweep while it runs: a table that follows it on a terminal, plain lines everywhere else.
+# A running sweep: a live table on a terminal, plain lines everywhere else.
 
 
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 12
-"""Rows of ended trials shown live: the baseline, the fastest, then the latest failures."""
+"""Number of ended trials shown live: the baseline, the fastest, then the latest failures."""
 _REFRESH_S = 0.25
 
 
 def render_live(
     state: SweepState, progress: Mapping[int, GangProgress], now_s: float, waiting: str = ""
 ) -> RenderableType:
-    """The sweep at ``now_s`` (clock of the events); ``progress`` holds the latest report per running trial, ``waiting``
-    is why it has fewer nodes than it could use."""
+    """The sweep at ``now_s`` (clock of the events). ``progress``: the latest report per running trial. ``waiting``: why
+    it has fewer nodes than it could use."""
     if state.created is None:
         return Text(f"waiting for nodes: {waiting}" if waiting else "starting ...")
     pending = (state.trials[number] for number in sorted({*state.running, *state.waiting}))
@@ -99,25 +99,25 @@ def render_live(
     table = render_trials(make_trial_table(state, [*shown, *running], progress), has_json=False)
     hidden = state.num_searched - len(running) - len(shown)
     more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
-    told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
+    messages = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
     return Group(
         *mark(state.virtual),
         _header(state, now_s),
         table,
         *more,
         *_checks(state, progress),
-        *told,
+        *messages,
         _footer(state, now_s),
     )
 
 
 def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[RenderableType]:
-    """The confirmation so far, and the checks that run now."""
+    """The confirmation so far, and the running checks."""
     parts: list[RenderableType] = []
     if (confirmed := render_confirmation(proof_result(state))) is not None:
-        parts += [Text(words.confirmation_heading(state.virtual).lower(), style="bold"), indented(confirmed)]
+        parts += [Text(descriptions.confirmation_heading(state.virtual).lower(), style="bold"), indented(confirmed)]
     for number in sorted(state.running):
-        if what := words.check_words(state.trials[number].check):
+        if what := descriptions.check_text(state.trials[number].check):
             doing = progress_cell(progress.get(number)).text
             parts.append(Text.assemble((f"{units.trial_id(number)}  {what}", "cyan"), f"  {doing}"))
     return parts
@@ -129,7 +129,7 @@ class LiveView:
     def __init__(self, console: Console | None = None, opening: str = "") -> None:
         """
         Args:
-            opening: printed once, when the sweep is there.
+            opening: printed once, when the sweep exists.
         """
         self.console = console or SafeConsole(stderr=True)
         self._opening = opening
@@ -150,7 +150,7 @@ class LiveView:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._live:
-            self._live.transient = kind is not KeyboardInterrupt  # whoever goes away keeps what was seen last
+            self._live.transient = kind is not KeyboardInterrupt  # leaves the last state on the screen
             self._live.stop()
             self._live = None
 
@@ -194,7 +194,7 @@ class LiveView:
         return render_live(self._state, self._progress, self._state.now_s, self._waiting)
 
     def _announce(self) -> None:
-        """One line per trial that ended since the last look; those of an earlier controller count as seen."""
+        """One line per newly ended trial; those of an earlier controller are skipped."""
         if not self._is_marked and self._state.virtual is not None:
             self._is_marked = True
             self.console.print(watermark_line(self._state.virtual), highlight=False)
@@ -212,20 +212,20 @@ def trial_line(state: SweepState, trial: Trial) -> str:
     """An ended trial in one plain line."""
     measurement = trial.measurement
     if measurement is None:
-        result = units.status_words(trial.status)
-        tail = f"  {words.failure(trial)}"
+        result = units.status_label(trial.status)
+        tail = f"  {descriptions.failure(trial)}"
     else:
         unit = state.unit
         best = state.best is not None and state.best.number == trial.number
         step = f"step {units.milliseconds(measurement.step_time_s)}"
-        result = f"{step}, {units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
+        result = f"{step}, {units.rate(state.score(trial))} {unit} {descriptions.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
-            result = "recorded"  # its times are no measurement
-        compared = words.versus(versus_baseline(trial, state))
+            result = "recorded"  # its times are not a measurement
+        compared = descriptions.versus(versus_baseline(trial, state))
         versus = f"  {compared} vs baseline" if compared != units.DASH else ""
         tail = "  baseline" if trial.number == 0 else versus
         tail += "  best so far" if best and trial.number else ""
-    if what := words.check_words(trial.check):
+    if what := descriptions.check_text(trial.check):
         return one_line(f"{units.trial_id(trial.number)}  {what}  {result}{'' if measurement else tail}")
     return one_line(f"{units.trial_id(trial.number)}  {short_name(trial.candidate)}  {result}{tail}")
 
@@ -235,7 +235,7 @@ def _has_ended(trial: Trial) -> bool:
 
 
 def _shown(state: SweepState) -> list[Trial]:
-    """Ended trials worth a row: the baseline, the fastest, then the latest failures."""
+    """Ended trials to show: the baseline, the fastest, then the latest failures."""
     if len(state.fastest) >= MAX_ROWS:
         return _fastest(state)
     ended = [trial for trial in state.searched() if _has_ended(trial)]
@@ -247,7 +247,7 @@ def _shown(state: SweepState) -> list[Trial]:
 
 
 def _fastest(state: SweepState) -> list[Trial]:
-    """The rows where enough was measured to fill them: the first trial that ended, and the fastest."""
+    """Rows that need measurements: the first trial that ended, and the fastest."""
     first = next(trial for trial in state.trials if trial.check is None and _has_ended(trial))
     numbers = list(dict.fromkeys((first.number, *(ranked.number for ranked in state.fastest))))[:MAX_ROWS]
     trials = [state.trials[number] for number in numbers]
@@ -278,7 +278,7 @@ def _footer(state: SweepState, now_s: float) -> RenderableType:
         best = Text.assemble(
             ("best ", "bold"),
             (units.trial_id(state.best.number), "bold green"),
-            f"  {words.trial_figures(state, state.best)}",
+            f"  {descriptions.trial_figures(state, state.best)}",
         )
     legend = [Text(unit_legend(state.unit), style="dim")] if state.best else []
     return Group(best, *legend, Text("  ·  ".join(parts), style="dim"))
@@ -293,7 +293,7 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     if summary := summary_of(sweep, home):
         parts += [indented(Text(headline(sweep.state, summary))), indented(Text(cost(summary), style="dim"))]
         if (worst := summary.most_disturbed) is not None:
-            note = words.busy_note({worst.number: worst.measurement}).removeprefix(words.BUSY_MARK)
+            note = descriptions.busy_note({worst.number: worst.measurement}).removeprefix(descriptions.BUSY_MARK)
             parts.append(indented(Text(f"{units.count(len(summary.disturbed), 'trial')}{note}", style="yellow")))
     grid = label_grid("dim")
     for fact in facts(sweep):
@@ -306,7 +306,7 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     if sweep.state.created is not None and (confirmed := render_confirmation(proof_result(sweep.state))):
         parts += [_section(confirmation_heading(sweep.state.virtual)), indented(confirmed)]
     if lost := failures(sweep.state):
-        parts.append(_section("Not measured, the latest first"))
+        parts.append(_section("Not measured, latest first"))
         parts += [_failure(trial, index, describe_failure(outcome), outcome.kind) for trial, index, outcome in lost]
     if hint := _hint(sweep, invocation):
         parts += [Text(""), Text(hint, style="dim")]
@@ -319,14 +319,14 @@ def _title(sweep: Snapshot) -> Text:
         title.append(f" on {one_line(sweep.state.created.hardware)}", style="not bold")
     title.append(": ", style="not bold")
     title.append(sweep.phase, style=PHASE_STYLES.get(sweep.phase, "yellow"))
-    is_told_below = sweep.phase == "running"  # why the lease is not what it could be
+    is_shown_below = sweep.phase == "running"  # why the lease is smaller than wanted
     return title.append(
-        f", {one_line(plain(sweep.reason))}" if sweep.reason and not is_told_below else "", style="not bold"
+        f", {one_line(plain(sweep.reason))}" if sweep.reason and not is_shown_below else "", style="not bold"
     )
 
 
 def _links(sweep: Snapshot) -> list[tuple[str, Text]]:
-    """Pages of the sweep on its tracking server; none where it has none, or nothing was recorded there yet."""
+    """Pages of the sweep on its tracking server; none without a server or before anything was recorded."""
     uri = sweep.tracking_uri or ""
     if not uri.startswith("http"):
         return []
@@ -348,12 +348,12 @@ def _section(title: str) -> RenderableType:
 
 def _hint(sweep: Snapshot, invocation: Invocation) -> str:
     if sweep.phase == "interrupted" and sweep.state.created is None:
-        return "submit its file again: it goes on from the beginning"
+        return "submit its file again to start over"
     if sweep.phase in ("paused", "interrupted"):
-        return f"{invocation.command('resume', sweep.name)}   goes on with it"
+        return f"{invocation.command('resume', sweep.name)}   resume it"
     if sweep.phase in AT_REST:
-        return f"{invocation.command('report', sweep.name)}   shows the result"
-    return f"{invocation.command('watch', sweep.name)}   follows it"
+        return f"{invocation.command('report', sweep.name)}   show the result"
+    return f"{invocation.command('watch', sweep.name)}   follow it"
 
 
 PHASE_STYLES = {
@@ -367,7 +367,7 @@ PHASE_STYLES = {
 
 
 def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
-    """One row per sweep; below, why some of them wait or have ended."""
+    """One row per sweep; below, why some are waiting or have ended."""
     if not sweeps:
         return Text(f"no sweeps in {home.path}")
     columns = (
@@ -395,21 +395,21 @@ def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
 def _row(sweep: Snapshot) -> list[Text]:
     began_at_s, created = sweep.began_at_s, sweep.state.created
     limit = created.budget.max_trials if created else None
-    age = units.DASH if began_at_s is None else age_words(sweep.at_s - began_at_s)
+    age = units.DASH if began_at_s is None else age_text(sweep.at_s - began_at_s)
     return [
         Text(sweep.name, style="bold"),
         Text(sweep.phase, style=PHASE_STYLES.get(sweep.phase, "yellow")),
         Text(f"{sweep.num_done}/{limit}" if limit else str(sweep.num_done)),
         Text(str(len(sweep.state.running) or ""), style="cyan"),
         Text(str(len(sweep.state.waiting) or ""), style="yellow"),
-        best_words(sweep.state),
+        best_text(sweep.state),
         Text(_hours(sweep)),
         Text(age),
     ]
 
 
-def best_words(state: SweepState) -> Text:
-    """``1.42x t007``: the confirmed winner, before that the fastest; the baseline where nothing beat it."""
+def best_text(state: SweepState) -> Text:
+    """``1.42x t007``: the confirmed winner, else the fastest; the baseline if nothing beat it."""
     verdict = state.verdict
     if verdict is not None and verdict.winner is not None and verdict.speedup is not None and not state.virtual:
         shown = units.short_ratio(verdict.speedup.value, verdict.speedup)
@@ -430,10 +430,10 @@ def _hours(sweep: Snapshot) -> str:
 
 
 def _note(sweep: Snapshot) -> Text | None:
-    """Who is at work on a sweep, and why it is where it is; None for one that has simply finished."""
+    """The controller of a sweep, and the reason for its state; None for a finished sweep."""
     virtual = watermark(sweep.state.virtual)
     reason = virtual if sweep.phase == "finished" else "; ".join(filter(None, (virtual, plain(sweep.reason))))
-    parts = [part for part in (reason, queue_words(sweep)) if part]
+    parts = [part for part in (reason, queue_text(sweep)) if part]
     style = PHASE_STYLES.get(sweep.phase, "yellow")
     note = Text.assemble((sweep.phase, style), f": {'; '.join(parts)}") if parts else Text()
     if at_work := _at_work(sweep):
@@ -442,7 +442,7 @@ def _note(sweep: Snapshot) -> Text | None:
 
 
 def _at_work(sweep: Snapshot) -> str:
-    """``controller: process 4242 on node1``, ``controller: Ray job tune-x``; empty where none is known."""
+    """``controller: process 4242 on node1``, ``controller: Ray job tune-x``; empty if unknown."""
     controller = sweep.controller
     if not sweep.is_held or controller is None:
         return ""

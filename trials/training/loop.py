@@ -167,11 +167,11 @@ class Trainer:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
-    def settle(self) -> None:
+    def wait_for_values(self) -> None:
         """Wait for all weights, which after a step may be on their way from other ranks: before reading them, and
         before the gang ends."""
         for held in self.gradients.held:
-            held.settle()
+            held.wait_for_values()
 
     def findings(self, num_steps: int) -> Findings:
         """What this rank found out over the last ``num_steps`` steps."""
@@ -360,7 +360,7 @@ def format_by_rule(precision: Precision) -> Format:
     return "nchw" if precision.dtype == "float32" else "nhwc"
 
 
-def settle_memory_format(
+def choose_memory_format(
     trainer: Trainer, spec: TrialSpec, dataset: StepBatches | None
 ) -> tuple[torch.memory_format, MemoryFormatReport | None]:
     """Convert the trainer's models; gives the format its inputs need, and what ``auto`` found out.
@@ -424,7 +424,7 @@ def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: 
     targets = sample[1][rows].to(trainer.device)
     synchronize(trainer.device)
     start_s = time.perf_counter()
-    with autocast(spec.candidate.precision, trainer.device):
+    with autocast(spec.candidate, trainer.device):
         loss: Tensor = loss_of(spec.workload.model)(model(inputs), targets)
     torch.autograd.backward(loss)
     synchronize(trainer.device)
@@ -471,7 +471,7 @@ class Accumulation:
         self._part = part
         self._loss = loss
         self._micro_batch_size = candidate.micro_batch_size
-        self._precision = candidate.precision
+        self._candidate = candidate
         self._device = device
         self._scale = scale
         self._layout = candidate.layout
@@ -488,7 +488,7 @@ class Accumulation:
         losses = []
         for i, (rows, wanted) in enumerate(micro_batches, start=1):
             self._begin(is_last=i == len(micro_batches))
-            with autocast(self._precision, self._device):
+            with autocast(self._candidate, self._device):
                 loss = self._loss(module(rows, **self._part.with_targets(wanted)), wanted)
             losses.append(loss.detach())
             marker.mark("forward")
@@ -677,7 +677,7 @@ class Pipeline:
         self._marker: Marker = SilentMarker()
 
         def context() -> AbstractContextManager[Any]:
-            return autocast(candidate.precision, device)
+            return autocast(candidate, device)
 
         self._context = context
         self.stages = [Stage(part, candidate.layout, mesh, device, context) for part in parts]
@@ -694,7 +694,7 @@ class Pipeline:
         marker.mark("bubble")
         if not self._is_last:
             return torch.zeros((), device=self._device)
-        # In the first step the schedule has called the loss once more, before, to find out shapes.
+        # In the first step the schedule has called the loss again, before, to find out shapes.
         return torch.stack(self._losses[-self._num_microbatches :]).mean()
 
     def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

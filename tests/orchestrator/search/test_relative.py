@@ -24,7 +24,7 @@ from orchestrator.search.knob_effects import (
 from orchestrator.space.notation import flat_params
 from tests.support.sweep_files import write
 from trials.reports import ScriptFacts
-from trials.spec import Candidate, Layout, Loader, OwnChoice, Precision, Recompute, ScriptData, ScriptModel, Workload
+from trials.spec import Candidate, CustomChoice, Layout, Loader, Precision, Recompute, ScriptData, ScriptModel, Workload
 
 SCRIPT = ScriptModel(recipe="custom", run=("python", "train.py", "--batch", "{micro_batch_size}"), cwd="/code")
 WORKLOAD = Workload(model=SCRIPT, data=ScriptData(), seq_length=1, global_batch_size=64)
@@ -33,7 +33,7 @@ AMP = Precision(level="O1", dtype="bfloat16")
 
 
 def own(**values):
-    return tuple(OwnChoice(name=f"--{name}", value=value) for name, value in sorted(values.items()))
+    return tuple(CustomChoice(name=f"--{name}", value=value) for name, value in sorted(values.items()))
 
 
 def predictor(candidates, **options):
@@ -110,7 +110,7 @@ def test_a_role_says_what_a_name_does_not(values, name, role):
 
     def found(called, roles):
         baseline, other = (
-            dataclasses.replace(BASELINE, own=(OwnChoice(name=called, value=value),)) for value in values
+            dataclasses.replace(BASELINE, own=(CustomChoice(name=called, value=value),)) for value in values
         )
         return predictor([baseline, other], baseline=baseline, roles=roles).gain_of(1)
 
@@ -189,7 +189,7 @@ def test_the_search_is_better_than_tpe_where_memory_binds_and_where_it_does_not(
 
 
 def test_earlier_sweeps_of_the_same_script_teach_the_next():
-    """An own knob of which nobody knows anything: the earlier sweep measured that a value halves the step."""
+    """A custom knob of which nobody knows anything: the earlier sweep measured that a value halves the step."""
     candidates = [dataclasses.replace(BASELINE, own=own(engine=engine)) for engine in "abcd"]
     rng = random.Random(0)
     earlier = [
@@ -258,6 +258,6 @@ def test_plan_orders_scripts_and_says_by_what(tmp_path, monkeypatch):
     assert all(one["gain_low"] < one["gain"] < one["gain_high"] for one in top)
     monkeypatch.setenv("COLUMNS", "80")
     shown = CliRunner().invoke(main, arguments, catch_exceptions=False).stdout
-    assert "not a model of this one" in shown and max(map(len, shown.splitlines())) <= 80
+    assert "not a model of your program" in shown and max(map(len, shown.splitlines())) <= 80
     why = CliRunner().invoke(main, [*arguments, "--why", "{micro_batch_size: 8}"], catch_exceptions=False).stdout
-    assert "by what knobs usually do" in why and "x the baseline" in why
+    assert "typically" in why and "x the speed of the baseline" in why

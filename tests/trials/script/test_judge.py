@@ -12,7 +12,7 @@ from trials.failure import InfeasibleSpec, NonFiniteLoss, classify
 from trials.script.command import Expected, ScriptCommand
 from trials.script.judge import Judge, OutputWatch, failure
 from trials.script.logs import LogRecord, LogValue
-from trials.script.report_lines import StepBook, ToldError
+from trials.script.report_lines import ReportedError, StepBook
 from trials.spec import Protocol
 
 COMMAND = ScriptCommand(
@@ -36,11 +36,11 @@ class Story:
 
     def report(self, step, *, source="report", origin="rank0.jsonl", arrived_s=0.0, since_s=None, **values):
         line = json.dumps({"v": 1, "source": source, "step": step, **values})
-        self.book.hear_report(line, origin=origin, arrived_s=arrived_s, since_s=since_s)
+        self.book.add_report_line(line, origin=origin, arrived_s=arrived_s, since_s=since_s)
         return self
 
     def facts(self, origin="rank0.jsonl", **values):
-        self.book.hear_report(
+        self.book.add_report_line(
             json.dumps({"source": "hook:torch", "event": "facts", **values}), origin=origin, arrived_s=0.0
         )
         return self
@@ -51,7 +51,7 @@ class Story:
             values={name: LogValue(value, 0.001) for name, value in values.items()},
             at_s=None if at_s is None else LogValue(at_s, 0.001),
         )
-        self.book.hear_log(record, format_name="pattern", origin="output", arrived_s=arrived_s)
+        self.book.add_log_record(record, format_name="pattern", origin="output", arrived_s=arrived_s)
         return self
 
 
@@ -79,6 +79,16 @@ def test_a_report_goes_before_a_hook_and_a_hook_before_a_log():
         "step_time_s": "report",
         "loss": "report",
     }
+
+
+def test_a_log_of_micro_batches_does_not_stand_for_the_steps_that_a_hook_counts():
+    story = Story()
+    for step in range(1, 5):
+        assert seconds(story) is None
+        for micro_batch in (2 * step - 1, 2 * step):
+            story.log(micro_batch, step_time_s=0.1)
+        story.report(step, source="hook:torch", step_time_s=0.2)
+    assert (seconds(story), story.judge.times().source) == ([0.2] * 3, "hook:torch")
 
 
 @pytest.mark.parametrize("first", [0, 1, 5001])
@@ -138,7 +148,7 @@ def test_of_several_processes_the_slowest_counts_and_shares_are_averaged():
     [
         ({"world_size": 2}, {"world_size": 1}, "the world size to be 2, but the program has 1"),
         ({"micro_batch_size": 4}, {"micro_batch_size": 2}, "samples per micro-batch to be 4"),
-        ({"num_microbatches": 2}, {"forwards_per_step": 4}, "forward passes per step and rank to be 2"),
+        ({"num_microbatches": 2}, {"forwards_per_step": 4}, "micro-batches per step and rank to be 2"),
         (
             {"dtype": "bfloat16"},
             {"dtype": "torch.float32"},
@@ -163,6 +173,10 @@ def test_facts_that_agree_or_are_unknown_say_nothing():
     sizes = {"parameter_bytes_local": 60, "parameter_bytes_global": 100}
     Story(**expected).facts(micro_batch_size=4, dtype="bfloat16", **sizes).judge.check_facts()
     Story().facts(world_size=1, dtype="float64").judge.check_facts()
+    gan = Story(num_microbatches=1).facts(backwards_per_step=2, num_optimizers=1)
+    gan.judge.check_facts()  # after the first step of the first optimiser
+    gan.facts(forwards_per_step=3, backwards_per_step=3, num_optimizers=2).judge.check_facts()
+    Story(num_microbatches=2).facts(forwards_per_step=4, backwards_per_step=2, num_optimizers=1).judge.check_facts()
 
 
 def test_another_global_batch_is_another_training():
@@ -235,7 +249,7 @@ def test_output_tells_why_a_program_failed(tmp_path, lines, exit_code, kind):
     for line in lines:
         output.feed(line)
     cause = failure(
-        told=(),
+        reported_errors=(),
         file=tmp_path / "none",
         output=output,
         exit_code=exit_code,
@@ -274,7 +288,7 @@ def test_memory_that_a_program_survived_is_not_what_ended_it(tmp_path, lines, ki
     for line in lines:
         output.feed(line)
     ended = {"file": tmp_path / "none", "exit_code": -6, "where": "after 1 of 4 steps", "is_megatron": False}
-    cause = failure(told=(), output=output, **ended)
+    cause = failure(reported_errors=(), output=output, **ended)
     assert classify(cause, "cuda") == kind
     assert kind == "oom" or str(cause) == "the command was killed by signal 6 after 1 of 4 steps"
 
@@ -282,7 +296,7 @@ def test_memory_that_a_program_survived_is_not_what_ended_it(tmp_path, lines, ki
 def test_the_program_s_own_type_stands_in_the_evidence(tmp_path):
     (tmp_path / "error").write_text(json.dumps({"message": {"message": "ValueError: no", "extraInfo": {}}}))
     cause = failure(
-        told=(),
+        reported_errors=(),
         file=tmp_path / "error",
         output=OutputWatch(),
         exit_code=1,
@@ -305,14 +319,14 @@ def test_a_program_whose_steps_are_several_of_the_hook_is_measured_by_its_own_st
 
 
 def test_of_many_errors_that_ranks_tell_a_lost_connection_is_the_last_to_be_believed(tmp_path):
-    lost = ToldError("torch.distributed.DistBackendError", "Connection reset by peer")
-    told = [ToldError("ValueError", "bad batch"), lost]
+    lost = ReportedError("torch.distributed.DistBackendError", "Connection reset by peer")
+    reported_errors = [ReportedError("ValueError", "bad batch"), lost]
     watch = OutputWatch()
     ended = {"file": tmp_path / "none", "exit_code": 1, "where": "", "is_megatron": False}
-    assert type(failure(told=told, output=watch, **ended)).__name__ == "ValueError"
+    assert type(failure(reported_errors=reported_errors, output=watch, **ended)).__name__ == "ValueError"
     watch.feed("Last error: Cuda failure 2 'out of memory'")
     watch.feed("torch.distributed.DistBackendError: NCCL error in: init.cc, unhandled cuda error")
-    assert classify(failure(told=[], output=watch, **ended)) == "oom"
+    assert classify(failure(reported_errors=[], output=watch, **ended)) == "oom"
 
 
 # ---- reported times against the clock ----

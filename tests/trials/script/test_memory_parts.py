@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from trials.script.command import HOOK_FOLDER
 
 sys.path.append(str(HOOK_FOLDER))
-from tune_cluster_hook.look import SeenOperators, _mode
 from tune_cluster_hook.memory_parts import MemoryParts
+from tune_cluster_hook.operator_inspector import OperatorCounts, _mode
 
 WIDTH = 64
 
@@ -51,11 +51,11 @@ def parts(batch, *, recompute=False, closure=False, accumulation=1):
 
     step()
     memory.read(model)
-    look = SeenOperators()
-    memory.live = look.live
-    with _mode(look):
+    operators = OperatorCounts()
+    memory.live = operators.live
+    with _mode(operators):
         step()
-    return memory.read(model), look.live.peak_bytes()
+    return memory.read(model), operators.live.peak_bytes()
 
 
 def test_activations_are_proportional_to_the_micro_batch_and_recompute_keeps_fewer():

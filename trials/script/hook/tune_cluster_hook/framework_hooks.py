@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 from . import step_parts
 from .facts import FACTS, sequence_length
-from .look import unseen
+from .operator_inspector import unseen
 from .step_parts import BACKWARD, DATA, OPTIMIZER, PARTS
 from .steps import (
     ENGINE,
@@ -21,6 +21,7 @@ from .steps import (
     STEPS,
     TRAINER,
     accelerator,
+    generator_states,
     guarded,
     is_capturing,
     is_compiling,
@@ -183,7 +184,7 @@ def grad_scaler(module: Any) -> None:
     @functools.wraps(scale)
     def scale_remembering(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = scale(self, outputs, *args, **kwargs)
-        if scaled is not outputs and hasattr(outputs, "grad_fn") and not is_compiling():
+        if not is_compiling() and scaled is not outputs and hasattr(outputs, "grad_fn"):
             setattr(scaled, UNSCALED, outputs)
         return scaled
 
@@ -219,13 +220,13 @@ def data_loader(module: Any) -> None:
 
     @functools.wraps(iterator.__next__)
     def timed(self: Any) -> Any:
-        batch = None
+        batch, before = None, _before_batch(self)
         try:
             batch = following(self)
             return batch
         finally:
             if threading.get_ident() == _main_thread:
-                _loaded(self, batch)
+                _loaded(self, batch, before)
 
     iterator.__next__ = timed
 
@@ -233,10 +234,23 @@ def data_loader(module: Any) -> None:
 _main_thread = threading.main_thread().ident
 
 
+@guarded("items")
+def _before_batch(iterator: Any) -> Any:
+    """State of the random generators, if the batch may show whether its items draw: the first one shows what the
+    sampler draws."""
+    is_first = iterator._num_yielded == 0 or threading.get_ident() != _main_thread
+    if STEPS.items_draw is not None or iterator._num_workers or is_first:
+        return None
+    return generator_states() if sys.modules["torch"].is_grad_enabled() else None
+
+
 @guarded("loader")
-def _loaded(iterator: Any, batch: Any) -> None:
-    """Which loader gives batches while gradients are wanted, and how long the samples of a batch of sequences are."""
+def _loaded(iterator: Any, batch: Any, before: Any) -> None:
+    """Which loader gives batches while gradients are wanted, how long the samples of a batch of sequences are, and
+    whether items draw random numbers."""
     PARTS.has_loader = True
+    if before is not None and batch is not None:
+        STEPS.items_draw = before != generator_states()
     if sys.modules["torch"].is_grad_enabled():
         STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
     STEPS.saw_length(sequence_length(batch))

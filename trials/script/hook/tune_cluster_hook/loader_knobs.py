@@ -23,7 +23,7 @@ from typing import Any, Callable, Iterator
 
 from .knob_file import APPLIED, KNOBS, NO_EFFECT, accelerator_missing, torch_version
 from .roots import Root
-from .steps import guarded
+from .steps import generator_states, guarded
 
 NAMES = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 PREFETCH = 2
@@ -231,7 +231,7 @@ def _workers_problem(loader: Any, place: LoaderPlace, wanted: Any) -> str | None
         return "iterable data set: each worker would yield all of it, or a different part of it"
     if wanted == 0 or loader._dataset_kind != 0:
         return None
-    place.items = in_fork(functools.partial(_look, loader, climbs=wanted == "auto")) or {"error": "no answer"}
+    place.items = in_fork(functools.partial(_inspect, loader, climbs=wanted == "auto")) or {"error": "no answer"}
     place.climb = place.items.get("climb", {})
     if place.items.get("device"):
         return f"items are tensors on {place.items['device']}: worker processes cannot make them"
@@ -319,15 +319,15 @@ def _answer(function: Callable[[], Any], writing: int) -> None:
         os._exit(0)
 
 
-def _look(loader: Any, *, climbs: bool) -> dict[str, Any]:
+def _inspect(loader: Any, *, climbs: bool) -> dict[str, Any]:
     """In the forked process: an item's device, whether it draws random numbers, and the climb."""
     torch = sys.modules["torch"]
     indices = next(iter(loader._index_sampler))
-    before, positions = _generators(), _own_positions()
+    before, positions = generator_states(), _own_positions()
     indices = indices if isinstance(indices, (list, tuple)) else [indices]
     item = loader.dataset[indices[0]]
     loader.dataset[indices[-1]]  # the first one may be in a buffer
-    found: dict[str, Any] = {"draws": before != _generators()}
+    found: dict[str, Any] = {"draws": before != generator_states()}
     moved = _moved(positions)
     if moved:
         return {"error": f"it reads {moved}, which was open before: processes share the position in an open file"}
@@ -367,15 +367,6 @@ def _moved(positions: dict[int, int]) -> str:
         except OSError:
             continue
     return ""
-
-
-def _generators() -> list[Any]:
-    import random
-
-    found = [sys.modules["torch"].get_rng_state().tolist(), repr(random.getstate())]
-    if "numpy" in sys.modules:
-        found.append(repr(sys.modules["numpy"].random.get_state()))
-    return found
 
 
 def _climb(loader: Any) -> Iterator[tuple[int, float]]:

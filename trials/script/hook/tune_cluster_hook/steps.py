@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import platform
+import random
 import sys
 import time
 from typing import Any, Callable
@@ -73,7 +74,7 @@ def stop_at() -> int | None:
         return None
 
 
-_given_up: dict[str, bool] = {}
+_disabled: dict[str, bool] = {}
 
 
 def guarded(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -86,12 +87,12 @@ def guarded(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if what in _given_up:
+            if what in _disabled:
                 return None
             try:
                 return function(*args, **kwargs)
             except Exception as failure:
-                _given_up[what] = True
+                _disabled[what] = True
                 note(f"hook {what}: {type(failure).__name__}: {str(failure)[:300]}")
                 return None
 
@@ -100,10 +101,22 @@ def guarded(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+def generator_states() -> list[Any]:
+    """States of the random generators that a program draws from by default, to be compared."""
+    found = [sys.modules["torch"].get_rng_state().tolist(), repr(random.getstate())]
+    if "numpy" in sys.modules:
+        found.append(repr(sys.modules["numpy"].random.get_state()))
+    return found
+
+
 def is_compiling() -> bool:
     """Whether torch.compile is tracing this very code: hooks then are to leave no trace in the graph."""
-    compiler = getattr(sys.modules.get("torch"), "compiler", None)
-    return compiler is not None and hasattr(compiler, "is_compiling") and bool(compiler.is_compiling())
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if hasattr(torch.compiler, "is_compiling"):
+        return bool(torch.compiler.is_compiling())
+    return bool(torch._utils.is_compiling())  # before PyTorch 2.2
 
 
 # ---- The accelerator of this process: waiting for it, its allocator's peaks; the memory of the process itself
@@ -244,13 +257,15 @@ class Steps:
         self._losses: list[Any] = []
         self._divided: list[float | None] = []
         self._pending: dict[str, Any] | None = None
-        self._said_by = 0
+        self._reported_by = 0
         self._is_watched = False
         self.after_step: Callable[[int], None] | None = None
         """Called with the number of steps that are over, before the line of the last one is written."""
         self._backwards = 0
         self._optimizers: set[int] = set()
         self._loader: dict[str, int] = {}
+        self.items_draw: bool | None = None
+        """Whether samples that this process loads itself draw random numbers; None: not seen."""
         self._length = 0
         """Tokens of the longest samples since the last step."""
 
@@ -270,11 +285,11 @@ class Steps:
 
     def loaded(self, source: str) -> None:
         """Says once in each process who it is: at its start where it is known to be a rank, else at its first step."""
-        if self._said_by == os.getpid():
+        if self._reported_by == os.getpid():
             return
-        self._said_by = os.getpid()
+        self._reported_by = os.getpid()
         python = platform.python_version()
-        emit(source, event="loaded", pid=self._said_by, stack_signal=self.stack_signal, python=python)
+        emit(source, event="loaded", pid=self._reported_by, stack_signal=self.stack_signal, python=python)
 
     def end(self, source: str) -> None:
         """The training loop is over; sources that know less may speak again."""
@@ -370,7 +385,8 @@ class Steps:
 
     def surroundings(self) -> dict[str, int]:
         """Facts of the last step that the model does not show: its backward passes, loader, optimisers so far."""
-        return {**self._loader, "backwards_per_step": self._backwards, "num_optimizers": len(self._optimizers)}
+        draws = {} if self.items_draw is None else {"items_draw": self.items_draw}
+        return {**self._loader, **draws, "backwards_per_step": self._backwards, "num_optimizers": len(self._optimizers)}
 
     def add_loss(self, loss: Any, divided_by: float | None = None) -> None:
         """The loss of a backward pass, still on its device.
