@@ -126,7 +126,7 @@ class CheckedMemory:
     """What the peak of a custom program consists of, and what follows for the sweep."""
 
     peak_bytes: int
-    """Of the fullest rank."""
+    """Peak of the fullest rank."""
     limit_bytes: int
     weights_bytes: int
     gradient_bytes: int

@@ -116,7 +116,7 @@ class MemoryParts:
         self._is_on = True
         self._optimizers: dict[int, Callable[[], Any]] = {}
         self._gradients: dict[int, int] = {}
-        """Of the present step, by address."""
+        """Gradients of the current step: bytes by address."""
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """Before the step of an optimizer."""
