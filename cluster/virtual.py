@@ -75,7 +75,7 @@ class VirtualCluster:
     """A :class:`cluster.base.Cluster` without processes.
 
     Args:
-        topology: the nodes there are said to be.
+        topology: the nodes to simulate.
         play: what gangs do.
         node_losses: node name to the virtual second in which it goes away.
         admission: the queue of those who share the cluster.

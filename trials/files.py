@@ -166,7 +166,7 @@ _Decode = Callable[[Any], Any]
 
 
 class _MismatchError(Exception):
-    """JSON values that do not fit: messages, each with the path to the bad part as far as it is known by now.
+    """JSON values that do not fit: messages, each with the path to the bad part as far as it is known.
 
     Paths are put together only when something is wrong: a ledger has far more good values than bad ones.
     """

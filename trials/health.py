@@ -109,7 +109,7 @@ def reasons_in(mask: int) -> tuple[str, ...]:
     return tuple(name for name, bit in THROTTLED_BY.items() if mask & bit)
 
 
-# What a rank learnt of its device besides times: memory as the device has it, clocks, heat, power, errors. Standard
+# What a rank learnt of its device apart from times: memory as the device has it, clocks, heat, power, errors. Standard
 # library only.
 
 

@@ -73,7 +73,7 @@ class CompileBeats:
         try:
             yield
         finally:
-            with contextlib.suppress(ValueError):  # somebody has reset dynamo, which forgets who listens
+            with contextlib.suppress(ValueError):  # dynamo was reset, which forgets who listens
                 callback_handler.remove_start_callback(self._begin)
                 callback_handler.remove_end_callback(self._end)
             self._is_over.set()

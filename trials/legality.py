@@ -51,7 +51,7 @@ class LegalityRule:
 
     id: str
     reads: tuple[str, ...]
-    """All that ``check`` looks at besides the workload: fields of the candidate, or attributes of theirs like
+    """All that ``check`` looks at in addition to the workload: fields of the candidate, or attributes of theirs like
     ``layout.tp``. Candidates that agree in those are judged alike, and once."""
     check: Check
 

@@ -1,4 +1,4 @@
-"""What came of an attempt at a trial: a :class:`Measurement`, or a reason why there is none. Standard library only.
+"""The outcome of an attempt at a trial: a :class:`Measurement`, or a reason why there is none. Standard library only.
 
 Every outcome states its ``consequence``, what the catcher must do with it::
 
@@ -351,7 +351,7 @@ class Measurement:
     step_memory_bytes: tuple[int, ...] = ()
     """Peak of every step on the fullest rank of that step, from the first warm-up step on; empty if not known."""
     findings: Findings = field(default_factory=Findings)
-    """What the runner found out besides; recompute effects are those of the rank where they are largest."""
+    """What the runner found out as well; recompute effects are those of the rank where they are largest."""
     places: tuple[str, ...] = ()
     """Host and device that each rank ran on, no two alike; empty on virtual clusters, which have no ranks."""
     disturbances: tuple[Disturbance, ...] = ()

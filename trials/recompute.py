@@ -416,7 +416,7 @@ class _Recorder(TorchFunctionMode):
     def close(self, lasting: Iterable[Tensor]) -> None:
         """Settle what was saved. ``lasting`` lives on for other reasons: parameters, the layer's inputs, its outputs.
 
-        Storages are dropped for good only if nothing else holds them by now; inputs of recipes cost memory only if
+        Storages are dropped for good only if nothing else holds them; inputs of recipes cost memory only if
         nothing else would have kept them.
         """
         self._outputs.clear()

@@ -56,7 +56,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 NEEDED_BY_DRY_RUNS: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor._sharding_prop": ("ShardingPropagator",),
 }
-"""What dry runs need besides."""
+"""What dry runs need as well."""
 
 
 def installed_version() -> str | None:

@@ -42,7 +42,7 @@ from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some fields of the inputs, and all that they depend on besides workload and cluster."""
+    """Some fields of the inputs, and all that they depend on in addition to workload and cluster."""
 
     reads: tuple[str, ...]
     """Fields of the candidate, or attributes of theirs like ``layout.tp``."""

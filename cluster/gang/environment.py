@@ -175,7 +175,7 @@ def default_env(
     """The defaults of ranks on a host with this environment, which goes before them under whatever name.
 
     Args:
-        interface: network interface by which other nodes reach this one; None where nobody knows.
+        interface: network interface by which other nodes reach this one; None if unknown.
         patience_s: how long a gang may take within its deadlines, in seconds.
     """
     found = {}
@@ -243,7 +243,7 @@ def with_master(launch: NodeLaunch) -> NodeLaunch:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody uses now; somebody may before it is used."""
+    """A TCP port of this host that is free now; it may be taken before it is used."""
     chance = random.SystemRandom()  # processes forked from one draw alike from any other
     for port in [*(chance.choice(PORTS) for _ in range(MAX_TRIES)), 0]:
         with socket.socket() as probe:
@@ -316,7 +316,7 @@ def _caches(launch: NodeLaunch) -> dict[str, str]:
 #
 # Ranks write them to the folder ``profile`` of the attempt's folder. Where that is the controller's own file system
 # they are home already. Elsewhere the node's agent sends them, in pieces, before it says that the gang is gone; so
-# they are there when the controller hears of the end. Names are checked on both sides, and no link is followed.
+# they are there when the controller learns of the end. Names are checked on both sides, and no link is followed.
 
 
 logger = logging.getLogger(__name__)

@@ -69,7 +69,7 @@ from trials.secrets import redact
 # ---- Whether what the ranks of a gang report can be true
 #
 # Reports are input like any other: a clock that was set back, a counter that ran over or a runner with a mistake in it
-# must not become a measurement that somebody promotes. Figures that no training can give make the attempt a fault of
+# must not become a measurement that is promoted. Figures that no training can give make the attempt a fault of
 # its candidate, with rank, field and value in the message.
 #
 # A rank that ran a user's program may not know everything, not even its step times; then one of its peers

@@ -61,7 +61,7 @@ class PendingCall:
     sizes: str
     """Shapes of the inputs."""
     is_started: bool
-    """Whether the device is known to be at work on it; nobody knows unless NCCL keeps timings
+    """Whether the device is known to be at work on it; unknown unless NCCL keeps timings
     (``TORCH_NCCL_ENABLE_TIMING``)."""
     peer: int | None = None
     """The other rank of a ``send`` or ``recv``."""
@@ -83,7 +83,7 @@ class FlightRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSight:
-    """What one rank was doing when somebody looked."""
+    """What one rank was doing when it was examined."""
 
     rank: int
     stack: Literal["stopped", "elsewhere", "unclear", "waiting"]

@@ -586,7 +586,7 @@ class _Found:
     left_out: Sequence[ListedDevice] = ()
 
     def but(self) -> str:
-        """What is left out and why, to be said after what there is; empty where nothing is."""
+        """What is left out and why, listed after what there is; empty where nothing is."""
         return f", for {_troubles(self.left_out)}" if self.left_out else ""
 
 

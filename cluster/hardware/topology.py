@@ -340,7 +340,7 @@ def cores_near(bus_ids: Iterable[str], sysfs: Path = SYSFS) -> frozenset[int] | 
     """Cores of the NUMA nodes that devices with these addresses are attached to, as far as this process may use them.
 
     None where there is nothing to choose: a host with one NUMA node, devices on all of them, addresses or places that
-    nobody knows, or a control group that leaves no core there.
+    it is unknown, or a control group that leaves no core there.
     """
     nodes = {int(path.name.removeprefix("node")) for path in (sysfs / "devices/system/node").glob("node[0-9]*")}
     places = {_place(bus_id, sysfs) for bus_id in bus_ids}
@@ -351,7 +351,7 @@ def cores_near(bus_ids: Iterable[str], sysfs: Path = SYSFS) -> frozenset[int] | 
 
 
 def _place(bus_id: str, sysfs: Path) -> int:
-    """Number of the device's NUMA node; -1, as the kernel writes it, where nobody knows."""
+    """Number of the device's NUMA node; -1, as the kernel writes it, if unknown."""
     text = read_or_empty(sysfs / "bus/pci/devices" / bus_id / "numa_node").strip() if bus_id else ""
     return int(text) if text.isdigit() else -1
 

@@ -434,7 +434,7 @@ class HangingSlot:
 
     def telling(self, ranks: dict[int, list[int]]) -> dict[int, int]:
         """For each of ``ranks`` that has one, the process that writes its main thread's stack when it is asked: the
-        one in which the training loop began, else the first that said it would."""
+        one in which the training loop began, else the first that announced it."""
         if self.reports is None:
             return {self.rank: self.pid}
         found: dict[int, int] = {}
@@ -466,7 +466,7 @@ def _registered(path: Path) -> list[tuple[int, bool]]:
 #
 # The fork server has faulthandler dump their stacks into the slot's log on SIGUSR1, which works even while C code
 # holds the interpreter. Users' programs would be ended by that signal: it goes to those processes of theirs
-# only in which our hook has said that it may.
+# only in which our hook has allowed it.
 
 
 DUMP_SIGNAL = signal.SIGUSR1

@@ -427,7 +427,7 @@ def with_devices(
     whose clocks and heat are also its own, but whose processes may be those of other slices.
 
     A process counts as foreign only if it is visible from here: in a container, nvidia-smi gives the host's pids, which
-    mean nothing, or somebody else, inside.
+    mean nothing, or another user, inside.
     """
     samples = [one for one in parse_samples(clocks) if _is_any(handles, one) or _has_any(one, handles)]
     masks = [one.throttle_mask for one in samples if one.throttle_mask is not None]
@@ -638,7 +638,7 @@ GROWTH_BYTES = 256 << 20
 """How much more than when the node was looked at a device may show as used."""
 MAX_IDLE_SHARE = 0.08
 """The share of a device's memory up to which what it showed then counts as idle: an Ascend 910B shows 3.3 of 64 GiB.
-What shows more was somebody's."""
+What shows more was another user's."""
 SETTLE_BEFORE_S = 5.0
 """How long whoever had the devices before may take to let go of them."""
 SETTLE_AFTER_S = 20.0

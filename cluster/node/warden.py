@@ -168,7 +168,7 @@ class Warden:
         self._kill_at_s = math.inf
         self._release_due_s = math.inf
         self._silent_at_s = math.inf
-        """When (monotonic) the controller counts as gone unless it is heard of before."""
+        """When (monotonic) the controller counts as gone unless it reports before."""
         self._is_stopping = False
         self._began_s = time.monotonic()
         self._started_at_s = math.inf
@@ -367,7 +367,7 @@ class Warden:
         if self._is_stopping:
             return
         if now_s >= self._silent_at_s:
-            message = f"{self._launch.node} heard nothing of the controller for too long, and ended its ranks"
+            message = f"{self._launch.node} received nothing from the controller for too long, and ended its ranks"
             self._note("controller", message)
             self._stop(message)
         elif now_s >= self._kill_at_s:

@@ -285,7 +285,7 @@ class Agents:
         return True
 
     def kill(self, slot: NodeSlot) -> None:
-        """End the agent, in case it only cannot be heard."""
+        """End the agent, in case it only cannot be reached."""
         self._forget_calls(slot)
         if (actor := self._actors.pop(slot.name, None)) is not None:
             with contextlib.suppress(UnreachableError):
@@ -649,7 +649,7 @@ class RayCluster:
             return
         self._has_joined = True
         self._lease.ready_now(slot)
-        self._lost.pop(slot.name, None)  # it only had not been heard
+        self._lost.pop(slot.name, None)  # it only had not been reachable
         self._agents.listen(slot)
         self._show()
 
@@ -676,7 +676,7 @@ class RayCluster:
             raise ClusterError(reason)
 
     def _lose(self, slot: NodeSlot, reason: str, category: Category) -> None:
-        """Take the node out of service; its agent is killed in case it only cannot be heard."""
+        """Take the node out of service; its agent is killed in case it only cannot be reached."""
         if self._lease.slots.get(slot.name) is not slot:
             return
         message = f"node {slot.name} is lost: {reason}"

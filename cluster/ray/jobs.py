@@ -44,7 +44,7 @@ _STATES: dict[str, JobState] = {
 REQUEST_TIMEOUT_S = 60.0
 """The first request to a head may wait for its agent to come up."""
 STOP_TIMEOUT_S = 30
-"""How long a job has to end after somebody stops it through Ray (SIGTERM), before Ray kills it."""
+"""How long a job has to end after it is stopped through Ray (SIGTERM), before Ray kills it."""
 MAX_TRIES = 5
 """Tries to submit under the next free id, which others may take at the same time."""
 FOLLOW_OUTAGE_S = 120.0
@@ -89,9 +89,9 @@ def submit_job(
 
     Args:
         address: ``HOST:PORT`` of the head, or ``http(s)://HOST:PORT`` of its dashboard.
-        env: what the process gets in its environment besides the head's; anybody may read it.
+        env: what the process gets in its environment in addition to the head's; anybody may read it.
         id_variable: tells the process the job's id.
-        metadata: jobs of this name with other metadata are somebody else's, and are not attached to.
+        metadata: jobs of this name with other metadata are another user's, and are not attached to.
 
     Raises:
         ClusterError: nothing answers, the token is missing or wrong, or the head has no dashboard.

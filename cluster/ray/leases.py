@@ -176,7 +176,7 @@ POLL_SOON_S = 0.25
 ANSWER_S = 0.05
 """How long to wait at once for an answer of Ray's head, which usually takes a few milliseconds."""
 PLACED_WITHIN_S = 10.0
-"""After so long without its group a node counts as taken by somebody else: a free one is had in milliseconds."""
+"""After so long without its group a node counts as taken by another user: a free one is had in milliseconds."""
 AVOID_S = 60.0
 """How long a node is left alone whose agent did not start."""
 HEAD_LOST_S = 30.0
@@ -311,7 +311,7 @@ class RayLease:
         self._problem = ""
 
     def remove(self, slot: NodeSlot) -> bool:
-        """Give the node back, with all that Ray runs there for us; False if Ray's head does not hear it."""
+        """Give the node back, with all that Ray runs there for us; False if Ray's head does not answer."""
         try:
             within(self._patience_s, lambda: remove_placement_group(slot.group))
         except UnreachableError as error:
@@ -403,7 +403,7 @@ class RayLease:
 
     def _return_requested(self, slots: Iterable[NodeSlot], now_s: float) -> None:
         for slot in slots:
-            logger.info("node %s was taken by somebody else", slot.name)
+            logger.info("node %s was taken by another user", slot.name)
             self.remove(self.slots.pop(slot.name))
             self._quiet_until_s = now_s + self._jitter.uniform(0.5, 3.0)
 

@@ -732,7 +732,7 @@ class ProfileSection(Switchable):
         description="Count collectives per module and flag redundant ones, in one further step.",
     )
     output: str | None = Field(
-        default=None, description="Folder that traces are copied to besides; null: the sweep's own folder has them."
+        default=None, description="Folder that traces are copied to as well; null: the sweep's own folder has them."
     )
 
     _resolve = field_validator("output")(resolve)

@@ -98,7 +98,7 @@ class SweepSpec(Section):
         default=ConfirmSection(), description="How the fastest trials are measured again; off: they are not."
     )
     gate: GateValue = Field(
-        default=GateSection(), description="Whether the winner trains the same model; off: nobody looks."
+        default=GateSection(), description="Whether the winner trains the same model; off: not checked."
     )
     profile: ProfileValue = Field(
         default=AUTO_PROFILE,

@@ -69,7 +69,7 @@ def check_log(pattern: str | None) -> str | None:
     """The pattern of log lines.
 
     Raises:
-        PydanticCustomError: it is no regular expression, lacks the group ``step``, or has one that nobody knows.
+        PydanticCustomError: it is no regular expression, lacks the group ``step``, or has an unknown one.
     """
     if pattern is None:
         return None
@@ -80,7 +80,7 @@ def check_log(pattern: str | None) -> str | None:
     if "step" not in groups:
         raise fault(None, "no group 'step'", r"Write (?P<step>\d+) where the line has the number of the step.")
     if unknown := sorted(groups - {"step", *_GROUPS}):
-        raise fault(None, f"nobody knows what {unknown[0]!r} is", f"Groups besides step: {', '.join(_GROUPS)}.")
+        raise fault(None, f"unknown group {unknown[0]!r}", f"Groups in addition to step: {', '.join(_GROUPS)}.")
     return pattern
 
 
@@ -201,7 +201,7 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
 class MetricsSection(Section):
-    """How the program says what it measured, besides reports and what our hook sees."""
+    """How the program says what it measured, in addition to reports and what our hook sees."""
 
     log: str | None = Field(
         default=None,
@@ -228,7 +228,7 @@ class ScriptSection(Section):
     cwd: str = Field(default=".", validate_default=True, description="Folder it starts in, relative to the sweep file.")
     env: Environment = Field(default={}, description="Environment variables of its own.")
     env_pass: list[VariableName] = Field(
-        default=[], description="Variables of the node's environment that it may see besides, by name."
+        default=[], description="Variables of the node's environment that it may see as well, by name."
     )
     files: dict[FileName, str] = Field(
         default={},
@@ -502,7 +502,7 @@ def _check_custom_knobs(
             raise fault(key, "it has no value where its condition does not hold", "Give it a flag in place of {...}.")
         if is_here and knob.name not in given and knob.name not in run.files:
             remedy = f"Add baseline: {{own: {{{knob.name}: VALUE}}}} with today's value."
-            raise fault(f"baseline.own.{knob.name}", "nobody knows what the command runs with today", remedy)
+            raise fault(f"baseline.own.{knob.name}", "the command's present value is unknown", remedy)
         is_plain = not knob.name.startswith(("-", "$")) and not colon
         if is_plain and not is_here and knob.flag is None and workload.recipe == CUSTOM:
             remedy = f"Put {{{knob.name}}} into workload.run, give it a flag, or write --{knob.name}."
@@ -511,7 +511,7 @@ def _check_custom_knobs(
 
 def _check_devices(reading: Reading, given: Mapping[str, Any], num_devices: int | None) -> None:
     if num_devices is None and "dp_replicate" not in {*given, *configured_knobs(reading)}:
-        message = "nobody knows on how many devices the command runs today"
+        message = "unknown number of devices: the command does not set it"
         raise fault("cluster.devices_per_node", message, "Add it, or baseline: {dp_replicate: N}.")
 
 

@@ -120,7 +120,7 @@ def _query(request: str) -> dict[str, Any]:
         reply: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         words = done.stderr.strip().splitlines()
-        last_line = words[-1][:300] if words else "it said nothing"
+        last_line = words[-1][:300] if words else "it printed nothing"
         message = f"building the model ended with status {done.returncode}: {last_line}"
         raise fault(None, message, "Is there enough memory here? `counted: {num_layers: N}` leaves it out.") from None
     return reply
@@ -605,7 +605,7 @@ class PythonSection(Section):
         if not is_there(Path(self.cwd)):
             if not context.get("is_remote", False):
                 raise fault("cwd", f"there is no folder {self.cwd}", "The path is relative to the sweep file.")
-            message = "the code is not here, so nobody knows how many layers it has"
+            message = "the code is not here, so its number of layers is unknown"
             raise fault("counted", message, "Write counted: {num_layers: N}.")
         self.__dict__["counted"] = count_module(self.to_model(), self.to_data(), self.tokens_per_sample)
         return self

@@ -308,11 +308,11 @@ MIN_BOTTLENECK = 0.1
 MIN_SHOWN = 0.03
 """Share of the step below which a bottleneck is not mentioned."""
 NEAR_LIMIT = 0.85
-"""Share of device memory from which on it is said to be nearly full."""
+"""Share of device memory from which on it is reported as nearly full."""
 MUCH_LONGER = 1.5
-"""How many times the bubble of balanced stages a bubble is, from which on that is said."""
+"""How many times the bubble of balanced stages a bubble is, from which on that is reported."""
 LITTLE_GAIN = 1.05
-"""Speed-up by mixed precision below which it is said to have brought little."""
+"""Speed-up by mixed precision below which it is reported to have brought little."""
 MUCH_OPTIMIZER = 0.3
 """Share of the step from which on a program's optimiser is a bottleneck of its own."""
 MAX_AHEAD = 0.05
@@ -711,7 +711,7 @@ def _compute_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
     if (share := case.parts.share("optimizer")) >= MIN_SHOWN:
         layout = case.trial.candidate.layout
         advice = ": dp_shard would divide that among ranks" if layout.dp_replicate > 1 else ""
-        lines.append(f"the optimiser takes {share:.0%} besides{advice}")
+        lines.append(f"the optimiser takes a further {share:.0%}{advice}")
     return [_bottleneck(case, "compute", seconds, found[0].source, lines)]
 
 

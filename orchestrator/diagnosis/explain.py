@@ -281,7 +281,7 @@ def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepStat
     name = ledger.folder.name
     number = None if trial is None else find_trial(state, trial, name).number
     baseline, chosen, _ = diagnosed_trials(state, number)
-    if baseline is None and chosen is None:  # said before anything is planned
+    if baseline is None and chosen is None:  # reported before anything is planned
         words = ", ".join(f"{count} {status_label(status)}" for status, count in state.counts().items())
         raise ConfigError(
             f"no trial of the sweep {name!r} was measured ({words or 'it has none yet'})",

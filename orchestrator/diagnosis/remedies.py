@@ -380,7 +380,7 @@ def changes(
 ) -> list[KnobChange]:
     """Candidates that differ from the trial's only in knobs that help against one kind of bottleneck.
 
-    Knobs that no candidate sets as the trial does may differ besides: a baseline may lie outside of the space.
+    Knobs that no candidate sets as the trial does may differ as well: a baseline may lie outside of the space.
 
     Args:
         candidates: legal ones, those of ``tried`` among them.

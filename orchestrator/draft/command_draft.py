@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.draft.inside_draft import InsideDraft, draft_inside
 from orchestrator.draft.machine import DraftedMachine, comment, quoted, safe_name, sweep_text, value_text, yaml_words
 from orchestrator.draft.observed import Detected
-from orchestrator.draft.program_reading import ReadProgram, read_program
+from orchestrator.draft.program_reading import ReadProgram, read_program, usual_variables
 from orchestrator.draft.static_reading import (
     SourceFile,
     TypedCommand,
@@ -135,9 +135,7 @@ def read_command(
         command=command,
         framework=known,
         reading=reading,
-        program=read_program(
-            command.argv, source, is_gpu=is_gpu, cores=os.cpu_count() or 1, ranks=ranks, detected=detected
-        ),
+        program=read_program(command.argv, source, is_gpu=is_gpu, ranks=ranks, detected=detected),
         source=source,
         run=run,
         detected=detected,
@@ -199,6 +197,8 @@ def draft_script(
     space = dict(_space(script, machine, batch))
     if inside.proposed:
         space["inside"] = inside.proposed
+    if script.uses_placeholders and not space:
+        space["own"] = dict(usual_variables(is_gpu=machine.is_gpu, cores=os.cpu_count() or 1))
     argv = script.program.argv if script.uses_placeholders else script.run.argv
     tokens = seq_length or script.reading.seq_length or script.program.seq_length
     named = name or _name(script)

@@ -28,7 +28,7 @@ from trials.spec import Candidate, Data, ImageFolderData, RandomData, TextData, 
 
 Knobs = Mapping[str, Any]
 COMFORTABLE_SHARE = 0.5
-"""Share of the memory up to which a baseline without any sharding is taken to be what somebody runs today."""
+"""Share of the memory up to which a baseline without any sharding is taken to be what is run today."""
 DEFAULT_SEQ_LENGTH = 4096
 SAMPLES_PER_DEVICE = {"resnet": 64, "linear": 1024}
 TOKENS_PER_STEP = ((1e9, 2**19), (6e9, 2**21))

@@ -126,7 +126,7 @@ def _own_model(file: Path) -> DraftedModel:
 #
 # Trials train Llama-style decoders (RMSNorm, rotary embeddings, SwiGLU, grouped queries, an untied output layer) and
 # ResNets. Decoders that differ in details have the same matrix products, and with them the same best configuration:
-# they are approximated, and the difference is said. Others are refused.
+# they are approximated, and the difference is reported. Others are refused.
 
 
 _RESNETS = {(2, 2, 2, 2): 18, (3, 4, 6, 3): 50}

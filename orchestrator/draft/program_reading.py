@@ -68,7 +68,6 @@ def read_program(
     source: SourceFile | None,
     *,
     is_gpu: bool,
-    cores: int,
     ranks: int = 1,
     detected: Detected | None = None,
 ) -> ReadProgram:
@@ -78,7 +77,7 @@ def read_program(
     if source is None or source.problem:
         why = source.problem if source is not None else "no Python file was found in the command"
         if not detected.is_seen:
-            return ReadProgram(argv=argv, own=_usual(is_gpu, cores), remarks=(f"{why}: its options are unknown",))
+            return ReadProgram(argv=argv, remarks=(f"{why}: its options are unknown",))
         source = None
     by_role = _by_role(argv, source, detected)
     micro, accumulation = _sizes(argv, by_role, source, ranks, detected)
@@ -98,7 +97,6 @@ def read_program(
     own = _with_roles(dict(_own(argv, by_role, is_gpu=is_gpu)), detected)
     present = dict(_present(argv, by_role, own))
     words = _with_custom_placeholders(words, by_role, own)
-    is_something = own or is_tuned or num_workers is not None
     return ReadProgram(
         argv=words,
         env=laid.env,
@@ -109,8 +107,7 @@ def read_program(
         seq_length=_whole(argv, by_role.get("seq_length")),
         is_tuned_by_batch=is_tuned,
         has_batch_in_code=has_batch_in_code,
-        own={_own_name(name, by_role): value for name, value in own.items()}
-        or ({} if is_something else _usual(is_gpu, cores)),
+        own={_own_name(name, by_role): value for name, value in own.items()},
         present={_own_name(name, by_role): value for name, value in present.items()},
         roles=frozenset(by_role),
         remarks=tuple(
@@ -368,7 +365,7 @@ def _present(
         yield from ((name, value) for value in values if str(value) == now)
 
 
-def _usual(is_gpu: bool, cores: int) -> Knobs:
+def usual_variables(*, is_gpu: bool, cores: int) -> Knobs:
     """What can be tuned of any program: variables of its environment."""
     if is_gpu:
         return {"$PYTORCH_CUDA_ALLOC_CONF": ["backend:native", "expandable_segments:True"]}

@@ -413,7 +413,7 @@ _SELF_STARTING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedCommand:
-    """What one rank runs, and what the words around it said."""
+    """What one rank runs, and what the words around it set."""
 
     words: tuple[str, ...]
     """As typed."""
@@ -425,7 +425,7 @@ class TypedCommand:
     starts_ranks: bool = False
     """Whether ``argv`` still is a launcher, which starts the ranks of a node itself."""
     num_processes: int | None = None
-    """Ranks on a node; None: not said, or as many as there are devices."""
+    """Ranks on a node; None: not set, or as many as there are devices."""
     num_nodes: int = 1
 
 
@@ -527,7 +527,7 @@ _SRUN_FLAGS = ("-l", "-u", "-K", "-E", "-O", "-s", "-v", "-Q", "-Z", "-X")
 
 
 def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
-    """The command that ``srun`` starts, and how many ranks a node has; None where that is not said.
+    """The command that ``srun`` starts, and how many ranks a node has; None where that is not set.
 
     Raises:
         ConfigError: there is no command, or several nodes.

@@ -1,6 +1,6 @@
 """Any training program: knobs reach it through placeholders of its command, and nothing else in it is touched.
 
-Nothing is read from the command, since nobody knows what its arguments mean: the baseline says it.
+Nothing is read from the command, since the meaning of its arguments is unknown: the baseline states it.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def _sizes(config: Mapping[str, Any], file: Path) -> dict[str, int]:
 
 
 def _differences(config: Mapping[str, Any], family: _Family, sizes: Mapping[str, int]) -> Iterator[str]:
-    """In what this very model differs from the one that is trained, besides what all of its family do."""
+    """In what this very model differs from the one that is trained, in addition to what all of its family do."""
     if not family.is_gated:
         yield "SwiGLU of as many weights for two matrices"
     if config.get("tie_word_embeddings", family.is_tied):

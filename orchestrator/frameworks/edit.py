@@ -108,11 +108,11 @@ class Overlay:
     argv: tuple[str, ...]
     """``{name}`` stands for the path of the copy of a file in ``files``."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of the user's own."""
+    """Variables in addition to the user's."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Text of the copies by name: all files whose placeholder is in ``argv``."""
     notes: tuple[Note, ...] = ()
-    """An error: this candidate cannot be said here; a warning is shown."""
+    """An error: this candidate cannot be expressed here; a warning is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class Edit:
     names: dict[str, str] = field(default_factory=dict)
     """File name by placeholder, whose suffix tells the format."""
     env: dict[str, str] = field(default_factory=dict)
-    """Variables beside those of the user's own."""
+    """Variables in addition to the user's."""
     notes: list[Note] = field(default_factory=list)
     command_env: Mapping[str, str] = field(default_factory=dict)
     """The user's variables."""
@@ -204,7 +204,7 @@ class Edit:
 
 
 class Texts(Mapping[str, str]):
-    """Texts of files that are written when somebody asks for them: most overlays are only judged, for a plan."""
+    """Texts of files that are written on demand: most overlays are only judged, for a plan."""
 
     def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
         self._makers = makers
@@ -261,7 +261,7 @@ class EditedFile:
         return self._name in self._edit.files
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value at a key as it is by now; ``default`` where there is none."""
+        """The current value at a key; ``default`` where there is none."""
         found = self._value(key)
         return default if found is documents.ABSENT else found
 
@@ -425,7 +425,7 @@ def layers_in(request: OverlayRequest) -> int:
 
 
 def _again(request: OverlayRequest, now: Reading) -> Reading:
-    """What a command says by now; the model stays the one that the user's command describes."""
+    """The command's current settings; the model stays the one that the user's command describes."""
     first, values = request.reading, dict(now.values)
     if now.num_layers is None:
         held = layers_of(request.candidate.layout, layers_in(request))
@@ -439,7 +439,7 @@ def _again(request: OverlayRequest, now: Reading) -> Reading:
 
 
 _ONE_LAYER = ((1,),)
-"""All layers of a model of which nobody knows how many there are."""
+"""All layers of a model whose number is unknown."""
 
 
 def contradictions(request: OverlayRequest, back: Reading) -> list[Note]:

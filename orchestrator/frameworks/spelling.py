@@ -357,9 +357,9 @@ def custom(
 
 def _refuse_scripts(builder: SettingsBuilder) -> None:
     if builder.candidate.own:
-        builder.refuse("own", "knobs of one's own belong to one's own program")
+        builder.refuse("own", "custom knobs belong to your own training program")
     if isinstance(builder.workload.model, ScriptModel):
-        builder.refuse("workload.model.script", "the program is one's own: its export is the command with its files")
+        builder.refuse("workload.model.script", "a custom program is exported as its command with its files")
 
 
 SCRIPTS = custom(("own", "workload.model.script", "workload.data.script"), (), _refuse_scripts)
@@ -436,7 +436,7 @@ ABSENT = "nothing"
 
 
 def differences(requested: Mapping[str, Any], parsed_values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What was asked for and what was said instead, by path; a candidate's field that is not said is the default."""
+    """What was requested and what was written instead, by path; a candidate's field that is not said is the default."""
     known = {**defaults(), **parsed_values}
     return {
         path: (requested.get(path, ABSENT), known.get(path, ABSENT))

@@ -69,7 +69,7 @@ DEFAULTS: Mapping[str, Any] = {
     "max_steps": -1,
     "seed": 42,
 }
-"""What ``TrainingArguments`` is where nothing is said, of transformers 4.40 to 5.23."""
+"""What ``TrainingArguments`` is where nothing is set, of transformers 4.40 to 5.23."""
 
 
 def opened(run: Run) -> Edit:
@@ -196,7 +196,7 @@ def _read_precision(found: Found) -> dict[str, Any]:
     lists: dict[str, Any] = {"precision.white": (), "precision.black": ()}
     given = {name: _is_on(found, "precision.dtype", name) for name in ("fp16", "bf16")}
     if set(given.values()) == {None}:
-        found.warn("precision", "neither bf16 nor fp16 is said: the number format is the model's own")
+        found.warn("precision", "neither bf16 nor fp16 is set: the number format is the model's own")
         return lists
     variable = None if "deepspeed" in found else found.get(_PRECISION)  # its configuration follows the arguments alone
     short = next((name for name, is_on in given.items() if is_on), variable)

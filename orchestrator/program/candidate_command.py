@@ -120,7 +120,7 @@ def file_names(script: Script, names: Iterable[str]) -> dict[str, str]:
 
 
 def problem(script: Script, candidate: Candidate, device: str | None = None) -> str | None:
-    """Why the candidate cannot be said in the words of the user's command; None where it can.
+    """Why the candidate cannot be expressed in the user's command; None where it can.
 
     Recipes read back what they laid over, so that nobody finds out on the devices that something else would be trained.
     """
@@ -170,7 +170,7 @@ def is_settled(name: str, script: Script) -> bool:
 
 
 def with_custom(script: Script, candidate: Candidate) -> Run:
-    """The command with the candidate's own knobs; placeholders are left to be filled in.
+    """The command with the candidate's custom knobs; placeholders are left to be filled in.
 
     Raises:
         ConfigError: a configuration file that cannot be read, or a key that cannot be set in it.
@@ -304,7 +304,7 @@ def script_command(
     """The command of one trial: the candidate laid over the user's own, in trial mode.
 
     Args:
-        env_pass: variables of the ranks' environment that the program sees besides those that the file names.
+        env_pass: variables of the ranks' environment that the program sees in addition to those that the file names.
         fewest_steps: measured steps that are enough where the program ends by itself; None: all that it should run.
         profile: what the hook records of the run; None: nothing.
 

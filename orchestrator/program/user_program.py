@@ -70,7 +70,7 @@ class Script:
 
     @functools.cached_property
     def judged(self) -> dict[tuple[Candidate, str | None], str | None]:
-        """Why candidates cannot run on a kind of device, None where they can, as far as somebody asked: every plan
+        """Why candidates cannot run on a kind of device, None where they can, as far as requested: every plan
         asks for all of them."""
         return {}
 
@@ -106,7 +106,7 @@ _ANY = Workload(
 
 
 def flat(candidate: Candidate) -> dict[str, Any]:
-    """Value by path of a candidate alone, its own knobs left out."""
+    """Value by path of a candidate alone, without custom knobs."""
     values = flatten(candidate, _ANY)
     return {path: value for path, value in values.items() if path != "own" and not is_at_or_below(path, WORKLOAD)}
 

@@ -397,7 +397,7 @@ MIN_LASTING_GROWTH = 0.5
 MEMORY_STEPS, _DAY_S = 10_000, 86_400.0
 """Memory has to suffice for so many steps, or for a day of training where that is more."""
 MUCH_FRAGMENTED = 0.2
-"""Share of the allocator's memory in no tensor from which on it is said."""
+"""Share of the allocator's memory in no tensor from which on it is reported."""
 
 Pair = tuple[Measurement, Measurement]
 """Measurements of the finalist and of the baseline."""

@@ -248,7 +248,7 @@ class Curve:
 
     @property
     def silent(self) -> frozenset[int]:
-        """Steps that tell nothing: there the twin is beyond the limit, or a run that rounds otherwise may be by now.
+        """Steps that tell nothing: there the twin is beyond the limit, or a run that rounds differently may be.
         In the first step weights are equal, so that nothing has grown yet."""
         ahead = [self.twin[min(i + LEAD, len(self.twin) - 1) if i else 0] for i in range(len(self.twin))]
         pairs = enumerate(zip(ahead, self.limits, strict=False), start=1)

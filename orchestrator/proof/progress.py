@@ -395,7 +395,7 @@ def gate_run(state: SweepState, finalist: int, role: GateRole) -> GateRun:
 
 
 def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
-    """Roles that have to train for the gate to judge ``finalist``, in order, as far as they are known by now.
+    """Roles that have to train for the gate to judge ``finalist``, in order, as far as they are known so far.
 
     Where the reference trains, the baseline is its twin. The twin of what is judged in fp32 trains only where something
     is beyond the limits of fp32: otherwise there is nothing that rounding could explain.

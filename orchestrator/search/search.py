@@ -520,7 +520,7 @@ def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
     spread = math.expm1(proposal.log_std)
     how = "largest expected improvement per device-second:"
     if proposal.is_plain or not measured:
-        how = "best prediction before any trial" + ("; by now" if measured else ":")
+        how = "best prediction before any trial" + ("; now" if measured else ":")
     fits = f", fits with {chance(proposal.probability_fits)}" if proposal.probability_fits < 0.995 else ""
     return f"{how} {speed} expected (give or take {spread:.0%}{fits})"
 

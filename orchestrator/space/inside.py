@@ -297,7 +297,7 @@ def _described(rows: Sequence[Knob]) -> Callable[[Candidate], tuple[Any, ...]]:
 
 
 def _custom_of_command(candidate: Candidate) -> tuple[Any, ...]:
-    """Own knobs that the command has, and inside knobs that change what the program does by itself."""
+    """Custom knobs that the command has, and inside knobs that change what the program does by itself."""
     arguments = f"{INSIDE}:{ARGUMENTS}."
     return tuple(one for one in candidate.own if not is_inside(one.name) or one.name.startswith(arguments))
 

@@ -82,7 +82,7 @@ Role = Literal[
 INHERITED = "inherited"
 """Shown value of a custom knob that a candidate leaves as the command says."""
 INSIDE = "inside"
-"""Own knobs ``inside:dotted.key`` are set within the running program, see :mod:`orchestrator.space.inside`."""
+"""Custom knobs ``inside:dotted.key`` are set within the running program, see :mod:`orchestrator.space.inside`."""
 AS_IS = "as_is"
 """Value of such a knob that leaves the program alone."""
 _NAME = re.compile(r"--?[A-Za-z][\w.+/-]*|\$[A-Za-z_]\w*|[A-Za-z_]\w*:[\w.+/-]+|[A-Za-z_][\w.]*")
@@ -98,7 +98,7 @@ class CustomKnob:
     flag: str | None = None
     """The argument that a placeholder stands for, where the command does not have the placeholder."""
     memory: Memory | None = None
-    """How the memory needed changes along ``values``; None: nobody knows."""
+    """How the memory needed changes along ``values``; None: unknown."""
     role: str | None = None
     """The built-in knob that it stands for; None: its name says, or it stands for none."""
     when: tuple[tuple[str, tuple[CustomScalar, ...]], ...] = ()
@@ -196,7 +196,7 @@ def argument_text(value: Any) -> str:
     return str(value)
 
 
-# Own knobs in sweep files
+# Custom knobs in sweep files
 
 
 def _scalar(value: Any) -> Any:
@@ -236,7 +236,7 @@ class CustomKnobSection(Section):
     memory: Memory | None = Field(
         default=None,
         description="Whether each next value needs more device memory (rises), less (falls) or as much (none), at "
-        "most; then running out of memory with one rules out others. Null: nobody knows.",
+        "most; then running out of memory with one rules out others. Null: unknown.",
     )
     role: Role | None = Field(
         default=None,
@@ -319,7 +319,7 @@ class Sign:
     after: str = ""
     """Knob whose signs it follows in names, where that is not its own."""
     knobs: tuple[str, ...] = ()
-    """Names of the knobs that it tells of; in a row, those besides the row's own."""
+    """Names of the knobs that it tells of; in a row, those in addition to the row's own."""
 
     @property
     def placeholders(self) -> list[str]:

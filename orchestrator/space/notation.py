@@ -24,7 +24,7 @@ from trials.spec import (
 
 # The short notation of candidates, like ``pp2 z2x8 mbs1 full4 O1-bf16``: every sign, what it means, and the knobs it
 
-OWN = Sign("{KNOB}={VALUE}", "your own knob {KNOB}: {VALUE}", lambda _: None, knobs=("own",))
+OWN = Sign("{KNOB}={VALUE}", "custom knob {KNOB}: {VALUE}", lambda _: None, knobs=("own",))
 MAX_CUSTOM_CHARS = 24
 """Characters of a value of a custom knob in a name; of longer ones the first and a tag."""
 

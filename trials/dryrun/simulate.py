@@ -164,7 +164,7 @@ def static_shapes() -> Iterator[None]:
 
 
 class _HeldWorks:
-    """Works that hold what they send until somebody waits for them, as those of real groups do."""
+    """Works that hold what they send until they are waited for, as those of real groups do."""
 
     def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
         self._works = works

@@ -298,7 +298,7 @@ _SENT = ("input", "inputs", "input_tensor", "input_tensors", "tensors", "tensor"
 _MOVES = frozenset(
     {"_wrap_tensor_autograd", "clone", "contiguous", "lift_fresh", "wait_tensor", "cat", "stack", "flip", "roll"}
 )
-"""Operators that only move elements, besides all that give views."""
+"""Operators that only move elements, in addition to all that give views."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ _MEMORY = re.compile(
 )
 _MEMORY_TYPES = ("OutOfMemoryError", "MemoryError", "ResourceExhaustedError")
 _SURVIVED = re.compile(r"Ignoring this choice|terminate called|watchdog (?:caught|thread terminated)", re.IGNORECASE)
-"""What a program says that has survived what it said of memory before: a kernel was tuned, or an abort begins."""
+"""What a program says that has survived what it reported of memory before: a kernel was tuned, or an abort begins."""
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _UNHANDLED = "unhandled cuda error"
 _LAUNCHERS = re.compile(
@@ -84,7 +84,7 @@ class CommandError(RuntimeError):
 
 
 class NoMetricsError(RuntimeError):
-    """The command ended well, but said nothing of its steps."""
+    """The command ended well, but reported none of its steps."""
 
 
 class TooFewStepsError(RuntimeError):
@@ -220,7 +220,7 @@ def how_it_ended(exit_code: int | None) -> str:
     return f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
 
 
-# What becomes of what was heard: a report of the measured steps, or the error that says why there is none.
+# What becomes of the reports: a report of the measured steps, or the error that says why there is none.
 
 
 REPORT_SLACK_S = 0.2
@@ -511,7 +511,7 @@ class Judge:
         return tuple(max(int(table[step].value) for table in tables) for step in steps) if tables else ()
 
     def report(self, times: MeasuredSteps | None, exit_code: int | None) -> ScriptReport:
-        """What is told of the program besides figures."""
+        """What is told of the program in addition to figures."""
         clean = redactor()
         return ScriptReport(
             sources=tuple(self.sources(times)) if times is not None else (),

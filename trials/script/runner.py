@@ -429,13 +429,13 @@ class ProgramWatch:
         return True
 
     def _publish_measured(self) -> None:
-        """Tell everybody that this rank has its steps; the last thing that they hear of it."""
+        """Tell everybody that this rank has its steps: its last message."""
         self._publish_progress()
         self._has_measured = True
         self._places.publish(PeerState(state="measured", phase="measuring", step=self._command.protocol.num_steps))
 
     def _peer_states(self) -> list[PeerState]:
-        """What the ranks of the node have told, as of late."""
+        """What the ranks of the node have reported most recently."""
         if time.monotonic() - self._polled_peers_at_s >= PEERS_S:
             self._polled_peers_at_s, self._peers = time.monotonic(), self._places.peer_states()
         return self._peers
@@ -502,7 +502,7 @@ class ProgramWatch:
         if self.book.facts or self.book.versions:
             hooked = "the hook was loaded and saw no optimiser step"
         elif self._command.hook:
-            hooked = "nothing was heard of the hook"
+            hooked = "the hook reported nothing"
         looked_at = f"{self._output_bytes} bytes of output and {len(self._file_parsers)} log files have no line that"
         lines = f"{looked_at} looks like {log.name}'s"
         if log.name in ("none", "pattern"):
