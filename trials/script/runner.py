@@ -164,7 +164,8 @@ def _children() -> list[int]:
 LOOK_S = 0.1
 """How often files are looked at."""
 REPORTS_S = 0.02
-"""How often report files are: the arrival of their lines shows how long steps took."""
+"""How often report files are at least, where steps are as short: the arrival of their lines shows how long steps took.
+Looks take time from programs that use all cores: half a step apart they see each line by itself."""
 PEERS_S = 0.2
 """How often it is looked what the ranks of the node have told."""
 MAX_JUDGING = 0.05
@@ -218,6 +219,7 @@ class ProgramWatch:
         self._is_open = True
         self._looked_at_s = self._heard_at_s = self._judge_at_s = 0.0
         self._told_steps = -1
+        self._step_time_s = 0.0
         self._told_at_s = time.monotonic()
         self._heard_bytes = 0
         self._told_word: PeerWord | None = None
@@ -267,7 +269,8 @@ class ProgramWatch:
     def _wait(self, timeout_s: float) -> bool:
         """Sleep until the program prints or ends, at most so long, and read what is new. True: time to judge it, since
         all files were read and the last time was long enough ago."""
-        for key, _ in self._selector.select(min(timeout_s, REPORTS_S) if self._reports.tails else timeout_s):
+        pause_s = min(timeout_s, max(REPORTS_S, self._step_time_s / 2)) if self._reports.tails else timeout_s
+        for key, _ in self._selector.select(pause_s):
             if key.fd == self._child.output:
                 self._read()
             else:
@@ -352,6 +355,7 @@ class ProgramWatch:
         phase: Phase = "measuring" if is_warm else "warmup"
         step = self._told_steps - (command.num_warmup_steps if is_warm else 0)
         time_s = self.judge.last_step_time_s()
+        self._step_time_s = time_s or 0.0
         self._places.tell(PeerWord(state="training", phase=phase, step=step, step_time_s=time_s))
         self._progress(phase, step=step, step_time_s=time_s)
 

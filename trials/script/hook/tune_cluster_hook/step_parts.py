@@ -56,9 +56,10 @@ class PartsClock:
 
     def leave(self, name: str) -> None:
         """The innermost open section of this name is over, and what was left open in it."""
-        if name in self._open and (self._thread == threading.get_ident() or self._works_for_it()):
+        opened = self._open
+        if name in opened and (self._thread == threading.get_ident() or self._works_for_it()):
             self._change()
-            while self._open and self._open.pop() != name:
+            while opened and opened.pop() != name:
                 pass
 
     def during(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,7 +173,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     if is_compiling():
         return None
     PARTS.enter(OPTIMIZER)
-    return _with_closure(args, kwargs)
+    return _with_closure(args, kwargs) if len(args) > 1 or kwargs else None  # the first is the optimiser itself
 
 
 _CLOSURES = (types.FunctionType, types.MethodType, functools.partial)
@@ -181,7 +182,7 @@ _CLOSURES = (types.FunctionType, types.MethodType, functools.partial)
 
 @guarded("closure")
 def _with_closure(args: Any, kwargs: Any) -> Any:
-    if len(args) > 1 and isinstance(args[-1], _CLOSURES):  # the first is the optimiser itself
+    if len(args) > 1 and isinstance(args[-1], _CLOSURES):
         return (*args[:-1], PARTS.during(OTHER, args[-1])), kwargs
     if isinstance(kwargs.get("closure"), _CLOSURES):
         return args, {**kwargs, "closure": PARTS.during(OTHER, kwargs["closure"])}

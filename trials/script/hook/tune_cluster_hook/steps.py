@@ -102,7 +102,7 @@ def guarded(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def is_compiling() -> bool:
     """Whether torch.compile is tracing this very code: hooks then are to leave no trace in the graph."""
-    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    compiler = sys.modules.get("torch.compiler")
     return compiler is not None and hasattr(compiler, "is_compiling") and bool(compiler.is_compiling())
 
 
