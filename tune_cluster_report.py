@@ -35,9 +35,9 @@ __all__ = ["report"]
 
 def rank() -> str:
     """Number of this process among all of the training, as text."""
-    told = os.environ.get("RANK")
-    if told:
-        return told
+    rank_text = os.environ.get("RANK")
+    if rank_text:
+        return rank_text
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return str(dist.get_rank())

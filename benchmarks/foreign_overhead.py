@@ -1,4 +1,4 @@
-"""What a trial of a training program of the user's own costs beyond the bare command, side by side in one run.
+"""What a trial of a user's training program costs beyond the bare command, side by side in one run.
 
 The program is ``configs/examples/train.py`` on two ranks for a fixed number of steps, after which it ends. Bare: its
 two processes, started with torchrun's variables and nothing else. Ours: the same command as a gang on a cluster that

@@ -2,7 +2,7 @@
 
     python -m benchmarks.step_trend [--series 4000]
 
-Every family is drawn with relative noise of 0.3, 1, 3 and 10 %; the table shows the worst of these.
+Every family is drawn with relative noise of 0.3, 1, 3 and 10%; the table shows the worst of these.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _periodic(rng: np.random.Generator, shape: tuple[int, int], noise: float, he
 
 
 def _warming(rng: np.random.Generator, shape: tuple[int, int], noise: float) -> Series:
-    """The first steps take up to 50 % longer, decaying within half a step to two steps."""
+    """The first steps take up to 50% longer, decaying within half a step to two steps."""
     height, decay = (rng.uniform(low, high, (shape[0], 1)) for low, high in ((0.05, 0.5), (0.5, 2.0)))
     return np.exp(noise * rng.standard_normal(shape)) * (1 + height * np.exp(-np.arange(shape[1])[None] / decay))
 
 
 def _two_modes(rng: np.random.Generator, shape: tuple[int, int], noise: float) -> Series:
-    """A fifth of the steps, at random, takes 20 % longer."""
+    """A fifth of the steps, at random, takes 20% longer."""
     return np.exp(noise * rng.standard_normal(shape)) * np.where(rng.random(shape) < 0.2, 1.2, 1.0)
 
 
@@ -63,8 +63,8 @@ HONEST: dict[str, Family] = {
     "heavy tails (t, 2 degrees)": lambda rng, shape, noise: np.exp(np.clip(noise * rng.standard_t(2, shape), -1, 3)),
     "skewed (exponential)": lambda rng, shape, noise: 1 + noise * rng.exponential(1.0, shape),
     "one step in 20 takes twice as long": _spikes,
-    "one step in 5 takes 20 % longer": _two_modes,
-    "every N-th step takes 10 % longer": lambda rng, shape, noise: _periodic(rng, shape, noise, 0.1),
+    "one step in 5 takes 20% longer": _two_modes,
+    "every N-th step takes 10% longer": lambda rng, shape, noise: _periodic(rng, shape, noise, 0.1),
     "every N-th step takes 3 times as long": lambda rng, shape, noise: _periodic(rng, shape, noise, 2.0),
     "tail of warming up": _warming,
 }
@@ -90,12 +90,12 @@ def _leak_with_checkpoints(rng: np.random.Generator, shape: tuple[int, int], noi
 
 
 DRIFTING: dict[str, Family] = {
-    "1 % slower each step": _ramp(0.01),
-    "0.3 % slower each step": _ramp(0.003),
-    "1 % faster each step": _ramp(-0.01),
-    "10 % slower half way": _jump(0.1),
-    "50 % slower half way": _jump(0.5),
-    "1 % slower each step, every 5th 50 % longer": _leak_with_checkpoints,
+    "1% slower each step": _ramp(0.01),
+    "0.3% slower each step": _ramp(0.003),
+    "1% faster each step": _ramp(-0.01),
+    "10% slower half way": _jump(0.1),
+    "50% slower half way": _jump(0.5),
+    "1% slower each step, every 5th 50% longer": _leak_with_checkpoints,
 }
 
 

@@ -27,7 +27,7 @@ class ClusterLostError(ClusterError):
     """The cluster went away while it was in use. Once it is back, a new controller can go on."""
 
 
-class OwnClusterLostError(ClusterLostError):
+class PrivateClusterLostError(ClusterLostError):
     """A cluster that this process had started itself has failed; it can start another one at once."""
 
 

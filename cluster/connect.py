@@ -54,7 +54,7 @@ class _Wait:
         self._limit_s = default_s if request.max_wait_s is None else request.max_wait_s
         self._begun_at_s = time.monotonic()
 
-    def tell(self, reason: str, *, is_infeasible: bool = False) -> None:
+    def report(self, reason: str, *, is_infeasible: bool = False) -> None:
         """Tell whoever listens why there is still no lease.
 
         Raises:
@@ -88,7 +88,7 @@ def _this_host(request: ClusterRequest, workdir: Path, wait: _Wait, preload: Seq
         )
     try:
         while request.claim is not None and not (grant := admission.beat(request.claim)).num_nodes:
-            wait.tell(grant.reason)
+            wait.report(grant.reason)
             time.sleep(BEAT_S)
         if request.kind == "ray":
             return _lease(request, workdir, wait, preload, admission)
@@ -117,7 +117,7 @@ def _lease(
             cluster.resize(grant.num_nodes, at_least=request.min_nodes)
             if cluster.status == "enough":
                 return cluster
-            wait.tell(grant.reason or cluster.waiting, is_infeasible=cluster.status == "infeasible")
+            wait.report(grant.reason or cluster.waiting, is_infeasible=cluster.status == "infeasible")
             cluster.poll(BEAT_S)
     except BaseException:
         cluster.close()

@@ -47,7 +47,7 @@ class LocalCluster:
         self._admission = admission or Unlimited()
         self._topology = Topology(nodes=(self._node,))
         self._is_released = False
-        self._tracker = GangTracker(order=self._tell)
+        self._tracker = GangTracker(order=self._send)
         self._is_closed = False
         lease = uuid4().hex
         self._guardian = Guardian(lease)
@@ -123,6 +123,6 @@ class LocalCluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _tell(self, node: str, attempt_id: str, order: GangOrder) -> None:
+    def _send(self, node: str, attempt_id: str, order: GangOrder) -> None:
         del node  # there is but one
         self._agent.order(attempt_id, order)

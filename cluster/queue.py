@@ -153,7 +153,7 @@ class _Division:
         self._num_nodes = num_nodes
         self._policy = policy
         self._free = num_nodes
-        self._given = dict.fromkeys(claims, 0)
+        self._granted = dict.fromkeys(claims, 0)
         self._by_queue: dict[str, int] = {}
         self._used_by_user: dict[str, int] = {}
         self._blocked_by: dict[str, Claim] = {}
@@ -164,8 +164,10 @@ class _Division:
             holding = [claim for claim in equals if claim.held]
             blocked_by = self._give_each(holding, None)
             for claim in sorted(holding, key=self._order):  # only when all have their floor
-                given = self._given[claim.key]
-                self._give(claim, max(0, min(claim.min_nodes - given, self._free, self._room(claim))) if given else 0)
+                granted = self._granted[claim.key]
+                self._give(
+                    claim, max(0, min(claim.min_nodes - granted, self._free, self._room(claim))) if granted else 0
+                )
             self._give_each([claim for claim in equals if not claim.held], blocked_by)
 
     def _give_each(self, claims: list[Claim], blocked_by: Claim | None) -> Claim | None:
@@ -189,29 +191,29 @@ class _Division:
             self._give(min(growing, key=self._growing_order), 1)
 
     def grant(self, claim: Claim) -> Grant:
-        num_nodes = self._given[claim.key]
+        num_nodes = self._granted[claim.key]
         return Grant(num_nodes, "" if num_nodes >= claim.max_nodes else self._reason(claim, num_nodes))
 
     def _order(self, claim: Claim) -> tuple[float, float, str]:
         return self._load(claim), claim.submitted_at_s, claim.key
 
     def _growing_order(self, claim: Claim) -> tuple[int, float, int, bool, float, str]:
-        given = self._given[claim.key]
-        return -claim.priority, self._load(claim), given, claim.held <= given, claim.submitted_at_s, claim.key
+        granted = self._granted[claim.key]
+        return -claim.priority, self._load(claim), granted, claim.held <= granted, claim.submitted_at_s, claim.key
 
     def _load(self, claim: Claim) -> float:
         return self._by_queue.get(claim.queue, 0) / self._policy.weight(claim.queue)
 
     def _give(self, claim: Claim, num_nodes: int) -> None:
         self._free -= num_nodes
-        self._given[claim.key] += num_nodes
+        self._granted[claim.key] += num_nodes
         self._by_queue[claim.queue] = self._by_queue.get(claim.queue, 0) + num_nodes
         used = self._used_by_user.get(claim.user, 0)
         self._used_by_user[claim.user] = used + num_nodes * claim.devices_per_node
 
     def _may_grow(self, claim: Claim) -> bool:
-        given = self._given[claim.key]
-        return 0 < given < claim.max_nodes and self._room(claim) > 0
+        granted = self._granted[claim.key]
+        return 0 < granted < claim.max_nodes and self._room(claim) > 0
 
     def _room(self, claim: Claim) -> int:
         """Nodes that the user's quota still allows."""
@@ -224,25 +226,25 @@ class _Division:
         """Whether it would fit if all others gave their nodes back, but for those of the same user."""
         return claim.floor <= min(self._num_nodes, self._room(claim))
 
-    def _reason(self, claim: Claim, given: int) -> str:
-        if not given and claim.floor > self._num_nodes:
+    def _reason(self, claim: Claim, granted: int) -> str:
+        if not granted and claim.floor > self._num_nodes:
             return f"{_nodes(claim.min_nodes)} are asked for; the cluster has {self._num_nodes}"
-        if self._room(claim) < (1 if given else claim.floor):
+        if self._room(claim) < (1 if granted else claim.floor):
             return f"user {claim.user} may hold {self._policy.quota(claim.user)} devices"
         if blocking := self._blocked_by.get(claim.key):
             return f"waits behind {blocking.label(claim)}, which asks for {_nodes(blocking.min_nodes)}"
-        num_with_others = sum(self._given.values()) - given
-        if given and not num_with_others:
+        num_with_others = sum(self._granted.values()) - granted
+        if granted and not num_with_others:
             return f"the cluster has {_nodes(self._num_nodes)}"
-        if claim.held and not given:
+        if claim.held and not granted:
             return f"preempted by {self._others(claim)}"
-        target = min(claim.max_nodes, self._num_nodes) if given else claim.floor
+        target = min(claim.max_nodes, self._num_nodes) if granted else claim.floor
         return f"waits for {_nodes(target + num_with_others - self._num_nodes)} held by {self._others(claim)}"
 
     def _others(self, claim: Claim) -> str:
         """The other sweeps that hold nodes, the most important first, in words."""
-        others = [c for c in self.claims.values() if c.key != claim.key and self._given[c.key]]
-        named = sorted(others, key=lambda c: (-c.priority, -self._given[c.key], c.key))
+        others = [c for c in self.claims.values() if c.key != claim.key and self._granted[c.key]]
+        named = sorted(others, key=lambda c: (-c.priority, -self._granted[c.key], c.key))
         more = f" and {len(named) - NUM_NAMED} more" if len(named) > NUM_NAMED else ""
         return ", ".join(c.label(claim) for c in named[:NUM_NAMED]) + more
 

@@ -593,7 +593,7 @@ def _broken(course: Course, fault: Fault, launch: GangLaunch, rng: random.Random
 # The costs of candidates on a simulated cluster: those of the cost model, or of a machine that deviates from it.
 
 
-OWN_KNOB_STD = 0.3
+CUSTOM_KNOB_STD = 0.3
 """Standard deviation of the logarithm of the factor by which a knob's value that the cost model does not know changes
 the step time, for a deviation of 1."""
 
@@ -636,17 +636,17 @@ class ModelledCost:
         x = generic_inputs([(spec.workload, spec.candidate)], self._cluster, {})
         seconds = generic_step_seconds(x, self._model.time.coefficients)
         peaks = generic_peak_bytes(x, self._model.memory.coefficients)
-        own = self._effect_of_own_knobs(spec.candidate)
+        own = self._effect_of_custom_knobs(spec.candidate)
         return Cost(
             step_time_s=own * sum(float(value[0]) for value in seconds.values()),
             peak_bytes=int(sum(float(value[0]) for value in peaks.values())),
         )
 
-    def _effect_of_own_knobs(self, candidate: Candidate) -> float:
+    def _effect_of_custom_knobs(self, candidate: Candidate) -> float:
         """Factor on the step time by knobs of which the model of these workloads knows nothing."""
         neutral = _knobs(Candidate())
         changed = [f"{name}={value}" for name, value in _knobs(candidate).items() if value != neutral[name]]
-        effects = (random.Random(f"{self._seed}/{knob}").gauss(0.0, OWN_KNOB_STD) for knob in changed)
+        effects = (random.Random(f"{self._seed}/{knob}").gauss(0.0, CUSTOM_KNOB_STD) for knob in changed)
         return math.exp(self._deviation * sum(effects))
 
 

@@ -41,7 +41,7 @@ from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import sqlite_path
 from orchestrator.planning.dry_runs import known_topology
-from orchestrator.report.words import disturbance_words
+from orchestrator.report.descriptions import disturbance_text
 from orchestrator.sweep.snapshot import Home
 from trials.accelerator.kinds import FAMILIES, DeviceKind
 from trials.files import to_json
@@ -67,11 +67,11 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing to look at. ``look`` gives words for people, or raises :class:`TroubleError`."""
+class EnvironmentCheck:
+    """One thing to look at. ``sample_cpu`` gives words for people, or raises :class:`TroubleError`."""
 
     subject: str
-    look: Callable[[], str]
+    sample_cpu: Callable[[], str]
     deadline_s: float = 10.0
     level: Level = "fail"
     """How bad it is where the check raises anything else, or does not end."""
@@ -85,7 +85,7 @@ class TroubleError(Exception):
         self.words, self.remedy, self.level = words, remedy, level
 
 
-def run_checks(checks: Sequence[Check]) -> list[Finding]:
+def run_checks(checks: Sequence[EnvironmentCheck]) -> list[Finding]:
     """The findings in the order of the checks. They run at the same time, in threads that are left alone at their
     deadlines: one that hangs in the kernel, as on a file server that is away, cannot be ended."""
     began_s = time.monotonic()
@@ -93,12 +93,12 @@ def run_checks(checks: Sequence[Check]) -> list[Finding]:
     return [_finding(check, future, began_s + check.deadline_s) for check, future in running]
 
 
-def _started(check: Check) -> Future[str]:
+def _started(check: EnvironmentCheck) -> Future[str]:
     future: Future[str] = Future()
 
     def run() -> None:
         try:
-            future.set_result(check.look())
+            future.set_result(check.sample_cpu())
         except BaseException as error:
             future.set_exception(error)
 
@@ -106,7 +106,7 @@ def _started(check: Check) -> Future[str]:
     return future
 
 
-def _finding(check: Check, future: Future[str], until_s: float) -> Finding:
+def _finding(check: EnvironmentCheck, future: Future[str], until_s: float) -> Finding:
     try:
         words = future.result(max(0.1, until_s - time.monotonic()))
     except TroubleError as trouble:
@@ -247,12 +247,12 @@ def host_clock() -> str:
 
 def machine_load() -> str:
     """What other programs use of the cores, by the measure and the limits by which trials count as disturbed."""
-    before = load_watch.look()
+    before = load_watch.sample_cpu()
     time.sleep(LOAD_WINDOW_S)
-    found = load_watch.disturbance(platform.node(), before, load_watch.look(), os.getpid())
+    found = load_watch.disturbance(platform.node(), before, load_watch.sample_cpu(), os.getpid())
     if found.is_disturbing:
         remedy = "Wait, or end other programs: what is measured beside them is slower than it would be."
-        raise TroubleError(disturbance_words(found), remedy)
+        raise TroubleError(disturbance_text(found), remedy)
     if found.foreign_cpu is None:
         return f"not told by the kernel; {num_usable_cores()} cores may be used here"
     return f"others use {found.foreign_cpu:.0%} of the {num_usable_cores()} cores that may be used here"
@@ -266,7 +266,7 @@ TORCH_S = 90.0
 _LISTED = 3
 
 
-_asking = threading.Lock()
+_query_lock = threading.Lock()
 
 
 def _probe() -> Mapping[str, Any]:
@@ -275,25 +275,25 @@ def _probe() -> Mapping[str, Any]:
     Raises:
         TroubleError: it cannot be imported.
     """
-    with _asking:
-        return _ask()
+    with _query_lock:
+        return _query()
 
 
 @functools.cache
-def _ask() -> Mapping[str, Any]:
+def _query() -> Mapping[str, Any]:
     """What torch says, in a process of its own: a broken driver can hang or end the one that asks."""
     try:
-        asked = subprocess.run(
+        completed = subprocess.run(
             python_module("trials.torch_support"), capture_output=True, timeout=TORCH_S - 5, check=False
         )
     except subprocess.TimeoutExpired:
         raise TroubleError(
             "importing torch takes over a minute", "Is the driver hung, or the disk slow?", "fail"
         ) from None
-    if asked.returncode != 0:
-        lines = asked.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {asked.returncode}"]
+    if completed.returncode != 0:
+        lines = completed.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {completed.returncode}"]
         raise TroubleError(f"torch cannot be imported: {lines[-1]}", REMEDY, "fail")
-    answer: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     return answer
 
 
@@ -328,7 +328,7 @@ def found_devices() -> str:
     words = f"{node.num_devices} x {node.device_name}, {units.num_bytes(node.device_memory_bytes)} each"
     _check_torch(node, words)
     if node.device_kind == "cuda" and _is_slow():
-        raise TroubleError(f"{words}; persistence mode is off: every question starts the GPUs anew", _PERSISTENCE)
+        raise TroubleError(f"{words}; persistence mode is off: every question starts the GPUs again", _PERSISTENCE)
     return words
 
 
@@ -450,17 +450,17 @@ def ray_jobs(address: str | None) -> str:
     try:
         url = dashboard_url(address)
         with urllib.request.urlopen(f"{url}/api/version", timeout=10) as answer:
-            told = answer.headers.get("Date")
+            date_header = answer.headers.get("Date")
     except ClusterError as error:
         raise TroubleError(str(error), "Or submit with --foreground, which needs no dashboard.") from None
     except urllib.error.HTTPError as error:
-        told = error.headers.get("Date")
+        date_header = error.headers.get("Date")
     except OSError as error:
         raise TroubleError(f"the dashboard does not answer: {error}", "Or submit with --foreground.") from None
     words = f"dashboard at {url}"
-    if not told:
+    if not date_header:
         return words
-    skew_s = email.utils.parsedate_to_datetime(told).timestamp() - time.time()
+    skew_s = email.utils.parsedate_to_datetime(date_header).timestamp() - time.time()
     if abs(skew_s) > MAX_SKEW_S:
         raise TroubleError(f"{words}; its clock is {skew_s:+.0f} s off this one's", "Run chrony or ntpd on all hosts.")
     return f"{words}; its clock agrees with this one's"
@@ -569,40 +569,48 @@ def make_patient(home: Home, file: Path | None, address: str | None) -> Patient:
     return Patient(home=home, file=file, address=address, spec=spec)
 
 
-QUIET = Check(subject="load", look=machine_load, level="warn")
+QUIET = EnvironmentCheck(subject="load", sample_cpu=machine_load, level="warn")
 """The check that comes before all others, because it would take them for somebody else."""
 
 
-def checks(patient: Patient) -> list[Check]:
+def checks(patient: Patient) -> list[EnvironmentCheck]:
     """All others. A sweep that runs nowhere real needs neither torch nor devices."""
     is_virtual = patient.spec is not None and patient.spec.cluster.kind == "simulated"
     needs_here = not is_virtual and patient.ray_address is None
     address, torch_s = patient.ray_address, TORCH_S
     of_trials = {"torch": torch_version, "devices": found_devices, "collectives": working_collectives}
     return [
-        *([Check(subject="file", look=functools.partial(_file, patient))] if patient.file is not None else []),
-        Check(subject="Python", look=python_version),
-        Check(subject="PYTHONPATH", look=search_path),
         *(
-            Check(subject=name, look=functools.partial(_elsewhere, look, needs_here), deadline_s=torch_s)
+            [EnvironmentCheck(subject="file", sample_cpu=functools.partial(_file, patient))]
+            if patient.file is not None
+            else []
+        ),
+        EnvironmentCheck(subject="Python", sample_cpu=python_version),
+        EnvironmentCheck(subject="PYTHONPATH", sample_cpu=search_path),
+        *(
+            EnvironmentCheck(
+                subject=name, sample_cpu=functools.partial(_elsewhere, look, needs_here), deadline_s=torch_s
+            )
             for name, look in of_trials.items()
         ),
-        Check(subject="driver", look=driver_mode, level="warn", deadline_s=torch_s),
-        Check(subject="environment", look=rank_environment, level="warn", deadline_s=torch_s),
-        Check(subject="Ray", look=functools.partial(ray_package, patient.needs_ray)),
-        Check(subject="Ray cluster", look=functools.partial(ray_cluster, address), deadline_s=RAY_S),
-        Check(
+        EnvironmentCheck(subject="driver", sample_cpu=driver_mode, level="warn", deadline_s=torch_s),
+        EnvironmentCheck(subject="environment", sample_cpu=rank_environment, level="warn", deadline_s=torch_s),
+        EnvironmentCheck(subject="Ray", sample_cpu=functools.partial(ray_package, patient.needs_ray)),
+        EnvironmentCheck(subject="Ray cluster", sample_cpu=functools.partial(ray_cluster, address), deadline_s=RAY_S),
+        EnvironmentCheck(
             subject="Ray jobs",
-            look=functools.partial(ray_jobs, address),
+            sample_cpu=functools.partial(ray_jobs, address),
             deadline_s=RAY_S,
         ),
-        Check(subject="MLflow", look=functools.partial(mlflow_store, patient.tracking_uri), deadline_s=STORE_S),
-        Check(subject="home", look=functools.partial(home_disk, patient.home.path)),
-        Check(subject="shared memory", look=shared_memory, level="warn"),
-        Check(subject="memory", look=host_memory, level="warn"),
-        Check(subject="limits", look=file_limits, level="warn"),
-        Check(subject="ports", look=port_range),
-        Check(subject="clock", look=host_clock, level="warn"),
+        EnvironmentCheck(
+            subject="MLflow", sample_cpu=functools.partial(mlflow_store, patient.tracking_uri), deadline_s=STORE_S
+        ),
+        EnvironmentCheck(subject="home", sample_cpu=functools.partial(home_disk, patient.home.path)),
+        EnvironmentCheck(subject="shared memory", sample_cpu=shared_memory, level="warn"),
+        EnvironmentCheck(subject="memory", sample_cpu=host_memory, level="warn"),
+        EnvironmentCheck(subject="limits", sample_cpu=file_limits, level="warn"),
+        EnvironmentCheck(subject="ports", sample_cpu=port_range),
+        EnvironmentCheck(subject="clock", sample_cpu=host_clock, level="warn"),
     ]
 
 
@@ -645,7 +653,7 @@ class Diagnosed:
     def verdict(self) -> str:
         """The last line: whether sweeps can run."""
         if self.num_failed:
-            return f"{self.num_failed} to be mended before a sweep can run"
+            return f"{self.num_failed} to be fixed before a sweep can run"
         return f"usable; {self.num_warned} to look at" if self.num_warned else "all is well"
 
     def to_json(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ MAX_FAILURES = 5
 MAX_CHARS = 300
 
 
-def may_be_told(event: LedgerEvent, on: Collection[str]) -> bool:
+def may_notify(event: LedgerEvent, on: Collection[str]) -> bool:
     """Whether :func:`notification` may find something in the event; tells without the others."""
     match event:
         case SweepFinished() | SweepPaused():
@@ -118,7 +118,7 @@ def payload(event: NotifyEvent, seq: int, state: SweepState) -> dict[str, Any]:
         "remeasured",
         "device_hours",
     )
-    told: dict[str, Any] = {
+    content: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "event": event,
         "id": f"{state.sweep.spec_hash[:16]}-{seq}",
@@ -129,7 +129,7 @@ def payload(event: NotifyEvent, seq: int, state: SweepState) -> dict[str, Any]:
         "quarantined_nodes": sorted(state.quarantined),
         "failures": _failures(state),
     }
-    clean: dict[str, Any] = redact_all(told)
+    clean: dict[str, Any] = redact_all(content)
     return clean
 
 
@@ -206,11 +206,11 @@ class Delivery:
     def _run(self) -> None:
         try:
             with Ledger.open_existing(self._folder) as ledger:
-                self._outbox.deliver(ledger, lambda *entry: self._tell(ledger, *entry), urgent=True)
+                self._outbox.deliver(ledger, lambda *entry: self._notify(ledger, *entry), urgent=True)
         except Exception as error:
             self.error = str(error) or type(error).__name__
 
-    def _tell(self, ledger: Ledger, entry: LedgerEntry, state: SweepState) -> None:
+    def _notify(self, ledger: Ledger, entry: LedgerEntry, state: SweepState) -> None:
         try:
             earlier = (before.event for before in ledger.backwards(entry.seq))
             event = notification(entry, state, earlier, after_failures=self._section.after_failures)
@@ -224,7 +224,7 @@ class Delivery:
 
 
 class Webhook:
-    """A receiver that gets notifications posted as JSON. Its URL is read anew each time, and kept nowhere."""
+    """A receiver that gets notifications posted as JSON. Its URL is read again each time, and kept nowhere."""
 
     name = "webhook"
 
@@ -239,7 +239,7 @@ class Webhook:
 
 
 class Command:
-    """A receiver that is a program, started anew for each notification, which it reads from its input as JSON."""
+    """A receiver that is a program, started again for each notification, which it reads from its input as JSON."""
 
     name = "command"
 
@@ -390,7 +390,7 @@ class Notifier:
         before = sum(feed.position(ledger) for feed in self._feeds)
         is_at_rest = state.created is not None and state.status != "running"
         for feed in self._feeds:
-            feed.tend(ledger, urgent=is_at_rest)
+            feed.poll(ledger, urgent=is_at_rest)
         if is_at_rest:
             self._flush()
         return sum(feed.position(ledger) for feed in self._feeds) - before
@@ -400,7 +400,7 @@ class Notifier:
         while any(feed.is_busy for feed in self._feeds) and time.monotonic() < deadline_s:
             time.sleep(0.02)
             for feed in self._feeds:
-                feed.look()
+                feed.check_delivery()
         for feed in self._feeds:
             feed.end()
 
@@ -432,20 +432,20 @@ class _Feed:
         """Number of the last event that the receiver has been told of, if there was anything to tell."""
         return ledger.cursor(self._cursor)
 
-    def tend(self, ledger: Ledger, *, urgent: bool) -> None:
+    def poll(self, ledger: Ledger, *, urgent: bool) -> None:
         """See what became of the delivery under way, and begin one where something is due."""
         try:
             entries = ledger.following(self.position(ledger) if self._seen is None else self._seen)
             self._seen = entries[-1].seq if entries else self._seen
-            self._is_due = self._is_due or any(may_be_told(entry.event, self._section.on) for entry in entries)
-            self.look()
+            self._is_due = self._is_due or any(may_notify(entry.event, self._section.on) for entry in entries)
+            self.check_delivery()
             if self._is_due and not self.is_busy and (urgent or self._clock() >= self._retry_at_s):
                 self._began_s, self._is_due = self._clock(), False
                 self._delivery = Delivery(ledger.folder, self._receiver, self._outbox, self._section)
         except (OSError, RuntimeError, LedgerError) as error:
             self._fail(str(error))
 
-    def look(self) -> None:
+    def check_delivery(self) -> None:
         """See whether the delivery has ended; abandon it if it takes too long."""
         if self._delivery is None:
             return

@@ -68,13 +68,13 @@ def user_name() -> str:
 # ---- What processes share: locks on files that end with their holder, signals that interrupt, environments of
 # commands
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def take(file: IO[Any]) -> bool:
     """Take the lock on ``file`` if it can be had within half a second: whoever asks :func:`is_held` has it for an
     instant, too. Returns whether it was taken."""
-    deadline_s = time.monotonic() + _LOOK_S
+    deadline_s = time.monotonic() + _POLL_S
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,12 +110,12 @@ REPEATED_S = 2.0
 def interruptible() -> Iterator[None]:
     """While inside, SIGTERM does what Ctrl-C does. Copies of a signal, from a supervisor and from whoever signals all
     processes of a group, count once; one that comes later interrupts again."""
-    heard_s = -REPEATED_S
+    received_s = -REPEATED_S
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
-        nonlocal heard_s
-        before_s, heard_s = heard_s, time.monotonic()
-        if heard_s - before_s >= REPEATED_S:
+        nonlocal received_s
+        before_s, received_s = received_s, time.monotonic()
+        if received_s - before_s >= REPEATED_S:
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,4 @@
-"""How fast a trial was and how sure we are: medians, 95 % intervals, comparison of two measurements.
+"""How fast a trial was and how sure we are: medians, 95% intervals, comparison of two measurements.
 
 All intervals cover the noise between the steps of one run. Noise between runs (placement, clocks, neighbours) is not
 in them, which is why :func:`compare` also asks for a difference of at least :data:`MIN_DIFFERENCE`, and why the best
@@ -33,12 +33,12 @@ _MAX_EFFECT = 50.0
 """Largest half-width of a log ratio, so that ends of intervals stay finite."""
 _NUM_DRAWS = 4000
 _MIN_TO_RESAMPLE = 5
-"""With fewer samples the range of the resampled medians falls short of 95 %: Student's t of the logarithms is used."""
+"""With fewer samples the range of the resampled medians falls short of 95%: Student's t of the logarithms is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A 95 % confidence interval."""
+    """A 95% confidence interval."""
 
     low: float
     high: float
@@ -143,7 +143,7 @@ def _median_draws(samples: tuple[float, ...], seed: int, resolution: float = 0.0
     draws = _exact_median_draws(samples, rng)
     if not resolution:
         return draws
-    shifts = rng.permutation(np.linspace(-0.5, 0.5, _NUM_DRAWS)) * resolution / 0.95  # 95 % of them span one resolution
+    shifts = rng.permutation(np.linspace(-0.5, 0.5, _NUM_DRAWS)) * resolution / 0.95  # 95% of them span one resolution
     return np.asarray(np.maximum(draws + shifts, 0.1 * draws))
 
 

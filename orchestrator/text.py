@@ -76,7 +76,7 @@ class Follower:
             return []
         with self._path.open("rb") as file:
             if file.seek(0, 2) < self._at:
-                self._at, self._rest = 0, b""  # written anew
+                self._at, self._rest = 0, b""  # written again
             file.seek(self._at)
             chunk = file.read(MAX_TAIL_BYTES)
         self._at += len(chunk)

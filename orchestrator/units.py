@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from orchestrator.statistics import Interval
 
-STATUS_WORDS = {
+STATUS_LABELS = {
     "stopped_early": "stopped early",
     "oom": "out of memory",
     "host_oom": "host memory",
@@ -28,10 +28,10 @@ def trial_id(number: int) -> str:
     return f"t{number:03d}"
 
 
-def status_words(status: str, virtual: str | None = None) -> str:
+def status_label(status: str, virtual: str | None = None) -> str:
     """The status of a trial for people: ``out of memory`` for ``oom``. On a cluster that does not exist nothing is
     measured: there a trial is ``simulated``."""
-    return virtual if virtual and status == "measured" else STATUS_WORDS.get(status, status)
+    return virtual if virtual and status == "measured" else STATUS_LABELS.get(status, status)
 
 
 def rounded(value: float, digits: int = 4) -> float:
@@ -82,7 +82,7 @@ def is_wide(found: Bounds | None) -> bool:
 
 
 def ratio(value: float, found: Bounds | None) -> str:
-    """A ratio with its 95 % interval, what is sure first: ``3.06x (2.98x – 3.14x)``, but ``at least 1.06x (95 %: 1.06x
+    """A ratio with its 95% interval, what is sure first: ``3.06x (2.98x – 3.14x)``, but ``at least 1.06x (95%: 1.06x
     – 9.56x)`` where the interval is wide."""  # noqa: RUF002
     if found is None or found.low is None or found.high is None or not is_wide(found):
         return f"{value:.2f}x ({ratio_interval(found)})"
@@ -90,7 +90,7 @@ def ratio(value: float, found: Bounds | None) -> str:
         sure = f"at least {floor(found.low)}x"
     else:
         sure = f"at most {ceil(found.high)}x" if found.high < 1 else "not told from 1x"
-    return f"{sure} (95 %: {ratio_interval(found)})"
+    return f"{sure} (95%: {ratio_interval(found)})"
 
 
 def short_ratio(value: float, found: Bounds | None) -> str:
@@ -130,8 +130,8 @@ def ceil(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """``0.04 %`` of a share of 0.0004."""
-    return f"{100 * share:.2g} %"
+    """``0.04%`` of a share of 0.0004."""
+    return f"{100 * share:.2g}%"
 
 
 def num_bytes(value: float) -> str:
@@ -167,14 +167,14 @@ def device_time(device_seconds: float) -> str:
     )
 
 
-def value_words(value: object) -> str:
+def value_text(value: object) -> str:
     """The value of a knob: ``on`` and ``off`` for truth values, a dash for none."""
     return {True: "on", False: "off", None: DASH}[value] if isinstance(value, bool | None) else str(value)
 
 
-def changes_words(changed: Mapping[str, tuple[object, object]]) -> str:
+def changes_text(changed: Mapping[str, tuple[object, object]]) -> str:
     """Knobs with their values before and after: ``precision O0 → O1-bf16, pin_memory off → on``."""
-    return ", ".join(f"{name} {value_words(old)} → {value_words(new)}" for name, (old, new) in changed.items())
+    return ", ".join(f"{name} {value_text(old)} → {value_text(new)}" for name, (old, new) in changed.items())
 
 
 def count(number: int, noun: str) -> str:
@@ -213,7 +213,7 @@ def watermark_line(virtual: Virtual | None) -> str:
     return f"{_WATERMARK}: {meaning}."
 
 
-def predicted_words(gain: str) -> str:
+def predicted_text(gain: str) -> str:
     """``Simulated: 1.80x the speed of your present configuration, predicted by the cost model``; ``gain`` is all up to
     the comma."""
     return f"Simulated: {gain}, predicted by the cost model"

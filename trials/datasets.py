@@ -1,4 +1,4 @@
-"""Data sets, made on the spot or from the user's own code, and the loader that brings their batches to a rank.
+"""Data sets, made on the spot or from the user's code, and the loader that brings their batches to a rank.
 
 Knows neither models nor layouts.
 """
@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from trials.failure import DataError, InfeasibleSpec
 from trials.files import open_regular
-from trials.own_code import call_function
 from trials.reports import LoaderPoint, LoaderTuningReport
 from trials.spec import (
     HuggingFaceModel,
@@ -49,8 +48,9 @@ from trials.spec import (
     TokenFileData,
     Workload,
 )
+from trials.user_code import call_function
 
-# ---- Data sets made on the spot or from the user's own code, and what one sample of each is
+# ---- Data sets made on the spot or from the user's code, and what one sample of each is
 
 # The interface of a data set: batches by step, split over data-parallel ranks.
 
@@ -228,10 +228,10 @@ class ImageBatches(StepBatches):
         return self._order[1]
 
 
-# Samples of the user's own data set, in an order that depends on the seed alone.
+# Samples of the user's data set, in an order that depends on the seed alone.
 
 
-def open_own(data: PythonData) -> Any:
+def open_user_data(data: PythonData) -> Any:
     """The data set that the user's function gives.
 
     Raises:
@@ -249,7 +249,7 @@ def open_own(data: PythonData) -> Any:
     return dataset
 
 
-class OwnBatches(StepBatches):
+class UserBatches(StepBatches):
     """Batches of samples drawn at random, each a pair of input and target."""
 
     def __init__(self, dataset: Any, share: Share, *, origin: str) -> None:
@@ -429,7 +429,7 @@ def build_dataset(workload: Workload, share: Share) -> StepBatches:
         case LinearModel() as model, RandomData():
             return VectorBatches(share, size=model.size)
         case PythonModel(), PythonData() as data:
-            return OwnBatches(open_own(data), share, origin=data.dataset)
+            return UserBatches(open_user_data(data), share, origin=data.dataset)
     raise InfeasibleSpec(f"a {workload.model.kind} model cannot train on data of kind {workload.data.kind}")
 
 
@@ -439,7 +439,7 @@ def build_dataset(workload: Workload, share: Share) -> StepBatches:
 def stream_batches(dataset: StepBatches, loader: Loader, *, pin_memory: bool) -> Generator[Batch, None, None]:
     """Batches of steps 0, 1, ... without end, epoch after epoch.
 
-    The iterator starts anew at each epoch, as in ordinary training: without ``persistent_workers`` the workers are
+    The iterator starts again at each epoch, as in ordinary training: without ``persistent_workers`` the workers are
     started again, and the first batch of an epoch is waited for.
 
     Raises:
@@ -462,7 +462,7 @@ def build_loader(dataset: StepBatches, loader: Loader, steps: EpochSteps, *, pin
     """A loader that gives the batches of ``steps``, in order, per iteration.
 
     They are read by ``num_workers`` processes ahead of the step, or in line when there are none. Workers are forked,
-    which takes milliseconds where importing torch anew takes seconds, and die with their rank.
+    which takes milliseconds where importing torch again takes seconds, and die with their rank.
     """
     workers = loader.num_workers
     with _any_number_of_workers():

@@ -41,10 +41,10 @@ class FailureSign:
     def part_in(self, text: str) -> str | None:
         """The first of the parts that stands in ``text``, which is lower-case, as words of their own; None if none
         does: "uce error" is no part of "reduce error"."""
-        return next((part for part in self.parts if _has_words(text, part)), None)
+        return next((part for part in self.parts if _mentions(text, part)), None)
 
 
-def _has_words(text: str, words: str) -> bool:
+def _mentions(text: str, words: str) -> bool:
     at = text.find(words)
     while at >= 0:
         end = at + len(words)
@@ -365,7 +365,7 @@ _REASON_LINES = 8
 _STACK = ("frame #", "exception raised from")
 
 
-def tells_of_abort(text: str) -> bool:
+def mentions_abort(text: str) -> bool:
     """Whether a launcher says in its output that a process which it started has aborted."""
     return _CHILD_ABORTED.search(text) is not None
 
@@ -379,15 +379,15 @@ def cause_in_log(text: str) -> tuple[FailureClass, str] | None:
     """
     lines = [line for line in text.rpartition(_RESTART)[2].splitlines() if line.strip()]
     begin = next((at for at, line in enumerate(lines) if _is_abort(line.lower())), None)
-    told = list(_told(lines))
-    broken = [found for found in told if found[1] == "device_lost"]
-    found = told[::-1] if begin is None else [each for each in told if each[0] >= begin]
+    causes_found = list(_causes(lines))
+    broken = [found for found in causes_found if found[1] == "device_lost"]
+    found = causes_found[::-1] if begin is None else [each for each in causes_found if each[0] >= begin]
     causes = [each for each in found if each[1] != "connection"]
     _, kind, line = (broken or causes or found or [(0, None, "")])[0]
     return None if kind is None else (kind, line.strip())
 
 
-def _told(lines: Sequence[str]) -> Iterator[tuple[int, FailureClass | None, str]]:
+def _causes(lines: Sequence[str]) -> Iterator[tuple[int, FailureClass | None, str]]:
     """The lines that tell of a failure, with their numbers and its class; None for the reason of an abort in words that
     nobody knows."""
     left, unknown = 0, None
@@ -395,7 +395,7 @@ def _told(lines: Sequence[str]) -> Iterator[tuple[int, FailureClass | None, str]
         lowered = line.lower()
         if _is_abort(lowered):
             left = _REASON_LINES
-            unknown = at if unknown is None and _gives_reason(lowered) else unknown
+            unknown = at if unknown is None and _has_reason(lowered) else unknown
         elif any(words in lowered for words in _STACK):
             left = 0
         sign = sign_in_log(lowered)
@@ -412,7 +412,7 @@ def _is_abort(line: str) -> bool:
     return any(words in line for words in _ABORTS)
 
 
-def _gives_reason(line: str) -> bool:
+def _has_reason(line: str) -> bool:
     return any(line.rpartition(words)[2].strip() for words in _REASONS if words in line)
 
 
@@ -574,7 +574,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _classify_one(error: BaseException, is_memory_full: bool) -> FailureClass:
     names = [cls.__name__ for cls in type(error).__mro__]
-    found = _by_words(str(error).lower(), is_memory_full, is_of_code=not _OF_CODE.isdisjoint(names))
+    found = _by_message(str(error).lower(), is_memory_full, is_of_code=not _OF_CODE.isdisjoint(names))
     if found not in (None, "port", "connection"):
         return found
     number = getattr(error, "errno", None)
@@ -587,7 +587,7 @@ def _classify_one(error: BaseException, is_memory_full: bool) -> FailureClass:
     return "connection" if found or isinstance(error, ConnectionError) else "error"
 
 
-def _by_words(message: str, is_memory_full: bool, *, is_of_code: bool) -> FailureClass | None:
+def _by_message(message: str, is_memory_full: bool, *, is_of_code: bool) -> FailureClass | None:
     for sign in SIGNS:
         counts = (is_memory_full or not sign.is_only_if_full) and (sign.is_for_logs or not is_of_code)
         if counts and sign.part_in(message) is not None:

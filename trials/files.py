@@ -45,15 +45,15 @@ def write_atomically(path: Path, chunks: Iterable[bytes], *, mode: int | None = 
     Raises:
         OSError: it cannot be written; what was at ``path`` is as it was.
     """
-    beside = path.with_name(f".{path.name[:64]}.{uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name[:64]}.{uuid4().hex[:8]}")
     try:
-        with beside.open("xb") as file:
+        with temporary.open("xb") as file:
             if mode is not None:
-                beside.chmod(mode)
+                temporary.chmod(mode)
             file.writelines(chunks)
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -21,7 +21,7 @@ STOLEN_LIMIT: Final = 0.02
 """Share taken by the hypervisor, or by the container's own quota, from which on a trial counts as disturbed."""
 LOAD_SUFFIX: Final = ".load.json"
 """Ends the names of the files in an attempt's folder in which wardens keep what they saw, should the controller die."""
-MAX_NODES_TOLD: Final = 8
+MAX_NODES_SHOWN: Final = 8
 """Nodes of a gang whose figures are kept: those disturbed most."""
 THROTTLED_BY: Final = {
     "hw_slowdown": 0x08,
@@ -99,9 +99,9 @@ class Disturbance:
 
 
 def most_disturbed(found: Sequence[Disturbance]) -> tuple[Disturbance, ...]:
-    """What is kept of a gang's nodes: :data:`MAX_NODES_TOLD`, the most disturbed first."""
+    """What is kept of a gang's nodes: :data:`MAX_NODES_SHOWN`, the most disturbed first."""
     ordered = sorted(found, key=lambda one: (-one.severity, one.node))
-    return tuple(ordered[:MAX_NODES_TOLD])
+    return tuple(ordered[:MAX_NODES_SHOWN])
 
 
 def reasons_in(mask: int) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def reasons_in(mask: int) -> tuple[str, ...]:
 # library only.
 
 
-MAX_DEVICES_TOLD: Final = 8
+MAX_DEVICES_SHOWN: Final = 8
 """Devices of a gang whose health is kept."""
 
 
@@ -183,27 +183,27 @@ def device_health(rank: int, samples: Sequence[HealthSample]) -> tuple[DeviceHea
     """What the samples of a rank's device amount to; nothing where there are none."""
     if not samples:
         return ()
-    masks = _told(samples, "throttle_mask")
-    clocks, powers = _told(samples, "sm_clock_mhz"), _told(samples, "power_w")
+    masks = _reported(samples, "throttle_mask")
+    clocks, powers = _reported(samples, "sm_clock_mhz"), _reported(samples, "power_w")
     health = DeviceHealth(
         rank=rank,
         num_samples=len(samples),
         sm_clock_mhz=_median(clocks),
         lowest_sm_clock_mhz=min(clocks, default=None),
-        max_sm_clock_mhz=max(_told(samples, "max_sm_clock_mhz"), default=None),
-        memory_clock_mhz=_median(_told(samples, "memory_clock_mhz")),
+        max_sm_clock_mhz=max(_reported(samples, "max_sm_clock_mhz"), default=None),
+        memory_clock_mhz=_median(_reported(samples, "memory_clock_mhz")),
         throttled_by=reasons_in(functools.reduce(operator.or_, masks, 0)),
         power_capped=statistics.fmean(bool(mask & POWER_CAP) for mask in masks) if masks else None,
-        highest_temperature_c=max(_told(samples, "temperature_c"), default=None),
+        highest_temperature_c=max(_reported(samples, "temperature_c"), default=None),
         mean_power_w=statistics.fmean(powers) if powers else None,
-        power_limit_w=min(_told(samples, "power_limit_w"), default=None),
-        corrected_errors=_increase(_told(samples, "corrected_errors")),
-        uncorrected_errors=_increase(_told(samples, "uncorrected_errors")),
+        power_limit_w=min(_reported(samples, "power_limit_w"), default=None),
+        corrected_errors=_increase(_reported(samples, "corrected_errors")),
+        uncorrected_errors=_increase(_reported(samples, "uncorrected_errors")),
     )
     return (health,)
 
 
-def _told(samples: Sequence[HealthSample], name: str) -> list[Any]:
+def _reported(samples: Sequence[HealthSample], name: str) -> list[Any]:
     return [value for one in samples if (value := getattr(one, name)) is not None]
 
 
@@ -216,13 +216,13 @@ def _increase(counts: list[int]) -> int | None:
 
 
 def most_noteworthy(ranks: Iterable[DeviceHealth]) -> tuple[DeviceHealth, ...]:
-    """What is kept of a gang's devices, :data:`MAX_DEVICES_TOLD`: those in trouble first, then those with the lowest
+    """What is kept of a gang's devices, :data:`MAX_DEVICES_SHOWN`: those in trouble first, then those with the lowest
     clocks."""
     ordered = sorted(
         ranks,
         key=lambda one: (-(one.uncorrected_errors or 0), not one.throttled_by, one.lowest_clock or 1.0, one.rank),
     )
-    return tuple(ordered[:MAX_DEVICES_TOLD])
+    return tuple(ordered[:MAX_DEVICES_SHOWN])
 
 
 def with_throttling(

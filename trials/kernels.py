@@ -63,7 +63,7 @@ class CompileBeats:
     ) -> None:
         with self._lock:
             self._phase, self._step, self._step_time_s = phase, step, step_time_s
-            self._tell(is_compiling=is_compiling)
+            self._report(is_compiling=is_compiling)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -83,7 +83,7 @@ class CompileBeats:
         with self._lock:
             self._depth += 1
             if self._depth == 1:
-                self._tell(is_compiling=True)
+                self._report(is_compiling=True)
         if self._thread is None:
             self._thread = threading.Thread(target=self._beat, name="compile-beats", daemon=True)
             self._thread.start()
@@ -92,16 +92,16 @@ class CompileBeats:
         with self._lock:
             self._depth -= 1
             if self._depth == 0:
-                self._tell(is_compiling=False)
+                self._report(is_compiling=False)
         self._watch_triton()
 
     def _beat(self) -> None:
         while not self._is_over.wait(BEAT_S):
             with self._lock:
                 if self._depth:
-                    self._tell(is_compiling=True)
+                    self._report(is_compiling=True)
 
-    def _tell(self, *, is_compiling: bool) -> None:
+    def _report(self, *, is_compiling: bool) -> None:
         more: dict[str, Any] = {"is_compiling": True} if is_compiling else {}
         self._progress(self._phase, step=self._step, step_time_s=self._step_time_s, **more)
 

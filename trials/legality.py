@@ -22,7 +22,6 @@ from trials.spec import (
     LlamaModel,
     LossScale,
     Model,
-    OwnModel,
     Protocol,
     PythonData,
     PythonModel,
@@ -31,6 +30,7 @@ from trials.spec import (
     TextData,
     TokenFileData,
     TrialSpec,
+    UserModel,
     Workload,
     decoder_of,
 )
@@ -93,14 +93,14 @@ def _model_kind(workload: Workload, candidate: Candidate) -> str | None:
     layout, model = candidate.layout, workload.model
     if isinstance(model, LlamaModel) or max(layout.pp, layout.cp, layout.tp) == 1:
         return None
-    if isinstance(model, OwnModel):
+    if isinstance(model, UserModel):
         return None if layout.cp == 1 else f"model kind {model.kind} has no context parallelism: cp is for llama"
     return f"model kind {model.kind} runs data-parallel only: pp, cp and tp are for llama"
 
 
 def _own_pipeline(workload: Workload, candidate: Candidate) -> str | None:
     model = workload.model
-    if not isinstance(model, OwnModel) or candidate.layout.pp == 1 or model.facts.no_pipeline is None:
+    if not isinstance(model, UserModel) or candidate.layout.pp == 1 or model.facts.no_pipeline is None:
         return None
     return f"pp {candidate.layout.pp}: {model.facts.no_pipeline}"
 
@@ -108,7 +108,7 @@ def _own_pipeline(workload: Workload, candidate: Candidate) -> str | None:
 def _own_tensor_parallel(workload: Workload, candidate: Candidate) -> str | None:
     """Modules of the user's are split by a plan, which the local engine cannot read."""
     layout, model = candidate.layout, workload.model
-    if not isinstance(model, OwnModel) or layout.tp == 1:
+    if not isinstance(model, UserModel) or layout.tp == 1:
         return None
     if model.facts.no_tensor_parallel is not None:
         return f"tp {layout.tp}: {model.facts.no_tensor_parallel}"

@@ -107,7 +107,7 @@ def locked_slab(num_bytes: int) -> Tensor:
 
 
 @functools.cache
-def memory_beside(device: torch.device) -> HostMemory:
+def host_memory_for(device: torch.device) -> HostMemory:
     """The host memory that this process has for copies from and to ``device``."""
     return HostMemory(device)
 
@@ -214,7 +214,7 @@ class _Copies:
 
     def __init__(self, device: torch.device) -> None:
         self.out, self.back = CopyStream(device), CopyStream(device)
-        self.memory: HostMemory = memory_beside(device)
+        self.memory: HostMemory = host_memory_for(device)
 
 
 class _Passes:
@@ -226,7 +226,7 @@ class _Passes:
         """The pass that was last sent for."""
 
     def begin(self, copies: _Copies, *, is_first: bool) -> _Pass:
-        self.settle()
+        self.wait()
         return _Pass(self, copies, None if is_first else self.last)
 
     def end(self, done: _Pass | None) -> None:
@@ -235,7 +235,7 @@ class _Passes:
             self.last.let_go()
         self.last = done
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what was sent for and maybe never asked for, before its memory can serve something else."""
         if self.arriving is not None:
             self.arriving.join()
@@ -281,13 +281,13 @@ class _Pass:
         if self._is_back:
             return
         self._is_back = True
-        self._passes.settle()
+        self._passes.wait()
         self.let_go()
         wanted = [moved for reference in self._moved if (moved := reference()) is not None]
         self._arriving += [moved.room() for moved in wanted]
         self._copies.back.follow()
         for moved in wanted:
-            moved.come_back(self._copies.back)
+            moved.return_to_device(self._copies.back)
         self._back_mark = self._copies.back.mark()
         for moved in wanted:
             moved.leave_host(self._back_mark)
@@ -329,7 +329,7 @@ class _Moved:
         self._back = torch.empty(length, dtype=dtype, device=device)
         return self._back
 
-    def come_back(self, back: CopyStream) -> None:
+    def return_to_device(self, back: CopyStream) -> None:
         assert self._region is not None and self._back is not None
         back.copy(self._back, self._region.like(self._back))
 

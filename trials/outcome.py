@@ -143,11 +143,11 @@ def duration(seconds: float) -> str:
 # heats its device or falls behind its data loader becomes slower; one that still fills caches becomes faster. Where
 # that is certain, the steps at the end are the figure: they are the nearest to what a long training would see.
 #
-# Simulated with 8 to 128 steps and noise of 0.3 to 10 % (``python -m benchmarks.step_trend``), the test finds a trend
-# where there is none in at most 0.4 % of trials with independent, skewed, heavy-tailed or rounded step times, or slow
-# steps at regular intervals; in 1.2 % of those that still warm up at first; and with an autocorrelation of 0.7 in 1.6
-# %. The worst case is 8 steps of which a fifth, at random, takes 20 % longer: 3.5 %, where these all come last or
-# first. It finds 1 % more time each step in all trials of 8 steps with noise of 0.3 %, and of 12 with noise of 1 %.
+# Simulated with 8 to 128 steps and noise of 0.3 to 10% (``python -m benchmarks.step_trend``), the test finds a trend
+# where there is none in at most 0.4% of trials with independent, skewed, heavy-tailed or rounded step times, or slow
+# steps at regular intervals; in 1.2% of those that still warm up at first; and with an autocorrelation of 0.7 in 1.6
+# %. The worst case is 8 steps of which a fifth, at random, takes 20% longer: 3.5%, where these all come last or
+# first. It finds 1% more time each step in all trials of 8 steps with noise of 0.3%, and of 12 with noise of 1%.
 
 
 MIN_STEPS = 8
@@ -159,7 +159,7 @@ CRITICAL = 9.0
 
 The statistic is the largest of several t values: of a straight line, and of a jump after every step with a quarter of
 the steps on either side, each fitted to the logarithms of the step times. Neighbouring steps are not independent, so
-the value does not come from Student's t: it is the 99 % quantile for 16 and more steps of noise with an
+the value does not come from Student's t: it is the 99% quantile for 16 and more steps of noise with an
 autocorrelation of 0.7. What the test finds, and how often it is wrong: ``python -m benchmarks.step_trend``.
 """
 NOISE_FLOOR = 0.001
@@ -279,7 +279,7 @@ class StepBreakdown:
 class RankReport:
     """What one rank measured. Sequences over steps are in step order; times are this rank's own, in seconds.
 
-    A rank that ran a program of the user's own tells what it learnt of it: an empty tuple, 0 bytes and 0 FLOPs mean
+    A rank that ran a user's program tells what it learnt of it: an empty tuple, 0 bytes and 0 FLOPs mean
     "not known". Of a gang, one such rank at least has to know its step times.
     """
 
@@ -327,7 +327,7 @@ class RankReport:
 class Measurement:
     """A gang's measurement: step times are the maximum over ranks, step by step.
 
-    Of a program of the user's own, what nobody told is empty or 0: losses, gradient norms, peaks, breakdown, FLOPs.
+    Of a user's program, what nobody told is empty or 0: losses, gradient norms, peaks, breakdown, FLOPs.
     """
 
     world_size: int

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast with the user's own lists, 16-bit parameters, loss scaling. Knows ``models`` only."""
+"""Mixed precision: autocast with the user's lists, 16-bit parameters, loss scaling. Knows ``models`` only."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class LossScaler:
         self._num_finite = self._num_overflowed = 0
 
 
-# Applies the user's own autocast lists: operators that run in 16 bits, or in fp32, whatever autocast would do.
+# Applies the user's autocast lists: operators that run in 16 bits, or in fp32, whatever autocast would do.
 
 
 logger = logging.getLogger(__name__)

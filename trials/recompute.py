@@ -134,7 +134,7 @@ class Rebuild:
 
     It makes the outputs, and what autograd kept from inside the operator. They stay from the first handle's request
     until every handle has had its turn; then, should a handle ask again (the graph was retained, or a zero-bubble
-    schedule runs it in two passes), they are computed once more.
+    schedule runs it in two passes), they are computed again.
     """
 
     __slots__ = (
@@ -421,7 +421,7 @@ class _Recorder(TorchFunctionMode):
         """
         self._outputs.clear()
         for dropped in self._dropped.values():
-            _settle(dropped)
+            _count_if_freed(dropped)
         counted = {id(storage_of(tensor)) for tensor in lasting} | self._kept.keys()
         for reference, tally in self._recipes:
             recipe = reference()
@@ -485,7 +485,7 @@ class _Recorder(TorchFunctionMode):
         if known is not None and known.storage() is storage:
             return
         if known is not None:
-            _settle(known)
+            _count_if_freed(known)
         self._dropped[id(storage)] = _Dropped(weakref.ref(storage), storage.nbytes(), tally)
 
     def _output(self, storage: torch.UntypedStorage) -> _Output | None:
@@ -493,7 +493,7 @@ class _Recorder(TorchFunctionMode):
         return self._outputs.get(id(storage))
 
 
-def _settle(dropped: _Dropped) -> None:
+def _count_if_freed(dropped: _Dropped) -> None:
     """Count the storage as saved if nothing keeps it."""
     if dropped.storage() is None:
         dropped.tally.saved_bytes += dropped.num_bytes

@@ -313,7 +313,7 @@ def fit_line(times: Sequence[MessageTime]) -> tuple[float, float]:
     return small.time_s, large.time_s / large.num_bytes
 
 
-# What a training program of the user's own told of itself, and how it told it. Standard library only.
+# What a user's training program told of itself, and how it told it. Standard library only.
 
 
 MAX_NOTES = 24
@@ -648,6 +648,6 @@ class Findings:
     profile: tuple[RankProfile, ...] = ()
     """Profiles of a recorded run, one entry per recorded rank."""
     script: ScriptReport | None = None
-    """What was seen of a training program of the user's own; None where a rank trained a model of ours."""
+    """What was seen of a user's training program; None where a rank trained a model of ours."""
     devices: tuple[DeviceHealth, ...] = ()
     """Health of devices while they were measured on, those in trouble first; empty where nobody tells."""

@@ -130,7 +130,7 @@ NumberFormat = Literal["float32", "tf32", "float16", "bfloat16", "float8"]
 
 
 def num_parameters(model: Model) -> int:
-    """Trained parameters of the model; 0 for a program of the user's own whose shape is not known."""
+    """Trained parameters of the model; 0 for a user's program whose shape is not known."""
     match model:
         case LlamaModel():
             return _num_decoder_parameters(model)

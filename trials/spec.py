@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from trials.accelerator.kinds import DeviceKind
 from trials.files import digest, to_json
 
-# ---- Kinds of models: shapes of built-in ones, PyTorch modules and training programs of the user's own
+# ---- Kinds of models: shapes of built-in ones, PyTorch modules and users' training programs
 #
 # Standard library only.
 
@@ -61,7 +61,7 @@ class LinearModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptModel:
-    """A training program of the user's own, which ranks start as it is instead of training a model themselves."""
+    """A user's training program, which ranks start as it is instead of training a model themselves."""
 
     kind: ClassVar[str] = "script"
     recipe: str
@@ -150,7 +150,7 @@ class HuggingFaceModel:
         return self.facts.num_layers
 
 
-OwnModel = PythonModel | HuggingFaceModel
+UserModel = PythonModel | HuggingFaceModel
 """Models whose code is not ours, but which our runner trains."""
 
 
@@ -223,7 +223,7 @@ class PythonData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptData:
-    """Whatever the user's own training program reads."""
+    """Whatever the user's training program reads."""
 
     kind: ClassVar[str] = "script"
 
@@ -441,8 +441,8 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnChoice:
-    """The value of one of the user's own knobs: an argument, a key of a configuration file, an environment variable."""
+class CustomChoice:
+    """The value of one of the custom knobs: an argument, a key of a configuration file, an environment variable."""
 
     name: str
     """As in the sweep file: ``--flag``, ``file:dotted.key``, ``$NAME``, or a placeholder of the command."""
@@ -462,8 +462,8 @@ class Candidate:
     loader: Loader = Loader()
     kernels: Kernels = Kernels()
     offload: Offload = Offload()
-    own: tuple[OwnChoice, ...] = ()
-    """The user's own knobs, by name; only where their own program is trained."""
+    own: tuple[CustomChoice, ...] = ()
+    """The user's knobs, by name; only where their own program is trained."""
 
     @property
     def config_key(self) -> str:
@@ -478,17 +478,17 @@ class Candidate:
 @functools.lru_cache(maxsize=2**17)
 def _config_key(candidate: Candidate) -> str:
     """The candidate's digest, kept because every proposal of a search asks for that of every trial."""
-    return digest(_told(to_json(candidate), to_json(Candidate())))
+    return digest(_non_default(to_json(candidate), to_json(Candidate())))
 
 
-def _told(content: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+def _non_default(content: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
     """What differs from the default: so a knob that is added later leaves the keys of candidates without it alone."""
-    told = {}
+    changed = {}
     for name, value in content.items():
         usual = default.get(name)
         if value != usual:
-            told[name] = _told(value, usual) if isinstance(value, dict) and isinstance(usual, dict) else value
-    return told
+            changed[name] = _non_default(value, usual) if isinstance(value, dict) and isinstance(usual, dict) else value
+    return changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

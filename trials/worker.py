@@ -47,7 +47,7 @@ from trials.profiling.traces import check_profile, long_enough
 from trials.reports import FOLDER_VARIABLE, Findings, LoaderTuningReport
 from trials.sizes import coordinates, data_parallel_rank
 from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload
-from trials.training.loop import Trainer, max_over_ranks, settle_memory_format
+from trials.training.loop import Trainer, choose_memory_format, max_over_ranks
 from trials.training.measure import Measurer, PeakMemory, RankDevice, Recording
 
 
@@ -135,11 +135,11 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
     _begin_own(trial, trainer, identity, memory)
     dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
     pin_memory = candidate.loader.pin_memory and not is_host(device)
-    loader, loader_report = _settle_loader(candidate.loader, dataset, device, pin_memory=pin_memory)
+    loader, loader_report = _tune_loader(candidate.loader, dataset, device, pin_memory=pin_memory)
     batches = None if dataset is None else stream_batches(dataset, loader, pin_memory=pin_memory)
     with KernelTuner([part.model for part in trainer.parts], kernels, device) as tuner:
         with tuner.before_training():
-            memory_format, format_report = settle_memory_format(trainer, trial, dataset)
+            memory_format, format_report = choose_memory_format(trainer, trial, dataset)
         if format_report is not None:
             memory.restart()
             if kernels.compile != "off":
@@ -156,7 +156,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         )
         with contextlib.nullcontext() if profiler is None else profiler.watching(trainer, tuner.last_step):
             recording = measurer.run(_protocol(trial, tuner.last_step))
-        trainer.settle()
+        trainer.wait_for_values()
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
     num_steps = len(recording.step_times_s)
@@ -173,12 +173,12 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
     return dataclasses.replace(report, device_memory=own.memory())
 
 
-def _each(*told: Callable[[int], None]) -> Callable[[int], None]:
+def _each(*observers: Callable[[int], None]) -> Callable[[int], None]:
     """Tells everyone the number of the step that is about to begin."""
 
     def before_step(number: int) -> None:
-        for tell in told:
-            tell(number)
+        for observe in observers:
+            observe(number)
 
     return before_step
 
@@ -223,7 +223,7 @@ def _report(
     )
 
 
-def _settle_loader(
+def _tune_loader(
     loader: Loader, dataset: StepBatches | None, device: torch.device, *, pin_memory: bool
 ) -> tuple[Loader, LoaderTuningReport | None]:
     """The loader to train with: the one asked for, or the one found by climbing."""

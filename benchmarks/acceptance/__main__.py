@@ -11,7 +11,7 @@ measures  each published measure: speed after it and those before it relative to
           therein, and how much the best configuration found loses without it (alone); refused: the runner would not
           run it on top of those before, with the reason
 runs      per sweep: best measured speed relative to the expert's start, to the sweep's baseline and to the expert's
-          last configuration on the same machine; trials until the goal and until the expert's speed (within 1 %)
+          last configuration on the same machine; trials until the goal and until the expert's speed (within 1%)
 summary   the same over seeds; sweeps that did not get there count as one trial more than they had
 table     with --table: rows of every problem of published measurements in their order, speeds relative to the problem's
           first row, predicted by a cost model that has not seen the source
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_case(result)
     if table:
         print(
-            f"{options.table.name}: {table['num_rows']} steps of {table['num_problems']} problems; ratios within 10 %: "
+            f"{options.table.name}: {table['num_rows']} steps of {table['num_problems']} problems; ratios within 10%: "
         )
         print(
             f"  {table['share_within_10pct']:.0%}; pairs of steps in the published order: {table['share_in_order']:.0%}"

@@ -6,7 +6,7 @@ A sweep of 50 trials, each measured once; its best three are the finalists. Ways
 and with the same runs:
 
 best_trial  the best measurement, as tuners return that do not measure again (Ray Tune, Optuna)
-naive       rounds of baseline and finalists, a 95 % t test after each, until one is found faster
+naive       rounds of baseline and finalists, a 95% t test after each, until one is found faster
 fixed       all 8 rounds, then one t test per finalist with Bonferroni's correction
 ours        orchestrator/proof/confirmation.py, 3 to 8 rounds
 patient     the same without giving up finalists that cannot be expected to be shown faster any more
@@ -40,15 +40,15 @@ from benchmarks.confirmation.schemes import schemes
 
 WORLDS = (
     *(World(name=f"no difference, noise {noise:.0%}", noise=noise) for noise in (0.01, 0.02, 0.05, 0.1)),
-    World(name="no difference, noise 3 %, unequal", noise=0.03, unequal=0.5),
-    World(name="no difference, noise 3 %, baseline 3 x", noise=0.03, baseline_noise=3.0),
-    World(name="no difference, noise 2 %, slow runs", noise=0.02, slow_runs=0.1),
-    World(name="no difference, noise 2 %, each run 1 % faster", noise=0.02, drift=0.01),
+    World(name="no difference, noise 3%, unequal", noise=0.03, unequal=0.5),
+    World(name="no difference, noise 3%, baseline 3 x", noise=0.03, baseline_noise=3.0),
+    World(name="no difference, noise 2%, slow runs", noise=0.02, slow_runs=0.1),
+    World(name="no difference, noise 2%, each run 1% faster", noise=0.02, drift=0.01),
     World(name="the same, baseline always first", noise=0.02, drift=0.01, balanced=False),
-    *(World(name=f"one 5 % faster, noise {noise:.0%}", noise=noise, gain=0.05) for noise in (0.01, 0.02, 0.05)),
-    *(World(name=f"one 20 % faster, noise {noise:.0%}", noise=noise, gain=0.2) for noise in (0.02, 0.05, 0.1)),
-    World(name="two 20 % faster, noise 5 %", noise=0.05, gain=0.2, num_faster=2),
-    World(name="one 3 x as fast, noise 5 %", noise=0.05, gain=2.0),
+    *(World(name=f"one 5% faster, noise {noise:.0%}", noise=noise, gain=0.05) for noise in (0.01, 0.02, 0.05)),
+    *(World(name=f"one 20% faster, noise {noise:.0%}", noise=noise, gain=0.2) for noise in (0.02, 0.05, 0.1)),
+    World(name="two 20% faster, noise 5%", noise=0.05, gain=0.2, num_faster=2),
+    World(name="one 3 x as fast, noise 5%", noise=0.05, gain=2.0),
 )
 
 

@@ -38,7 +38,7 @@ class World:
     baseline_noise: float = 1.0
     """Noise of the baseline, relative to that of the others."""
     slow_runs: float = 0.0
-    """Share of runs that are 15 % slower, say beside a busy neighbour."""
+    """Share of runs that are 15% slower, say beside a busy neighbour."""
     drift: float = 0.0
     """How much faster a run is than the one before it in its round."""
     balanced: bool = True

@@ -3,7 +3,7 @@
     python -m benchmarks.confirmation.verification [--cases 2000] [--json]
 
 A promotion measured rounds of the configuration and its baseline; the verification measures up to 12. What the runs of
-a round have in common has a spread of 5 %. ``hour``: all its runs are slower by as much.
+a round have in common has a spread of 5%. ``hour``: all its runs are slower by as much.
 Shares are those of the answers: no drift, drift, and could not verify.
 """
 

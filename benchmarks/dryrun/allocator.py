@@ -34,7 +34,7 @@ def measure_rank(spec: TrialSpec) -> int:
         mesh = build_mesh(spec.candidate.layout, CPU)
         trainer = Trainer(spec, mesh, CPU, place=coordinates(spec.candidate.layout, identity.rank))
         inputs, targets = batch(spec, trainer)
-        for _ in range(2):  # in the second, DDP makes its buckets anew
+        for _ in range(2):  # in the second, DDP makes its buckets again
             trainer.step(inputs, targets, SilentMarker())
         gc.collect()
         live = live_storages()

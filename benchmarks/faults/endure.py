@@ -1,6 +1,6 @@
 """A whole sweep with faults in it, each injected while one of its gangs is known to be at work.
 
-What a fault does, how one sees that the service has noticed, and what somebody has to mend afterwards is a
+What a fault does, how one sees that the service has noticed, and what somebody has to fix afterwards is a
 :class:`Fault`, see :mod:`benchmarks.faults.kinds`; :func:`endure` runs a sweep with it and returns what became
 of it.
 """
@@ -88,7 +88,7 @@ class Fault:
     """Before the sweep is submitted."""
     strike: Callable[[Scene], None]
     is_noticed: Callable[[Scene], bool] = Scene.has_ended
-    mend: Callable[[Scene], None] = lambda _: None
+    fix: Callable[[Scene], None] = lambda _: None
     """What somebody has to do for the sweep to reach its end; runs once the fault has been noticed."""
     bound: str
     """What bounds the time to notice it."""
@@ -126,7 +126,7 @@ def endure(faults: Sequence[Fault], cluster: RayNodes, stage: Stage, folder: Pat
     scene = Scene(cluster=cluster, sweep=sweep, stage=stage, key=key)
     try:
         times_s = _struck(faults, scene)
-        last.mend(scene)
+        last.fix(scene)
         sweep.expect_end()
     finally:
         sweep.kill()
@@ -160,7 +160,7 @@ def _struck(faults: Sequence[Fault], scene: Scene) -> list[tuple[float, float]]:
             times_s.append((struck_s, time.time()))
             if i + 1 < len(faults):
                 scene.stage.forget_held()
-                fault.mend(scene)
+                fault.fix(scene)
     return times_s
 
 

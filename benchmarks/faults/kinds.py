@@ -71,9 +71,9 @@ def _serve_again(scene: Scene) -> None:
     scene.sweep.submit()
 
 
-def _mend_cable(scene: Scene) -> None:
+def _fix_cable(scene: Scene) -> None:
     """Whatever runs on behind the cut must not do harm when it is heard again."""
-    scene.cluster.mend(scene.host)
+    scene.cluster.fix(scene.host)
 
 
 def _thaw(scene: Scene) -> None:
@@ -96,8 +96,8 @@ FAULTS = {
             strike=lambda scene: scene.cluster.kill_raylet(scene.host),
             bound="the head notices that the connection broke",
         ),
-        Fault(name="node frozen", strike=lambda scene: scene.host.freeze(), mend=_thaw, bound=SILENCE),
-        Fault(name="link cut", strike=lambda scene: scene.cluster.cut(scene.host), mend=_mend_cable, bound=SILENCE),
+        Fault(name="node frozen", strike=lambda scene: scene.host.freeze(), fix=_thaw, bound=SILENCE),
+        Fault(name="link cut", strike=lambda scene: scene.cluster.cut(scene.host), fix=_fix_cable, bound=SILENCE),
         Fault(
             name="controller killed",
             strike=_kill_controller,
@@ -108,20 +108,20 @@ FAULTS = {
             name="controller and supervisor killed",
             strike=lambda scene: scene.sweep.kill(),
             is_noticed=Scene.has_let_go,
-            mend=_submit_again,
+            fix=_submit_again,
             bound="the agents lose their driver",
         ),
         Fault(
             name="head killed",
             strike=lambda scene: scene.cluster.kill_head(),
             is_noticed=lambda scene: not scene.sweep.controllers,
-            mend=lambda scene: scene.cluster.repair(),
+            fix=lambda scene: scene.cluster.repair(),
             bound=f"how long a driver waits for the head: {HEAD_AWAY_S} s here, 60 s by default",
         ),
         Fault(
             name="collective hangs",
             strike=lambda _: None,
-            mend=lambda scene: _again(scene, "timed_out"),
+            fix=lambda scene: _again(scene, "timed_out"),
             bound=f"deadlines.stall_s: {STALL_S}",
             hang=1,
             sections={"deadlines": {"starting_s": 60, "stall_s": STALL_S}},
@@ -130,7 +130,7 @@ FAULTS = {
             name="disk full",
             strike=_fill,
             is_noticed=lambda scene: "is full; the sweep waits" in " ".join(scene.sweep.told().split()),
-            mend=_grow,
+            fix=_grow,
             bound="the next event to be stored",
             home=lambda cluster, folder: cluster.disk / folder.name,
         ),
@@ -139,7 +139,7 @@ FAULTS = {
             prepare=_serve,
             strike=_stop_serving,
             is_noticed=lambda scene: "does not take results" in scene.sweep.told(),
-            mend=_serve_again,
+            fix=_serve_again,
             bound="the next entry to be recorded",
             sections={"tracking": {"uri": URI}},
         ),

@@ -149,7 +149,7 @@ class Switch:
         self._hosts.append(host)
         self._switch.ip("link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
         self._switch.ip("link", "set", "dev", name, "up")
-        self.mend(host)
+        self.fix(host)
         host.ip("addr", "add", f"{host.address}/24", "dev", "eth0")
         host.ip("link", "set", "eth0", "up")
         host.ip("link", "set", "lo", "up")
@@ -159,7 +159,7 @@ class Switch:
         """Take its cable out of the switch: what it sends gets lost, and nothing reaches it."""
         self._switch.ip("link", "set", "dev", host.name, "nomaster")
 
-    def mend(self, host: Host) -> None:
+    def fix(self, host: Host) -> None:
         """Put its cable back."""
         self._switch.ip("link", "set", "dev", host.name, "master", "switch")
 

@@ -168,8 +168,8 @@ class RayNodes:
         """Times its size at the beginning."""
         mount("-o", f"remount,size={factor * DISK_BYTES}", self.disk)
 
-    def mend(self, host: Host) -> None:
-        self._switch.mend(host)
+    def fix(self, host: Host) -> None:
+        self._switch.fix(host)
 
     def cut(self, host: Host) -> None:
         self._switch.cut(host)
@@ -179,7 +179,7 @@ class RayNodes:
         (self.disk / "filler").unlink(missing_ok=True)
         self.resize_disk(1)
         for host in self.hosts:
-            self._switch.mend(host)
+            self._switch.fix(host)
             host.thaw()
         away = [host for host in self.hosts[1:] if not self.head.find(GCS) or not self._is_alive(host)]
         for host in away:

@@ -50,7 +50,7 @@ def _update(setting: Setting, device: torch.device, options: dict[str, bool]) ->
 
 
 def _memory(device: torch.device) -> tuple[Any, Any]:
-    """Bytes allocated now and at most; starts the account of the most anew."""
+    """Bytes allocated now and at most; starts the account of the most again."""
     if device.type == "cpu":
         return None, None
     module = torch.get_device_module(device)

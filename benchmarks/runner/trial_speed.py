@@ -1,7 +1,7 @@
 """Our step time against the loops that one writes by hand with what PyTorch offers for each layout, on gloo ranks.
 
 All loops of a case live in the same processes and take turns, a few steps each, in an order that changes from round to
-round, so that a noisy moment hits all of them; a ratio is the median over the rounds, with its 95 % interval. The loops
+round, so that a noisy moment hits all of them; a ratio is the median over the rounds, with its 95% interval. The loops
 by hand are in ``benchmarks/runner/peers.py``: batch, forward, loss, backward, optimiser, ``loss.item()``. Ours also
 times phases and reduces loss and gradient norm over the gang; of that the others only compute the norm, and only with
 ``--grad-norm`` (never in pipelines).
@@ -210,7 +210,7 @@ def _ours(way: str) -> str:
 
 
 def _ratio(ratios: Sequence[float]) -> Ratio:
-    """The median, and the order statistics that hold the true median with at least 95 % where there are enough of them
+    """The median, and the order statistics that hold the true median with at least 95% where there are enough of them
     (by the binomial distribution with p = 1/2); else the least and the greatest."""
     ordered, num = sorted(ratios), len(ratios)
     outside, rank = 0.0, 0
@@ -233,7 +233,7 @@ def markdown(result: dict[str, Any]) -> str:
     """The page that the command writes."""
     about = (
         "All loops of a case ran in the same processes and took turns, in an order that changed from round to round. "
-        "Ratios are ours over the other's, below 1 is faster: medians over the rounds, with the 95 % interval of the "
+        "Ratios are ours over the other's, below 1 is faster: medians over the rounds, with the 95% interval of the "
         "median, of fewer than six rounds the least and the greatest. Memory is the most that one step held on rank 0 "
         "beyond what it began with, ours over the other's. On small models and processors this shows what our runner "
         "adds to a loop; it is untried on accelerators."

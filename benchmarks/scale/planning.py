@@ -94,7 +94,7 @@ def measure(size: str) -> dict[str, float]:
     found |= meter.read("predictions")
     search = make_search(spec, plan, topology, PriorKnowledge())
     state = fold([created(workload=spec.to_workload(), budget=Budget(max_trials=20))])
-    assert search.ask(1, state) is not None
+    assert search.suggest(1, state) is not None
     found |= meter.read("proposal")
     return {"num_candidates": len(plan.candidates), "num_combinations": plan.product_size, **found, **meter.memory()}
 

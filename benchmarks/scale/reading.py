@@ -87,7 +87,7 @@ def fill(home: Home, name: str, num_trials: int, *, seed: int = 0, copied: bool 
             ledger.append(event)
             if copied:
                 before_s = time.process_time()
-                writer.tend()
+                writer.write_if_due()
                 copying_s += time.process_time() - before_s
         ledger.put_document("tracking", {"uri": None})
         ledger.put_document("spec", {"cluster": {"num_nodes": 2}})

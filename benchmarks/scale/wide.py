@@ -65,7 +65,7 @@ def fill_wide(home: Home, name: str, num_trials: int, scratch: Path, *, seed: in
         writer = CheckpointWriter(ledger)
         for event in _story(spec, topology, name, num_trials, seed):
             ledger.append(event)
-            writer.tend()
+            writer.write_if_due()
         ledger.put_document("spec", spec.to_json())
         ledger.put_document("tracking", {"uri": None})
         return ledger.path

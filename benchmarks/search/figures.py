@@ -28,7 +28,7 @@ class Run:
     trials_to_2pct: int
     """One more than allowed where it was not reached."""
     is_good: bool
-    """Whether 97 % of the best speed came within 15 % of the problem's size, rounded up, and at least 2 trials."""
+    """Whether 97% of the best speed came within 15% of the problem's size, rounded up, and at least 2 trials."""
     regret: tuple[float, ...]
     """(best so far / best) - 1 after ``REGRETS`` trials."""
     first_oom: int
@@ -92,18 +92,18 @@ def _mean(values: Sequence[float]) -> float:
 def sampler_lines(samplers: Mapping[str, Figures]) -> Iterator[str]:
     """A table of at most 80 columns: a row per sampler."""
     regrets = "".join(f"{n:>6}" for n in REGRETS)
-    yield f"  {'':24} {'trials to 2 %':>13} {'97 % in':>8} {'regret % after':>18} {'OOM of':>7}"
-    yield f"  {'sampler':24} {'mean':>6} {'median':>6} {'15 %':>8} {regrets} {'1st ' + str(NUM_FIRST):>7}"
+    yield f"  {'':24} {'trials to 2%':>13} {'97% in':>8} {'regret % after':>18} {'OOM of':>7}"
+    yield f"  {'sampler':24} {'mean':>6} {'median':>6} {'15%':>8} {regrets} {'1st ' + str(NUM_FIRST):>7}"
     for name, row in samplers.items():
         regret = "".join(f"{100 * row[f'regret_after_{n}']:6.1f}" for n in REGRETS)
         trials = f"{row['mean_trials_to_2pct']:6.2f} {row['median_trials_to_2pct']:6.3g}"
-        good = f"{100 * row['share_97pct_within_15pct_of_trials']:6.1f} %"
+        good = f"{100 * row['share_97pct_within_15pct_of_trials']:6.1f}%"
         yield f"  {name:24} {trials} {good} {regret} {row['first_oom']:7.2f}"
 
 
 def goal_line() -> str:
     """The goals in a sentence."""
     return (
-        f"goals where the baseline is not within 2 % of the best: {GOALS['mean_trials_to_2pct']:g} trials in the mean, "
+        f"goals where the baseline is not within 2% of the best: {GOALS['mean_trials_to_2pct']:g} trials in the mean, "
         f"{GOALS['first_oom']:g} out of memory"
     )

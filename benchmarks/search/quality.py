@@ -12,14 +12,14 @@ plain_order    the cost model's order x the probability to fit, both before any 
 optuna_default Optuna as it comes
 random         every configuration once
 
-trials_to_2pct                      trials until within 2 % of the table's best; mean over seeds
+trials_to_2pct                      trials until within 2% of the table's best; mean over seeds
 regret_after_5, 10, 20              best so far / best of the table, less 1
 first_oom                           trials out of memory among the first ten
-share_97pct_within_15pct_of_trials  share of the seeds with 97 % of the best speed within 15 % of the trials that
+share_97pct_within_15pct_of_trials  share of the seeds with 97% of the best speed within 15% of the trials that
                                     exhaustive search takes: rounded up, the baseline counted, and at least 2
 
 Figures are means over problems (trials also medians), and means of those of the sources, as one source may have most
-problems. Where the baseline is within 2 % of the best there is nothing to find: the other problems stand apart.
+problems. Where the baseline is within 2% of the best there is nothing to find: the other problems stand apart.
 
 Problems of one cluster (source, device, interconnect) are sweeps one after the other, in an order the seed shuffles:
 as `submit` does, guided starts with what the earlier sweeps on the cluster measured. These are guided's own trials of
@@ -49,7 +49,7 @@ from orchestrator.units import count
 
 logger = logging.getLogger(__name__)
 
-NON_TRIVIAL = "baseline not within 2 % of the best"
+NON_TRIVIAL = "baseline not within 2% of the best"
 
 
 def describe(problem: Problem, by_sampler: Mapping[str, Sequence[Run]]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Problem:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether the baseline is within 2 % of the best already: there is nothing to find."""
+        """Whether the baseline is within 2% of the best already: there is nothing to find."""
         start_s = self.configurations[self.baseline].time_s
         return start_s is not None and start_s <= self.best_s * (1 + TOLERANCE)
 

@@ -79,7 +79,7 @@ class _Search:
             fixed_counts=tuple(tuple(row[stage] for row in counts) for counts in p.state_counts),
         )
 
-    def ask(self, stage: int, num_layers: int) -> StageAnswer | None:
+    def answer_of(self, stage: int, num_layers: int) -> StageAnswer | None:
         key = (self.stages[stage], num_layers)
         if key not in self.answers:
             left_s = self.deadline_s - time.monotonic()
@@ -122,7 +122,7 @@ class _Search:
                     continue
                 if count > p.num_layers or p.num_microbatches * table.least_s(stage, count) > best_s:
                     continue
-                answer = self.ask(stage, count)
+                answer = self.answer_of(stage, count)
                 table.put(stage, count, answer)
                 if answer is None and not p.state_counts and count >= p.min_layers * p.num_virtual_stages:
                     break  # more layers need more memory

@@ -494,10 +494,10 @@ def calibrate_memory(
     peaks = np.flatnonzero(np.isfinite(measured_bytes))
     whole = np.array([entry == Reported() for entry in reported], dtype=bool)
     outcomes = np.flatnonzero(np.isfinite(out_of_memory) & ~(whole & np.isfinite(measured_bytes)))
-    asked = [*(reported[int(i)] for i in peaks), *[Reported()] * len(outcomes)]
+    queried = [*(reported[int(i)] for i in peaks), *[Reported()] * len(outcomes)]
     side = np.concatenate([np.zeros(len(peaks), np.int64), np.where(out_of_memory[outcomes] > 0, 1, -1)])
     figures = np.concatenate([measured_bytes[peaks], x.memory_bytes[outcomes]])
-    predict = log_peak_predictor(x.take(np.concatenate([peaks, outcomes])), asked)
+    predict = log_peak_predictor(x.take(np.concatenate([peaks, outcomes])), queried)
     return fit(prior, predict, np.log(figures), side, MEMORY_HUBER)
 
 

@@ -26,7 +26,7 @@ from cluster.cost.usual import (
 from cluster.hardware.topology import ClusterDescription
 from trials.dryrun.estimate import DryRunEstimate
 from trials.sizes import activation_elements, model_flops_per_token, num_kernels, num_parameters
-from trials.spec import Candidate, ImageFolderData, LinearModel, OwnModel, PythonData, ResNetModel, Workload
+from trials.spec import Candidate, ImageFolderData, LinearModel, PythonData, ResNetModel, UserModel, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ def _counted_by(candidate: Candidate) -> tuple[object, ...]:
 
 def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription, known: _Known) -> dict[str, float]:
     layout, accelerator, model = candidate.layout, cluster.accelerator, workload.model
-    if isinstance(model, OwnModel) and model.facts.flops_per_sample == 0:
+    if isinstance(model, UserModel) and model.facts.flops_per_sample == 0:
         raise NotImplementedError(f"this {model.kind} model was not counted")
     if layout.pp * layout.tp > 1:
         raise NotImplementedError(f"of {model.kind} models only data parallelism and ZeRO are predicted, not pp and tp")
@@ -234,7 +234,7 @@ def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
     """Work and memory from the model's shape. Recomputing n of N layers in full keeps that share less, and repeats
     it."""
     model, level = workload.model, candidate.precision.level
-    assert isinstance(model, ResNetModel | LinearModel | OwnModel), "decoders have a model of their own"
+    assert isinstance(model, ResNetModel | LinearModel | UserModel), "decoders have a model of their own"
     size = OPERAND_BYTES[level]
     repeated = sum(map(sum, candidate.recompute.full)) / model.num_layers
     kept = activation_elements(model) * size

@@ -146,7 +146,7 @@ class CostInputs:
     workspace_limit_bytes: Array
     """Most that the intermediate results of an optimiser step take; infinite where it updates everything at once."""
     casts_operands: Array
-    """1: matmuls make their 8-bit operands anew from wider tensors, which are what is kept for the backward pass
+    """1: matmuls make their 8-bit operands again from wider tensors, which are what is kept for the backward pass
     (torchao); 0: operands are kept as they are multiplied. Means nothing where matmuls have 16 bits or more."""
     offload_activations: Array
     """1: activations of all layers but the last wait in host memory."""

@@ -135,7 +135,7 @@ def expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
 
 def _cast_bytes(x: CostInputs, work: Work) -> Array:
     """Bytes read and written to make 8-bit operands of one layer's forward pass: inputs in 16 bits and weights in their
-    own type, each read for its largest element and once more to be cast."""
+    own type, each read for its largest element and again to be cast."""
     inputs = work.tokens * (2 * x.hidden + (x.num_heads * x.head_dim + x.ffn) / x.tp)
     return np.asarray(
         x.casts_operands * (5 * inputs + (2 * x.weight_bytes + 1) * (work.layer_params + work.expert_params) / x.tp)
@@ -143,7 +143,7 @@ def _cast_bytes(x: CostInputs, work: Work) -> Array:
 
 
 def head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Seconds of head and loss, forward and backward; in chunks, the logits are computed once more.
+    """Seconds of head and loss, forward and backward; in chunks, the logits are computed again.
 
     A vocabulary split by tp is padded first, hence aligned.
     """

@@ -17,7 +17,7 @@ import numpy as np
 from cluster.candidate_table import CandidateTable
 from cluster.cost.inputs import Array
 from cluster.hardware.topology import Accelerator
-from trials.spec import Candidate, OwnChoice, Workload
+from trials.spec import Candidate, CustomChoice, Workload
 
 # How far knobs usually go: normal distributions with their sources, and draws from all of them together.
 #
@@ -135,7 +135,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.4,
         np.log(0.8),
         0.3,
-        "Fused operators are fewer launches: some 40 % less in the release notes' models.",
+        "Fused operators are fewer launches: some 40% less in the release notes' models.",
     ),
     Effect(
         "graphs", np.log(0.3), 0.5, 0.0, 0.05, "CUDA graphs leave little of the launches (PyTorch CUDA graphs blog)."
@@ -147,7 +147,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.13,
         -0.1,
         0.2,
-        "Convolutions in channels-last order and 16 bits with tensor cores: 8 to 35 % (PyTorch's tutorial of channels "
+        "Convolutions in channels-last order and 16 bits with tensor cores: 8 to 35% (PyTorch's tutorial of channels "
         "last memory format); on CPUs oneDNN reorders otherwise, 1.1 to 1.8 times for inference, less in training.",
     ),
     Effect(
@@ -164,7 +164,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.05,
         0.0,
         0.01,
-        "Measured instead of guessed algorithms: up to 10 % of convolutional models (PyTorch's tuning guide).",
+        "Measured instead of guessed algorithms: up to 10% of convolutional models (PyTorch's tuning guide).",
     ),
     Effect(
         "math_attention",
@@ -173,7 +173,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.05,
         0.15,
         "Attention with all scores in memory: fused kernels are 2 to 4 times as fast (Dao, arXiv 2307.08691) at "
-        "10 to 20 % of a step.",
+        "10 to 20% of a step.",
     ),
     Effect("loss_chunks", 0.01, 0.015, 0.01, 0.02, "By doubling: more and smaller matmuls of the head."),
     Effect(
@@ -207,7 +207,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.8,
         np.log(0.05),
         0.8,
-        "The optimiser's pass over its states: 3 to 10 % of steps without accumulation, less with.",
+        "The optimiser's pass over its states: 3 to 10% of steps without accumulation, less with.",
     ),
     Effect("tensor_parallel", 0.1, 0.15, 0.15, 0.2, "Collectives per doubling (Shoeybi et al., arXiv 1909.08053)."),
     Effect("pipelined", 0.03, 0.08, 0.05, 0.1, "Transfers per doubling of stages, besides the bubble (m + p - 1) / m."),
@@ -219,7 +219,7 @@ EFFECTS: tuple[Effect, ...] = (
         np.log(0.01),
         1.7,
         "Time in which one process reads a sample relative to that in which the device trains on it: 0.001 for tokens "
-        "in memory, 5 for JPEGs on an accelerator (Mohan et al., arXiv 2007.06775: 10 to 70 % of epochs are waiting); "
+        "in memory, 5 for JPEGs on an accelerator (Mohan et al., arXiv 2007.06775: 10 to 70% of epochs are waiting); "
         "the device is so much slower on CPUs.",
     ),
     Effect(
@@ -285,7 +285,7 @@ def drawn_programs(kind: Kind) -> Draw:
 
 # Candidates as numbers: what of them usually changes the speed of a program, built-in knobs and the user's own alike.
 #
-# The user's own knobs count where their names say what they do: a ``--num-workers`` reads data, whatever the program.
+# The user's knobs count where their names say what they do: a ``--num-workers`` reads data, whatever the program.
 
 
 TUNED_WORKERS = 4.0
@@ -360,9 +360,9 @@ class KnobColumns:
             rows, places = table.each(reads, functools.partial(read, workload))
             for name in rows[0] if rows else ():
                 columns[name] = np.array([row[name] for row in rows], dtype=np.float64)[places]
-        told, places = table.each(("own",), lambda candidate: _told_by_names(candidate.own))
-        for name in dict.fromkeys(name for row in told for name in row):
-            values = np.array([row.get(name, np.nan) for row in told])[places]
+        effects, places = table.each(("own",), lambda candidate: _effects_by_name(candidate.own))
+        for name in dict.fromkeys(name for row in effects for name in row):
+            values = np.array([row.get(name, np.nan) for row in effects])[places]
             columns[name] = np.where(np.isnan(values), columns[name], values)
         return cls(**columns)
 
@@ -374,7 +374,7 @@ class KnobColumns:
 
 def _row(workload: Workload, candidate: Candidate) -> dict[str, float]:
     parts = (read(workload, candidate) for _, read in _PARTS)
-    return {name: value for part in (*parts, _told_by_names(candidate.own)) for name, value in part.items()}
+    return {name: value for part in (*parts, _effects_by_name(candidate.own)) for name, value in part.items()}
 
 
 def _layout_row(workload: Workload, candidate: Candidate) -> dict[str, float]:
@@ -436,7 +436,7 @@ _PARTS: tuple[tuple[tuple[str, ...], Callable[[Workload, Candidate], dict[str, f
 """Fields of candidates, and the columns that they decide."""
 
 
-# ---- the user's own knobs, by their names ----
+# ---- the custom knobs, by their names ----
 
 LOW = frozenset(("bf16", "bfloat16", "fp16", "float16", "half", "16", "amp", "mixed", "o1"))
 """Values by which programs call 16-bit formats."""
@@ -518,7 +518,7 @@ MEANINGS: tuple[Meaning, ...] = (
 
 
 def column_of(name: str, value: Any) -> tuple[str, float] | None:
-    """The column that an own knob of this name is taken to set, and to what; None where its name says nothing."""
+    """The column that a custom knob of this name is taken to set, and to what; None where its name says nothing."""
     words = _words(name)
     for column, is_meant, read in MEANINGS:
         if is_meant(words) and (found := read(value)) is not None:
@@ -532,7 +532,7 @@ def built_in_knob(name: str, value: Any) -> str | None:
     return KNOBS[found[0]] if found is not None else None
 
 
-def _told_by_names(own: Sequence[OwnChoice]) -> Mapping[str, float]:
+def _effects_by_name(own: Sequence[CustomChoice]) -> Mapping[str, float]:
     return dict(found for choice in own if (found := column_of(choice.name, choice.value)) is not None)
 
 
@@ -554,14 +554,14 @@ MEMORY_EFFECTS = (
         "activations",
         0.4,
         1.2,
-        "Logit of the activations' share of the baseline's peak: 60 %, from a quarter to nearly all; the others are "
+        "Logit of the activations' share of the baseline's peak: 60%, from a quarter to nearly all; the others are "
         "weights, gradients, optimiser states and the process.",
     ),
     MemoryEffect(
         "kept",
         1.4,
         0.7,
-        "Logit of the activations' share that recompute in full saves: some 80 % (Chen et al., arXiv 1604.06174).",
+        "Logit of the activations' share that recompute in full saves: some 80% (Chen et al., arXiv 1604.06174).",
     ),
     MemoryEffect(
         "low_precision",
@@ -669,9 +669,9 @@ def with_data(busy: Array, reading: Array, k: KnobColumns, usual: Draw) -> Array
     most = np.exp(usual["most_workers"])
     at_once = 1 / longer(1 / np.maximum(k.num_workers, 1.0), 1 / most)
     effective = at_once * np.exp(usual["worker_efficiency"])
-    beside = busy * (1 + np.exp(usual["worker_cost"]) * k.num_workers) + np.exp(usual["contention"]) * reading
+    blocking = busy * (1 + np.exp(usual["worker_cost"]) * k.num_workers) + np.exp(usual["contention"]) * reading
     evened = usual["prefetch"] * np.log2(np.maximum(k.prefetch_factor, 1.0) / 2) + usual["persistent"] * k.persistent
-    total = np.where(has_workers, longer(beside, reading / effective) * np.exp(evened), busy + reading)
+    total = np.where(has_workers, longer(blocking, reading / effective) * np.exp(evened), busy + reading)
     return np.asarray(total * np.exp(usual["pinned"] * k.pinned))
 
 

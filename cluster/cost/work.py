@@ -304,7 +304,7 @@ def simulated_seconds(x: CostInputs, stage_total_s: Array) -> Array:
     """Event simulation of each candidate's schedule; candidates with equal schedules run together.
 
     Only the first micro-batches, twice the stages, are simulated; in the steady state each further one adds the slowest
-    stage's time (within 2 % of the whole simulation).
+    stage's time (within 2% of the whole simulation).
     """
     seconds = np.zeros(len(x))
     limit = np.minimum(x.num_microbatches, 2 * x.pp)

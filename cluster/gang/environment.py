@@ -190,7 +190,7 @@ def default_env(
 
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "TUNE_CLUSTER_RENDEZVOUS"
-"""Where the ranks meet that are started once more after those of the trial."""
+"""Where the ranks meet that are started again after those of the trial."""
 PORTS = range(20000, 32000)
 """Ports for ranks to meet at: below those that Linux gives to outgoing connections, which would take one in between."""
 MAX_TRIES = 50
@@ -274,9 +274,9 @@ def _patience_s(launch: NodeLaunch) -> int:
     return int(min(most_s, MAX_TIMEOUT_S - TIMEOUT_MARGIN_S) + TIMEOUT_MARGIN_S)
 
 
-def told_env(launch: NodeLaunch) -> dict[str, str]:
+def user_env(launch: NodeLaunch) -> dict[str, str]:
     """What others say of the environment of ranks, to which defaults give way: the node's own, the launch, and what the
-    sweep file has for a program of the user's own."""
+    sweep file has for a user's program."""
     pairs = launch.spec.get("env", ()) if launch.is_script else ()
     return {**os.environ, **launch.env, **{pair[0]: pair[1] for pair in pairs if len(pair) == 2}}
 
@@ -284,7 +284,7 @@ def told_env(launch: NodeLaunch) -> dict[str, str]:
 def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
     """What one rank sees beside the node's own environment, which goes over the defaults; what the launch says goes
     over everything."""
-    patience_s, host = _patience_s(launch), told_env(launch)
+    patience_s, host = _patience_s(launch), user_env(launch)
     return {
         **default_env(launch.device_kind, launch.num_nodes, launch.interface, patience_s=patience_s, host=host),
         "RANK": str(slot.rank),
@@ -304,8 +304,8 @@ def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
 
 
 def _caches(launch: NodeLaunch) -> dict[str, str]:
-    """Where is kept what attempts leave for later ones. Nothing of compilers comes in from the user's own runs, or from
-    another sweep; programs of the user's own are given their folders by :mod:`trials.script`."""
+    """Where is kept what attempts leave for later ones. Nothing of compilers comes in from the user's runs, or from
+    another sweep; users' programs are given their folders by :mod:`trials.script`."""
     folder = cache_folder(Path(launch.directory).parent, launch.node)
     compilers = {} if launch.is_script else {name: str(folder / beneath) for name, beneath in CACHES.items()}
     return {"TUNE_CLUSTER_CACHE_DIR": str(folder), **compilers}
@@ -422,13 +422,13 @@ class FileReceiver:
             logger.warning("cannot write %s: %s", folder / piece.name, error)
 
     def _write(self, folder: Path, piece: FilePiece) -> None:
-        beside = make_private_folder(folder) / f".{piece.name}"
+        temporary = make_private_folder(folder) / f".{piece.name}"
         if piece.offset == 0:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if piece.offset == 0 else 0)
-        with os.fdopen(os.open(beside, flags, 0o600), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
             if file.seek(0, os.SEEK_END) != piece.offset:
                 raise OSError(f"a piece is missing before byte {piece.offset}")
             file.write(piece.data)
         if piece.is_last:
-            beside.replace(folder / piece.name)
+            temporary.replace(folder / piece.name)

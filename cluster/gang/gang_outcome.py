@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cluster.base import GangEnded, GangEvent, GangLaunch, GangProgress
-from cluster.gang.blame import RankSight, verdict
+from cluster.gang.hang_verdict import RankSight, verdict
 from cluster.gang.messages import (
     PHASES,
     SCRIPT_RUNNERS,
@@ -72,7 +72,7 @@ from trials.secrets import redact
 # must not become a measurement that somebody promotes. Figures that no training can give make the attempt a fault of
 # its candidate, with rank, field and value in the message.
 #
-# A rank that ran a program of the user's own may not know everything, not even its step times; then one of its peers
+# A rank that ran a user's program may not know everything, not even its step times; then one of its peers
 # has to. Ranks of such a program count losses each in its own way, so these need not agree in number.
 
 MIN_STEP_S = 1e-6
@@ -102,7 +102,7 @@ _LEAST = {
 _ALIKE = ("world_size", "tokens_per_step", "samples_per_step", "num_warmup_steps", "model_flops_per_token")
 """Fields that are the same on all ranks, being properties of the workload or of the protocol."""
 _ALIKE_IN_SCRIPTS = ("world_size", "num_warmup_steps")
-"""Those of them that no rank has to find out by listening to a program of the user's own."""
+"""Those of them that no rank has to find out by listening to a user's program."""
 
 
 def refusal(reports: Sequence[RankReport]) -> Crashed | Diverged | NotBelieved | None:
@@ -174,7 +174,7 @@ def is_step_time(seconds: float | None) -> bool:
 
 
 def is_script(report: RankReport) -> bool:
-    """Whether the rank ran a program of the user's own."""
+    """Whether the rank ran a user's program."""
     return report.findings.script is not None
 
 
@@ -206,14 +206,14 @@ def _amounts(report: RankReport) -> Iterator[tuple[str, float, float]]:
 
 def _disagreement(reports: Sequence[RankReport]) -> str:
     """How the reports contradict each other; empty where they do not."""
-    told = [report for report in reports if report.step_times_s]
-    if not told:
+    reporting = [report for report in reports if report.step_times_s]
+    if not reporting:
         return (
             "no rank told the time of any step: neither a report nor a hook, file or log line of the program gave one"
         )
     of_script = any(map(is_script, reports))
     for name, of in ({"steps": "step_times_s"} | ({} if of_script else {"losses": "losses"})).items():
-        counts = [len(getattr(report, of)) for report in told]
+        counts = [len(getattr(report, of)) for report in reporting]
         if len(set(counts)) != 1:
             return f"the ranks disagree on the number of {name}: {counts}"
     for name in _ALIKE_IN_SCRIPTS if of_script else _ALIKE:
@@ -297,13 +297,13 @@ def _hang(root: RankFailure, failures: Sequence[RankFailure]) -> Failure:
     found = verdict(sights)
     suspect = of[found.suspects[0]]
     nodes = {of[rank].node for rank in found.suspects}
-    is_told_apart = found.kind == "rank" and len(nodes) == 1 and (len(found.suspects) < len(of) or len(of) == 1)
+    is_localised = found.kind == "rank" and len(nodes) == 1 and (len(found.suspects) < len(of) or len(of) == 1)
     is_one = found.kind in ("rank", "unknown")
     where = _where(sights[found.suspects[0]], suspect) if is_one else ""
     evidence = Evidence(
-        message=redact("; ".join(part for part in (root.message, where, found.why) if part)),
+        message=redact("; ".join(part for part in (root.message, where, found.detail) if part)),
         rank=suspect.rank if is_one else None,
-        node=suspect.node if is_told_apart else None,
+        node=suspect.node if is_localised else None,
         log_tail=tuple(map(redact, suspect.log_tail)),
         collateral=tuple(
             redact(f"rank {rank}: {failure.category}: {sights[rank].where}")
@@ -431,19 +431,19 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
     reports = [success.report for success in successes]
     if (refused := refusal(reports)) is not None:
         return refused
-    told = [report for report in reports if report.step_times_s]
-    first = told[0]
-    step_times_s = tuple(max(times) for times in zip(*(r.step_times_s for r in told), strict=True))
+    reporting = [report for report in reports if report.step_times_s]
+    first = reporting[0]
+    step_times_s = tuple(max(times) for times in zip(*(r.step_times_s for r in reporting), strict=True))
     for success in successes:
         if is_script(success.report):  # its rank has compared them with what it saw of the program
             continue
         if (found := contradiction(step_times_s, success.seen_steps, success.seen_at_s)) is not None:
             return not_believed(found, success.rank)
-    slowest = max(told, key=lambda report: sum(report.step_times_s))
+    slowest = max(reporting, key=lambda report: sum(report.step_times_s))
     return Measured(
         measurement=Measurement(
             world_size=sum(report.num_ranks for report in reports),
-            tokens_per_step=_counting(told, "tokens_per_step").tokens_per_step,
+            tokens_per_step=_counting(reporting, "tokens_per_step").tokens_per_step,
             step_times_s=step_times_s,
             breakdown=slowest.breakdown,
             rank_parts=_rank_parts(reports),
@@ -458,12 +458,12 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
             ),
             num_skipped_steps=first.num_skipped_steps,
             compile_s=max(report.compile_s for report in reports),
-            samples_per_step=_counting(told, "samples_per_step").samples_per_step,
+            samples_per_step=_counting(reporting, "samples_per_step").samples_per_step,
             step_memory_bytes=_largest_per_step(report.step_memory_bytes for report in reports),
             findings=merge_findings([report.findings for report in reports]),
             places=tuple(f"{place.node}/{device}" for place in places for device in place.device.split(",")),
             disturbances=most_disturbed(with_throttling(disturbances, _health(successes))),
-            step_time_resolution_s=max(report.step_time_resolution_s for report in told),
+            step_time_resolution_s=max(report.step_time_resolution_s for report in reporting),
             device_memory=worst_memory(report.device_memory for report in reports),
         )
     )
@@ -482,21 +482,23 @@ def _if_any(sizes: Iterable[int]) -> tuple[int, ...]:
     return known if any(known) else ()
 
 
-def _counting(told: Sequence[RankReport], amount: str) -> RankReport:
+def _counting(reporting: Sequence[RankReport], amount: str) -> RankReport:
     """The first rank whose program counted what it trains on; where none did, the first."""
-    scripts = ((report, report.findings.script) for report in told)
-    return next((r for r, script in scripts if script is not None and getattr(script, amount) is not None), told[0])
+    scripts = ((report, report.findings.script) for report in reporting)
+    return next(
+        (r for r, script in scripts if script is not None and getattr(script, amount) is not None), reporting[0]
+    )
 
 
 def _losses(reports: Sequence[RankReport]) -> tuple[float, ...]:
     """The gang's losses: where every rank tells that of its own share, their mean."""
-    shares = [report.losses for report in reports if report.losses and _tells_share(report)]
+    shares = [report.losses for report in reports if report.losses and _reports_share(report)]
     if len(shares) > 1 and all(report.losses in ((), *shares) for report in reports):
         return tuple(statistics.fmean(losses) for losses in zip(*shares, strict=False))
     return _first_full(report.losses for report in reports)
 
 
-def _tells_share(report: RankReport) -> bool:
+def _reports_share(report: RankReport) -> bool:
     script = report.findings.script
     source = script.source_of("loss") if script is not None else None
     return source is not None and source.is_share

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cluster.base import Deadlines, GangLaunch, GangProgress
-from cluster.gang.blame import RankSight
+from cluster.gang.hang_verdict import RankSight
 from cluster.hardware.topology import DeviceHandle, Node
 from trials.accelerator.kinds import DeviceKind
 from trials.files import to_json
@@ -17,7 +17,7 @@ from trials.health import Disturbance
 from trials.outcome import Phase, RankReport
 
 SCRIPT_RUNNERS = "trials.script."
-"""How the names of runners begin whose work is a program of the user's own."""
+"""How the names of runners begin whose work is a user's program."""
 PHASES: tuple[Phase, ...] = ("starting", "warmup", "measuring")
 
 
@@ -142,7 +142,7 @@ class NodeLaunch:
 
     @property
     def is_script(self) -> bool:
-        """Whether its ranks run a program of the user's own."""
+        """Whether its ranks run a user's program."""
         return self.runner.startswith(SCRIPT_RUNNERS)
 
 
@@ -303,7 +303,7 @@ class RankClock:
         if self.reported_at_s is not None:
             self.reported_at_s = min(now_s, self.reported_at_s + seconds)
 
-    def wait_anew(self, now_s: float) -> None:
+    def restart_wait(self, now_s: float) -> None:
         """Begin the phase again, if nothing was ever reported: a peer is done, and this rank will be."""
         if self.reported_at_s is None:
             self.entered_at_s = now_s

@@ -75,7 +75,7 @@ def is_installed(tool: str) -> bool:
     return shutil.which(tool) is not None
 
 
-def ask(tool: str, *arguments: str) -> str:
+def query(tool: str, *arguments: str) -> str:
     """What the tool answers.
 
     Raises:
@@ -93,26 +93,26 @@ def ask(tool: str, *arguments: str) -> str:
         hint = PERSISTENCE if tool == "nvidia-smi" else ""
         raise DeviceQueryError(f"{tool} gave no answer within {QUERY_TIMEOUT_S:g} s{hint}") from None
     if process.returncode != 0:
-        said = " ".join(output.split())[:_MAX_WORDS]
-        raise DeviceQueryError(f"{tool} failed with code {process.returncode}: {said}")
+        message = " ".join(output.split())[:_MAX_WORDS]
+        raise DeviceQueryError(f"{tool} failed with code {process.returncode}: {message}")
     return output
 
 
-def ask_json(tool: str, *arguments: str) -> Any:
+def query_json(tool: str, *arguments: str) -> Any:
     """The JSON in what the tool answers; warnings may stand before it.
 
     Raises:
         DeviceQueryError: as :func:`ask`, or there is none.
     """
-    output = ask(tool, *arguments)
+    output = query(tool, *arguments)
     starts = [place for place in (output.find("{"), output.find("[")) if place >= 0]
     try:
         value, _ = json.JSONDecoder().raw_decode(output[min(starts) :]) if starts else (None, 0)
     except ValueError:
         value = None
     if value is None:
-        said = " ".join(output.split())[:_MAX_WORDS] or "nothing"
-        raise DeviceQueryError(f"{tool} answers without JSON: {said}")
+        message = " ".join(output.split())[:_MAX_WORDS] or "nothing"
+        raise DeviceQueryError(f"{tool} answers without JSON: {message}")
     return value
 
 
@@ -159,7 +159,7 @@ def amd_devices() -> list[ListedDevice]:
 
 
 def _by_rocm_smi() -> list[ListedDevice]:
-    cards = ask_json(AMD_TOOLS[0], *_ROCM_QUERY)
+    cards = query_json(AMD_TOOLS[0], *_ROCM_QUERY)
     found = []
     for card, facts in sorted(_cards(cards), key=lambda one: one[0]):
         known = {key.lower(): value for key, value in facts.items()}
@@ -217,7 +217,7 @@ def _by_amd_smi() -> list[ListedDevice]:
 
 
 def _listed(*arguments: str) -> list[Mapping[str, Any]]:
-    answer = ask_json(AMD_TOOLS[1], *arguments)
+    answer = query_json(AMD_TOOLS[1], *arguments)
     rows = answer.get("gpu_data", []) if isinstance(answer, Mapping) else answer
     return [row for row in rows if isinstance(row, Mapping)]
 
@@ -248,7 +248,7 @@ def ascend_devices() -> list[ListedDevice]:
     Raises:
         DeviceQueryError: npu-smi fails.
     """
-    return parse(ask(ASCEND_TOOL, "info"))
+    return parse(query(ASCEND_TOOL, "info"))
 
 
 def parse(table: str) -> list[ListedDevice]:
@@ -298,8 +298,8 @@ def intel_devices() -> list[ListedDevice]:
         DeviceQueryError: xpu-smi fails, or shows no memory.
     """
     found: list[ListedDevice] = []
-    for card in ask_json(INTEL_TOOL, "discovery", "-j").get("device_list", []):
-        found += _tiles(card, ask_json(INTEL_TOOL, "discovery", "-d", str(card.get("device_id")), "-j"), len(found))
+    for card in query_json(INTEL_TOOL, "discovery", "-j").get("device_list", []):
+        found += _tiles(card, query_json(INTEL_TOOL, "discovery", "-d", str(card.get("device_id")), "-j"), len(found))
     return found
 
 
@@ -380,7 +380,7 @@ def holders() -> list[tuple[str, str, str]]:
     Raises:
         DeviceQueryError: nvidia-smi fails.
     """
-    rows = _rows(ask(NVIDIA_TOOL, "--query-compute-apps=gpu_uuid,pid,used_memory", _FORMAT))
+    rows = _rows(query(NVIDIA_TOOL, "--query-compute-apps=gpu_uuid,pid,used_memory", _FORMAT))
     return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
 
 
@@ -390,12 +390,12 @@ def is_persistent() -> bool | None:
     Raises:
         DeviceQueryError: nvidia-smi fails.
     """
-    modes = {row[0] for row in _rows(ask(NVIDIA_TOOL, "--query-gpu=persistence_mode", _FORMAT)) if row}
+    modes = {row[0] for row in _rows(query(NVIDIA_TOOL, "--query-gpu=persistence_mode", _FORMAT)) if row}
     return "Disabled" not in modes if modes & {"Enabled", "Disabled"} else None
 
 
 def _gpus() -> Iterator[_Gpu]:
-    for row in _rows(ask(NVIDIA_TOOL, f"--query-gpu={','.join(_COLUMNS)}", _FORMAT)):
+    for row in _rows(query(NVIDIA_TOOL, f"--query-gpu={','.join(_COLUMNS)}", _FORMAT)):
         if row[0].startswith(_LOST):
             yield _Gpu(ListedDevice(name="?", model="GPU", memory_bytes=0, trouble=" ".join(row)), is_divided=False)
         if len(row) != len(_COLUMNS):
@@ -413,22 +413,22 @@ def _gpus() -> Iterator[_Gpu]:
         yield _Gpu(device, is_divided=total is not None and row[6] == "Enabled")
 
 
-def _trouble(told: str) -> str:
-    """What a GPU without a figure of its memory lacks; ``told`` stands in the figure's place."""
-    if "N/A" in told or "Not Supported" in told:
-        return f"nvidia-smi shows no memory of its own ({told}), as of GPUs that share their host's"
-    return f"nvidia-smi says {told}"
+def _trouble(profile_name: str) -> str:
+    """What a GPU without a figure of its memory lacks; ``profile_name`` stands in the figure's place."""
+    if "N/A" in profile_name or "Not Supported" in profile_name:
+        return f"nvidia-smi shows no memory of its own ({profile_name}), as of GPUs that share their host's"
+    return f"nvidia-smi says {profile_name}"
 
 
 def _slices(gpus: dict[str, ListedDevice]) -> Iterator[ListedDevice]:
     """The slices of these GPUs, each known by its UUID."""
     memory = _memory_of_slices()
     gpu: ListedDevice | None = None
-    for line in ask(NVIDIA_TOOL, "-L").splitlines():
+    for line in query(NVIDIA_TOOL, "-L").splitlines():
         if found := _GPU.match(line):
             gpu = gpus.get(found[1])
         elif gpu is not None and (found := _SLICE.match(line)):
-            total, used = memory.get((gpu.bus_id, found["number"]), (_told_by(found["profile"]), None))
+            total, used = memory.get((gpu.bus_id, found["number"]), (_bytes_of_profile(found["profile"]), None))
             yield ListedDevice(
                 name=found["uuid"],
                 model=f"{gpu.model} MIG {found['profile']}",
@@ -444,7 +444,7 @@ def _slices(gpus: dict[str, ListedDevice]) -> Iterator[ListedDevice]:
 def _memory_of_slices() -> dict[tuple[str, str], tuple[int, int | None]]:
     """Memory and memory in use by bus address of the GPU and number of the slice; empty where it cannot be read."""
     try:
-        log = ElementTree.fromstring(ask(NVIDIA_TOOL, "-q", "-x"))
+        log = ElementTree.fromstring(query(NVIDIA_TOOL, "-q", "-x"))
     except ElementTree.ParseError:
         return {}
     found = {}
@@ -458,7 +458,7 @@ def _memory_of_slices() -> dict[tuple[str, str], tuple[int, int | None]]:
     return found
 
 
-def _told_by(profile: str) -> int:
+def _bytes_of_profile(profile: str) -> int:
     """Bytes that the name of a profile such as ``3g.40gb`` promises; the slice has a little more."""
     found = _GIGABYTES.search(profile)
     return int(found[1]) * 10**9 if found else 0
@@ -591,7 +591,7 @@ class _Found:
 
 
 @functools.cache
-def _tell(warning: str) -> None:
+def _warn(warning: str) -> None:
     """Warn once: a command looks at its host several times."""
     logger.warning(warning)
 
@@ -600,11 +600,11 @@ def _found(device: DeviceChoice) -> _Found:
     """The devices to be used: those asked for, or with ``auto`` the first kind that there is."""
     if device != "auto":
         kind: DeviceKind = device
-        return _asked_for(kind)
+        return _query_kind(kind)
     for kind, maker in _MAKERS.items():
         if not any(map(is_installed, maker.tools)):
             if files := _driver_files(maker):
-                _tell(
+                _warn(
                     f"{files[0]} is here, but no {' or '.join(maker.tools)} to list devices of kind {kind}: they are "
                     "not used; install it, or say device: cpu to train on cores on purpose"
                 )
@@ -622,22 +622,22 @@ def _offered(kind: DeviceKind, maker: _Maker) -> _Found:
     except DeviceQueryError as error:
         if _driver_files(maker):
             raise _unusable(kind, str(error)) from None
-        _tell(f"{error}: no device of kind {kind} is used")
+        _warn(f"{error}: no device of kind {kind} is used")
         return _Found(kind=kind)
     found = _usable(kind, listed)
     if not found.devices and not _are_hidden(kind):
         if listed or _driver_files(maker):
-            raise _unusable(kind, _why_none(kind, found, listed))
-        _tell(_why_none(kind, found, listed))
+            raise _unusable(kind, _reason_for_none(kind, found, listed))
+        _warn(_reason_for_none(kind, found, listed))
     return found
 
 
 def _unusable(kind: DeviceKind, why: str) -> DeviceError:
-    remedy = "mend that, or say device: cpu to train on cores on purpose"
+    remedy = "fix that, or say device: cpu to train on cores on purpose"
     return DeviceError(f"this host has devices of kind {kind} that cannot be used: {why}; {remedy}")
 
 
-def _asked_for(kind: DeviceKind) -> _Found:
+def _query_kind(kind: DeviceKind) -> _Found:
     maker, remedy = _MAKERS[kind], "use device: cpu, or another host"
     if not any(map(is_installed, maker.tools)):
         raise DeviceError(f"device: {kind}, but there is no {' or '.join(maker.tools)} here; {remedy}")
@@ -647,7 +647,7 @@ def _asked_for(kind: DeviceKind) -> _Found:
         raise DeviceError(f"device: {kind}, but {error}; {remedy}") from None
     found = _usable(kind, listed)
     if not found.devices:
-        raise DeviceError(f"device: {kind}, but {_why_none(kind, found, listed)}; {remedy}")
+        raise DeviceError(f"device: {kind}, but {_reason_for_none(kind, found, listed)}; {remedy}")
     return found
 
 
@@ -660,11 +660,11 @@ def _usable(kind: DeviceKind, listed: Sequence[ListedDevice]) -> _Found:
         left_out=[one for one in seen if one.trouble],
     )
     if found.devices and found.left_out:
-        _tell(f"{words(kind, found.devices)} used{found.but()}")
+        _warn(f"{words(kind, found.devices)} used{found.but()}")
     return found
 
 
-def _why_none(kind: DeviceKind, found: _Found, listed: Sequence[ListedDevice]) -> str:
+def _reason_for_none(kind: DeviceKind, found: _Found, listed: Sequence[ListedDevice]) -> str:
     """Why none of the devices that the kind's tool lists can be used."""
     tool = " or ".join(_MAKERS[kind].tools)
     if found.left_out:
@@ -713,7 +713,7 @@ def _visible(kind: DeviceKind, listed: Sequence[ListedDevice]) -> list[ListedDev
     limit = _limit(kind)
     empty = [name for name in _variables(kind) if os.environ.get(name) == ""]
     if listed and limit is None and empty:
-        _tell(
+        _warn(
             f"{empty[0]} is empty, which hides no device of kind {kind}; say device: cpu to train on cores on purpose"
         )
     found = list(listed) if limit is None else _named(kind, limit[1], listed)

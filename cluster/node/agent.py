@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PRELOAD = ("torch", "torch.distributed", "trials.worker")
 SCRIPT_PRELOAD = ("trials.script.runner",)
-"""What ranks need that start a program of the user's own, which imports what it needs itself."""
+"""What ranks need that start a user's program, which imports what it needs itself."""
 READY_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 150.0
 """How long processes are waited for at the end: longer than wardens and fork server take for any that can be ended."""
@@ -183,7 +183,7 @@ class Agent:
             self._fork_server.kill()
             self._fork_server.wait()
             self._control.close()
-            why = last_words(self._log_path) or "it says nothing"
+            why = last_output(self._log_path) or "it says nothing"
             raise ClusterError(f"the fork server on {self._node} does not start: {why} ({self._log_path})")
         for problem in json.loads(message)["problems"]:
             logger.warning("fork server on %s: %s", self._node, problem)
@@ -232,7 +232,7 @@ class Agent:
         attempt.connection.close()
 
 
-def last_words(log: Path) -> str:
+def last_output(log: Path) -> str:
     """The last line of a log that says anything, without secrets; empty where there is none."""
     lines = [text for text in log.read_text(encoding="utf-8", errors="replace").splitlines() if text.strip()]
     return redact(lines[-1].strip())[:400] if lines else ""

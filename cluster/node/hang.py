@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.gang.blame import Blame, FlightRecord, GroupPlace, PendingCall, RankSight
+from cluster.gang.hang_verdict import FlightRecord, GroupPlace, PendingCall, RankSight, StackState
 from cluster.node.guardian import environment_of
 from cluster.processes import blocking, catches, descendants, is_pending, process_info
 from trials.accelerator.kinds import DeviceKind
@@ -50,13 +50,13 @@ _TOGETHER = "coalesced"
 """How the name ends under which NCCL records several operations as a whole."""
 
 
-def answer_requests(asked: int, answer: Path) -> None:
-    """Start the thread that writes the record to ``answer`` whenever a byte comes on the pipe ``asked``."""
-    threading.Thread(target=_serve, args=(asked, answer), name="flight-recorder", daemon=True).start()
+def answer_requests(requests: int, answer: Path) -> None:
+    """Start the thread that writes the record to ``answer`` whenever a byte comes on the pipe ``requests``."""
+    threading.Thread(target=_serve, args=(requests, answer), name="flight-recorder", daemon=True).start()
 
 
-def _serve(asked: int, answer: Path) -> None:
-    while os.read(asked, 1):
+def _serve(requests: int, answer: Path) -> None:
+    while os.read(requests, 1):
         with contextlib.suppress(Exception):  # no answer is an answer, and training must not end for it
             write_atomically(answer, [json.dumps(to_json(read_record())).encode()], mode=0o600)
 
@@ -111,7 +111,7 @@ def summary(dump: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> Fl
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
         groups.setdefault(_group(entry), []).append(entry)
-    known = {**_told_members(dump), **members}
+    known = {**_dumped_members(dump), **members}
     places, calls = [], []
     for group, found in list(groups.items())[:MAX_GROUPS]:
         name, label = (str(part) for part in found[-1]["process_group"])
@@ -133,7 +133,7 @@ def _operation(entry: Mapping[str, Any]) -> tuple[str, str]:
     return backend, name[:MAX_CHARS]
 
 
-def _told_members(dump: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _dumped_members(dump: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     config = dump.get("pg_config") or {}
     return {
         str(name): tuple(int(rank) for rank in re.findall(r"\d+", str(group.get("ranks", ""))))
@@ -166,9 +166,9 @@ def _active(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         if str(entry["profiling_name"]).endswith(_TOGETHER):
             whole = entry
         is_part = whole is not None and entry is not whole and _number(entry) == _number(whole, like=entry)
-        told = whole if is_part and whole is not None else entry
-        if not _has_ended(told):
-            found.append({**entry, "state": told.get("state")})
+        reported = whole if is_part and whole is not None else entry
+        if not _has_ended(reported):
+            found.append({**entry, "state": reported.get("state")})
     return found
 
 
@@ -196,7 +196,7 @@ def _has_ended(entry: Mapping[str, Any]) -> bool:
 
 # The warden's side of the Flight Recorder: asks ranks for their records.
 #
-# Ranks of ours have a thread that tells it (:mod:`cluster.node.hang`). Programs of the user's own have none;
+# Ranks of ours have a thread that tells it (:mod:`cluster.node.hang`). Users' programs have none;
 # for them NCCL has a named pipe, which a thread of C++ looks at about once a second: its dump is a pickle, and is read
 # by an unpickler that knows no class. Both need the interpreter, NCCL to name the Python frames in its dump: where C
 # code holds it there is no record, and the stack alone tells.
@@ -218,7 +218,7 @@ class RecordedRank:
 
     rank: int
     folder: Path
-    asking: int
+    request_write: int
     """Descriptor of the pipe to the rank's thread; below 0 where there is none."""
 
     @property
@@ -285,23 +285,23 @@ def _has_pipes(folder: Path) -> bool:
 
 def records(ranks: Sequence[RecordedRank]) -> dict[int, FlightRecord]:
     """The records of those ranks that give one. Takes up to :data:`ANSWER_S` and :data:`PIPE_S`."""
-    found = _collected([rank for rank in ranks if _ask(rank)], _answer, ANSWER_S)
-    without_thread = [rank for rank in ranks if rank.asking < 0 and _ask_nccl(rank)]
+    found = _collected([rank for rank in ranks if _request_dump(rank)], _answer, ANSWER_S)
+    without_thread = [rank for rank in ranks if rank.request_write < 0 and _request_nccl_dump(rank)]
     return {**found, **_collected(without_thread, _dumped, PIPE_S)}
 
 
-def _ask(rank: RecordedRank) -> bool:
-    if rank.asking < 0:
+def _request_dump(rank: RecordedRank) -> bool:
+    if rank.request_write < 0:
         return False
     rank.answer.unlink(missing_ok=True)
     try:
-        os.write(rank.asking, b"?")
+        os.write(rank.request_write, b"?")
     except OSError:
         return False
     return True
 
 
-def _ask_nccl(rank: RecordedRank) -> bool:
+def _request_nccl_dump(rank: RecordedRank) -> bool:
     """Write to the rank's named pipe, if NCCL has made one and listens."""
     rank.dump.unlink(missing_ok=True)
     try:
@@ -403,10 +403,10 @@ class HangingSlot:
     """Phase and step that it has reported, as numbers; None where others report for it."""
     folder: Path
     """The attempt's, where records are written to."""
-    asking: int = -1
+    request_write: int = -1
     """Descriptor of the pipe on which its thread is asked for the record; below 0 where there is none."""
     reports: Path | None = None
-    """Folder in which a program of the user's own, and our hook in it, report; None where it runs a model of ours."""
+    """Folder in which a user's program, and our hook in it, report; None where it runs a model of ours."""
     starts: tuple[int, ...] = ()
     """The gang's ranks that belong on its devices, where it starts them itself."""
 
@@ -423,14 +423,14 @@ class HangingSlot:
             return {self.rank: below}
         found: dict[int, list[int]] = {}
         for pid in below:
-            told = next((match for entry in environment_of(pid) if (match := _RANK.fullmatch(entry))), None)
-            if told is not None:
-                found.setdefault(int(told[1]), []).append(pid)
+            reported = next((match for entry in environment_of(pid) if (match := _RANK.fullmatch(entry))), None)
+            if reported is not None:
+                found.setdefault(int(reported[1]), []).append(pid)
         return found or {rank: [] for rank in listening(self.folder)} or {self.starts[0]: below}
 
     def recorded(self, rank: int) -> RecordedRank:
         """Where the record of one of its ranks can be had."""
-        return RecordedRank(rank=rank, folder=self.folder, asking=self.asking)
+        return RecordedRank(rank=rank, folder=self.folder, request_write=self.request_write)
 
     def telling(self, ranks: dict[int, list[int]]) -> dict[int, int]:
         """For each of ``ranks`` that has one, the process that writes its main thread's stack when it is asked: the
@@ -456,16 +456,16 @@ def _registered(path: Path) -> list[tuple[int, bool]]:
         for text in file.read(REPORT_BYTES).splitlines():
             if b'"stack_signal"' in text:
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                    told = json.loads(text)
-                    if told["stack_signal"] is True:
-                        found.append((int(told["pid"]), told.get("event") == "begin"))
+                    reported = json.loads(text)
+                    if reported["stack_signal"] is True:
+                        found.append((int(reported["pid"]), reported.get("event") == "begin"))
     return found
 
 
 # Sees where ranks stand that make no progress, and how far they are in their collectives.
 #
 # The fork server has faulthandler dump their stacks into the slot's log on SIGUSR1, which works even while C code
-# holds the interpreter. Programs of the user's own would be ended by that signal: it goes to those processes of theirs
+# holds the interpreter. Users' programs would be ended by that signal: it goes to those processes of theirs
 # only in which our hook has said that it may.
 
 
@@ -491,17 +491,17 @@ _WAITS = ("synchronize", "wait", "wait_event", "elapsed_time")
 """Functions of torch's that do so."""
 _HOST_WORK = ("utils/data/", "_dynamo/", "_inductor/", "multiprocessing/", "serialization.py")
 """Parts of torch that keep the host busy, and give the device nothing to do."""
-_WORDS: dict[Blame, Literal["stopped", "elsewhere", "unclear", "waiting"]] = {
-    Blame.STOPPED: "stopped",
-    Blame.ELSEWHERE: "elsewhere",
-    Blame.UNCLEAR: "unclear",
-    Blame.WAITING: "waiting",
+_WORDS: dict[StackState, Literal["stopped", "elsewhere", "unclear", "waiting"]] = {
+    StackState.STOPPED: "stopped",
+    StackState.ELSEWHERE: "elsewhere",
+    StackState.UNCLEAR: "unclear",
+    StackState.WAITING: "waiting",
 }
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotLook:
+class SlotState:
     """What the ranks of one slot were doing."""
 
     sights: tuple[RankSight, ...]
@@ -509,7 +509,7 @@ class SlotLook:
     """The log's last lines and the innermost frames of a main thread, one that waits for no peer where there is any."""
 
 
-def examine(slots: Sequence[HangingSlot]) -> dict[int, SlotLook]:
+def examine(slots: Sequence[HangingSlot]) -> dict[int, SlotState]:
     """Look at hanging slots, by their number: at the stacks of their ranks and at their records, where they have any.
 
     Takes as long as the ranks that one slot has need to write their stacks, at most :data:`ALL_DUMPS_S`, at the same
@@ -519,7 +519,9 @@ def examine(slots: Sequence[HangingSlot]) -> dict[int, SlotLook]:
     ranks = {slot.rank: slot.ranks() for slot in slots}
     stacks = _stacks(slots, ranks)
     found = records([slot.recorded(rank) for slot in slots for rank in ranks[slot.rank]])
-    return {slot.rank: _look(slot, before[slot.rank], ranks[slot.rank], stacks[slot.rank], found) for slot in slots}
+    return {
+        slot.rank: _examine_slot(slot, before[slot.rank], ranks[slot.rank], stacks[slot.rank], found) for slot in slots
+    }
 
 
 def _stacks(slots: Sequence[HangingSlot], ranks: Mapping[int, dict[int, list[int]]]) -> dict[int, dict[int, Stack]]:
@@ -531,22 +533,22 @@ def _stacks(slots: Sequence[HangingSlot], ranks: Mapping[int, dict[int, list[int
     end_s = time.monotonic() + ALL_DUMPS_S
     while any(waiting.values()):
         firsts = [(slot, *waiting[slot.rank].pop(0)) for slot in slots if waiting[slot.rank]]
-        asked = [(rank, _Question.put(slot, pid)) for slot, rank, pid in firsts if catches(pid, DUMP_SIGNAL)]
-        _wait_for([question for _, question in asked], min(time.monotonic() + DUMP_S, end_s))
-        for rank, question in asked:
+        requests = [(rank, _Question.put(slot, pid)) for slot, rank, pid in firsts if catches(pid, DUMP_SIGNAL)]
+        _wait_for([question for _, question in requests], min(time.monotonic() + DUMP_S, end_s))
+        for rank, question in requests:
             is_mixed = any(one.slot is question.slot and one.has_begun() for one in late)
             found[question.slot.rank][rank] = () if is_mixed or question.may_write() else question.stack()
-        late += [question for _, question in asked if question.may_write()]
+        late += [question for _, question in requests if question.may_write()]
     return found
 
 
-def _wait_for(asked: Sequence[_Question], limit_s: float) -> None:
+def _wait_for(requests: Sequence[_Question], limit_s: float) -> None:
     """Wait until all stacks are written and the logs grow no more, for a thread that took no signal before may be the
     one that writes; at most until ``limit_s``."""
     sizes: list[int] = []
     while time.monotonic() < limit_s:
-        before, sizes = sizes, [_Before.of(question.slot.log).size for question in asked]
-        if sizes == before and not any(question.is_open() for question in asked):
+        before, sizes = sizes, [_Before.of(question.slot.log).size for question in requests]
+        if sizes == before and not any(question.is_open() for question in requests):
             return
         time.sleep(_POLL_S)
 
@@ -606,30 +608,32 @@ class _Before:
         return cls(status.st_size, max(0.0, time.time() - status.st_mtime))
 
 
-def _look(
+def _examine_slot(
     slot: HangingSlot,
     log: _Before,
     ranks: Mapping[int, list[int]],
     stacks: Mapping[int, Stack],
     found: Mapping[int, FlightRecord],
-) -> SlotLook:
+) -> SlotState:
     sights = []
     for rank, pids in sorted(ranks.items()):
-        blame, where = judge(stacks.get(rank, ()), slot.device)
+        stack_state, where = judge(stacks.get(rank, ()), slot.device)
         states = [info.state for pid in pids if (info := process_info(pid)) is not None]
         if any(state in ("T", "t") for state in states):
-            blame, where = Blame.STOPPED, "it was stopped by a signal"
+            stack_state, where = StackState.STOPPED, "it was stopped by a signal"
         elif stacks.get(rank) == () and any(state not in ("Z", "X") for state in states):
-            blame, where = Blame.UNCLEAR, "it did not tell its stack in time"
+            stack_state, where = StackState.UNCLEAR, "it did not tell its stack in time"
         elif slot.reports is not None and not stacks.get(rank):
             where = f"its program had printed nothing for {log.silent_s:.0f} s"
         sights.append(
-            RankSight(rank=rank, stack=_WORDS[blame], where=where, progress=slot.progress, record=found.get(rank))
+            RankSight(rank=rank, stack=_WORDS[stack_state], where=where, progress=slot.progress, record=found.get(rank))
         )
-    shown = min((sight for sight in sights if stacks.get(sight.rank)), key=lambda sight: sight.blame, default=None)
+    shown = min(
+        (sight for sight in sights if stacks.get(sight.rank)), key=lambda sight: sight.stack_state, default=None
+    )
     stack = () if shown is None else stacks[shown.rank]
     before = tuple(redact(_read(slot.log, max(0, log.size - 4096), log.size)).splitlines()[-TAIL_LINES // 4 :])
-    return SlotLook(sights=tuple(sights), tail=(*before, *stack)[:TAIL_LINES])
+    return SlotState(sights=tuple(sights), tail=(*before, *stack)[:TAIL_LINES])
 
 
 def main_thread(dump: str) -> Stack:
@@ -639,7 +643,7 @@ def main_thread(dump: str) -> Stack:
     return tuple(lines[headers[-1] :]) if headers else ()
 
 
-def judge(stack: Sequence[str], device: DeviceKind = "cpu") -> tuple[Blame, str]:
+def judge(stack: Sequence[str], device: DeviceKind = "cpu") -> tuple[StackState, str]:
     """The blame by the innermost frame of a stack, or by its caller where that is an operator, and that frame in
     words.
 
@@ -649,15 +653,15 @@ def judge(stack: Sequence[str], device: DeviceKind = "cpu") -> tuple[Blame, str]
     frames = [match for text in stack if (match := _FRAME.match(text))]
     frame = next((frame for frame in frames if not frame["file"].endswith("torch/_ops.py")), None)
     if frame is None:
-        return Blame.ELSEWHERE, "its stack cannot be had"
+        return StackState.ELSEWHERE, "its stack cannot be had"
     where = f"it was in {frame['function']} ({Path(frame['file']).name}:{frame['line']})"
     part = _in_torch(frame["file"])
     if re.fullmatch(r"distributed/[^/]+", part):  # not what lies deeper, DTensor's and FSDP's own work
-        return Blame.WAITING, f"{where}, waiting for its peers"
+        return StackState.WAITING, f"{where}, waiting for its peers"
     if device != "cpu" and _waits_for_device(frame, part):
-        return Blame.WAITING, f"{where}, waiting for its device"
+        return StackState.WAITING, f"{where}, waiting for its device"
     is_unclear = part.startswith(("autograd/", "distributed/")) or (device != "cpu" and _feeds_device(frame, part))
-    return (Blame.UNCLEAR if is_unclear else Blame.ELSEWHERE), where
+    return (StackState.UNCLEAR if is_unclear else StackState.ELSEWHERE), where
 
 
 def _in_torch(file: str) -> str:

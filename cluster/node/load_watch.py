@@ -56,7 +56,7 @@ class ProcessTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuLook:
+class CpuSample:
     """The counters of a node at one moment; seconds since it was started."""
 
     at_s: float
@@ -70,11 +70,11 @@ class CpuLook:
     processes: Mapping[int, ProcessTime]
 
 
-def look() -> CpuLook:
+def sample_cpu() -> CpuSample:
     """Read all counters now."""
     cpus = os.sched_getaffinity(0)
     busy_s, steal_s = _busy_and_steal(read_or_empty(_PROC / "stat"), cpus)
-    return CpuLook(
+    return CpuSample(
         at_s=time.monotonic(),
         num_cpus=len(cpus),
         busy_s=busy_s,
@@ -85,7 +85,7 @@ def look() -> CpuLook:
     )
 
 
-def disturbance(node: str, before: CpuLook, after: CpuLook, owner: int) -> Disturbance:
+def disturbance(node: str, before: CpuSample, after: CpuSample, owner: int) -> Disturbance:
     """What happened between two looks; ``owner`` is the pid whose descendants, and itself, are the sweep's own."""
     seconds = after.at_s - before.at_s
     if seconds < MIN_WINDOW_S:
@@ -112,9 +112,9 @@ def owner_pid() -> int:
 
     Called by a warden, whose parent is the fork server and whose grandparent the agent's process.
     """
-    told = os.environ.get(CONTROLLER_VARIABLE, "")
-    if told.isdigit() and (_PROC / told).exists():
-        return int(told)
+    controller_text = os.environ.get(CONTROLLER_VARIABLE, "")
+    if controller_text.isdigit() and (_PROC / controller_text).exists():
+        return int(controller_text)
     fork_server = os.getppid()
     found = _process(fork_server)
     return found.parent_pid if found is not None and found.parent_pid > 1 else fork_server
@@ -134,7 +134,7 @@ def family(processes: Mapping[int, ProcessTime], owner: int) -> set[int]:
     return found
 
 
-def _ticks(seen: CpuLook, pids: set[int]) -> int:
+def _ticks(seen: CpuSample, pids: set[int]) -> int:
     """Time of these processes and of those of their children that have ended: what a child used is not lost."""
     times = (seen.processes[pid] for pid in pids if pid in seen.processes)
     return sum(process.own_ticks + process.reaped_ticks for process in times)
@@ -148,7 +148,7 @@ def _share(part: float, whole: float) -> float:
     return min(1.0, max(0.0, part / whole))
 
 
-def _named(before: CpuLook, after: CpuLook, own: set[int], seconds: float) -> Iterator[str]:
+def _named(before: CpuSample, after: CpuSample, own: set[int], seconds: float) -> Iterator[str]:
     """The foreign processes that used most, by name: ``python 1.9``; those of one name are added up."""
     used: dict[str, float] = defaultdict(float)
     for pid, process in after.processes.items():
@@ -342,7 +342,7 @@ class LoadWatch:
     def __init__(self, node: str, handles: Sequence[DeviceHandle], folder: Path) -> None:
         self._node, self._handles, self._folder = node, handles, folder
         self._owner = owner_pid()
-        self._looks: dict[Phase, CpuLook] = {}
+        self._samples: dict[Phase, CpuSample] = {}
         self.usage = UsageWatch()
         self._devices: DeviceWatch | None = None
         self.found: Disturbance | None = None
@@ -352,19 +352,19 @@ class LoadWatch:
 
     def enter(self, phase: Phase) -> None:
         """All ranks of the node are in ``phase`` now, maybe since long."""
-        if phase == "starting" or phase in self._looks:
+        if phase == "starting" or phase in self._samples:
             return
-        self._looks[phase] = look()
+        self._samples[phase] = sample_cpu()
         if phase == "measuring":
             self._devices = DeviceWatch(self._handles, self._folder)
 
     def end(self) -> None:
         """The first rank has ended measuring, or all are being killed; only the first call counts."""
-        if self.found is not None or "measuring" not in self._looks:
+        if self.found is not None or "measuring" not in self._samples:
             return
-        last, first = look(), self._looks["measuring"]
+        last, first = sample_cpu(), self._samples["measuring"]
         if last.at_s - first.at_s < MIN_WINDOW_S:
-            first = self._looks.get("warmup", first)  # warm-up steps are like the measured ones
+            first = self._samples.get("warmup", first)  # warm-up steps are like the measured ones
         found = disturbance(self._node, first, last, self._owner)
         if self._devices is not None:
             own = family(first.processes, self._owner) | family(last.processes, self._owner)
@@ -689,7 +689,7 @@ def watched_handles(launch: NodeLaunch) -> tuple[DeviceHandle, ...]:
     return held_handles(launch) if launch.device_kind == "cuda" else ()
 
 
-def why_not_free(launch: NodeLaunch, timeout_s: float) -> str | None:
+def not_free_reason(launch: NodeLaunch, timeout_s: float) -> str | None:
     """As :func:`wait_until_free`, for all devices of the gang on this node."""
     return wait_until_free(launch.device_kind, held_handles(launch), timeout_s)
 

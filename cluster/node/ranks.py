@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cluster.base import Deadlines
-from cluster.gang.environment import NUMA_VARIABLE, rank_env, told_env
+from cluster.gang.environment import NUMA_VARIABLE, rank_env, user_env
 from cluster.gang.messages import (
     CompileTime,
     Lines,
@@ -46,7 +46,7 @@ from cluster.node.load_watch import (
 )
 from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
 from trials.accelerator.kinds import DeviceKind, family_of
-from trials.failure import InfeasibleSpec, cause_in_log, classify, of_host, tells_of_abort
+from trials.failure import InfeasibleSpec, cause_in_log, classify, mentions_abort, of_host
 from trials.files import from_json, is_disk_full, to_json, write_atomically
 from trials.outcome import Phase, ProgressSink, RankReport
 from trials.reports import FOLDER as PROFILE
@@ -68,9 +68,9 @@ Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
 class RankPipes:
     """Descriptors of a rank's pipes from and to its warden."""
 
-    told: int
+    reports: int
     """Takes progress and the result."""
-    asked: int
+    requests: int
     """Gives a byte whenever the warden wants the Flight Recorder's record."""
 
 
@@ -82,9 +82,9 @@ def rank_main(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: 
             _set_up(launch, slot, pipes, warden_pid)
         except OSError as error:
             failed = _failure(error, launch, slot, "starting")
-            _write(pipes.told, line(replace(failed, category=of_host(error) or failed.category)))
+            _write(pipes.reports, line(replace(failed, category=of_host(error) or failed.category)))
             raise
-        code = _run(launch, slot, pipes.told)
+        code = _run(launch, slot, pipes.reports)
     except BaseException:  # nothing above could hear of it but the log
         traceback.print_exc()
     finally:
@@ -101,7 +101,7 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: in
     signal.set_wakeup_fd(-1)  # the warden's
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     make_preferred_oom_victim()
-    close_inherited(keep=(pipes.told, pipes.asked))
+    close_inherited(keep=(pipes.reports, pipes.requests))
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     log = os.open(Path(launch.directory) / f"rank{slot.rank}.log", flags, 0o600)
     os.dup2(log, 1)
@@ -115,10 +115,10 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: in
         }
     )
     folder = Path(launch.directory)
-    os.environ.update(recorder_env(folder, told_env(launch)))
+    os.environ.update(recorder_env(folder, user_env(launch)))
     if not launch.is_script:
-        recorded = RecordedRank(rank=slot.rank, folder=folder, asking=-1)
-        answer_requests(pipes.asked, recorded.answer)
+        recorded = RecordedRank(rank=slot.rank, folder=folder, request_write=-1)
+        answer_requests(pipes.requests, recorded.answer)
     _keep_near(launch, slot)
     threads = os.environ["OMP_NUM_THREADS"]
     if (torch := sys.modules.get("torch")) is not None and threads.isdigit():  # torch read it before the fork
@@ -297,7 +297,7 @@ class ForkedRank:
     pid: int
     pidfd: int
     pipe: int
-    asking: int
+    request_write: int
     """Descriptor of the pipe on which the rank is asked for its Flight Recorder."""
     log: Path
     clock: RankClock
@@ -307,7 +307,7 @@ class ForkedRank:
     measured_at_s: dict[int, float] = field(default_factory=dict)
     """When (monotonic) it reported each measured step."""
     program_peak_bytes: int = 0
-    """Most resident memory seen of a process of the user's own program; 0 where the rank runs a model of ours."""
+    """Most resident memory seen of a process of the user's program; 0 where the rank runs a model of ours."""
     weigh_at_s: float = 0.0
     """When (monotonic) to look again how much that is: twice a second, as a program may be gone before it is heard."""
 
@@ -346,13 +346,15 @@ class ForkedRank:
 def fork_rank(launch: NodeLaunch, slot: RankSlot) -> ForkedRank:
     """Fork a rank that is listened to, and whose clock starts now."""
     read, write = os.pipe()
-    asked, asking = os.pipe()
-    pid = fork_process(launch, slot, RankPipes(told=write, asked=asked))
+    requests, request_write = os.pipe()
+    pid = fork_process(launch, slot, RankPipes(reports=write, requests=requests))
     os.close(write)
-    os.close(asked)
+    os.close(requests)
     log = Path(launch.directory) / f"rank{slot.rank}.log"
     clock = RankClock(entered_at_s=time.monotonic())
-    return ForkedRank(slot=slot, pid=pid, pidfd=os.pidfd_open(pid), pipe=read, asking=asking, log=log, clock=clock)
+    return ForkedRank(
+        slot=slot, pid=pid, pidfd=os.pidfd_open(pid), pipe=read, request_write=request_write, log=log, clock=clock
+    )
 
 
 def fork_process(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes) -> int:
@@ -410,7 +412,7 @@ def with_host_cause(failure: RankFailure, oom_kills: OomKills, folder: Path) -> 
 def with_logged_cause(failure: RankFailure, log: Path, device: DeviceKind) -> RankFailure:
     """The failure of a process that aborted, put down to what its log says: the threads of NCCL cannot raise.
 
-    So with a program of the user's own that starts its ranks by itself, where its launcher says that one aborted. An
+    So with a user's program that starts its ranks by itself, where its launcher says that one aborted. An
     error that the program told of itself stands, unless a device broke; and a lost connection explains nothing that is
     known better.
     """
@@ -419,13 +421,13 @@ def with_logged_cause(failure: RankFailure, log: Path, device: DeviceKind) -> Ra
     if failure.category not in _MAY_BE_SURVIVED or not (is_aborted or _COMMAND_FAILED.search(message)):
         return failure
     text = _end(log, ABORT_TAIL_BYTES)
-    found = cause_in_log(text) if is_aborted or tells_of_abort(text) else None
+    found = cause_in_log(text) if is_aborted or mentions_abort(text) else None
     if found is None:
         return failure
     kind, line = found
-    is_told = failure.category == "error" and not _UNTOLD.search(message)
+    is_explained = failure.category == "error" and not _UNTOLD.search(message)
     is_collateral = kind == "connection" and failure.category not in ("exit", "error")
-    if is_collateral or (is_told and kind != "device_lost"):
+    if is_collateral or (is_explained and kind != "device_lost"):
         return failure
     category = "oom" if (kind, device) == ("host_oom", "cpu") else kind
     between = "\n" if kind == "error" else ": "  # the first line of a crash is alike whenever it is repeated
@@ -452,8 +454,8 @@ def with_program_memory(success: RankSuccess, peak_bytes: int, device: DeviceKin
     report, script = success.report, success.report.findings.script
     if script is None or report.peak_allocated_bytes or report.peak_reserved_bytes or not peak_bytes:
         return success
-    told = ScriptSource(name="rss_bytes" if device == "cpu" else "allocated_bytes", source=SYSTEM)
-    sources = (*script.sources, told) if script.sources else script.sources
+    reports = ScriptSource(name="rss_bytes" if device == "cpu" else "allocated_bytes", source=SYSTEM)
+    sources = (*script.sources, reports) if script.sources else script.sources
     findings = replace(report.findings, script=replace(script, sources=sources))
     return replace(success, report=replace(report, peak_allocated_bytes=peak_bytes, findings=findings))
 
@@ -516,13 +518,13 @@ class GangClocks:
         return [rank for rank in self._ranks if rank.result is None]
 
     def watched(self) -> list[ForkedRank]:
-        """The ranks that have to keep deadlines: all that are not done, but of a program of the user's own those that
+        """The ranks that have to keep deadlines: all that are not done, but of a user's program those that
         say anything, once any does. The others follow them."""
         waiting = self.unsettled()
         return [rank for rank in waiting if self.speaks(rank)] or waiting
 
     def speaks(self, rank: ForkedRank) -> bool:
-        """Whether what the rank has reported tells how far it is: of a program of the user's own it need not report."""
+        """Whether what the rank has reported tells how far it is: of a user's program it need not report."""
         return not self._launch.is_script or rank.clock.reported_at_s is not None
 
     def slowest(self) -> RankClock:

@@ -51,11 +51,11 @@ from cluster.node.load_watch import (
     LoadWatch,
     OomKills,
     most_used,
+    not_free_reason,
     shared_memory_shortage,
     shortage,
     slot_handles,
     watched_handles,
-    why_not_free,
 )
 from cluster.node.ranks import (
     ForkedRank,
@@ -117,7 +117,7 @@ class AgentLink:
         self._agent.setblocking(False)
         selector.register(self._agent, selectors.EVENT_READ, self._serve)
 
-    def tell(self, event: NodeEvent) -> None:
+    def send(self, event: NodeEvent) -> None:
         self._outbox.append(line(event))
         self._flush()
 
@@ -244,7 +244,7 @@ class Warden:
     def _not_free(self) -> str | None:
         """Why the ranks would not find the memory they were promised; None if they do."""
         if self._launch.device_kind != "cpu":
-            return why_not_free(self._launch, SETTLE_BEFORE_S)
+            return not_free_reason(self._launch, SETTLE_BEFORE_S)
         limit_bytes = self._launch.spec.get("memory_limit_bytes")  # as in TrialSpec; other runners may have none
         num_devices = sum(len(slot.devices) for slot in self._launch.slots)
         return shortage(num_devices, limit_bytes) if isinstance(limit_bytes, int) else None
@@ -282,9 +282,9 @@ class Warden:
         for message in rank.lines.feed(chunk):
             if message["kind"] == RankProgress.kind:
                 self._advance(rank, from_json(RankProgress, message), arrived_s)
-                self._tell_progress()
+                self._report_progress()
             else:
-                self._settle(rank, from_json(RankResult, message))
+                self._record_result(rank, from_json(RankResult, message))
 
     def _advance(self, rank: ForkedRank, progress: RankProgress, arrived_s: float) -> None:
         if rank.clock.phase == "starting" != progress.phase:
@@ -292,18 +292,18 @@ class Warden:
         rank.note_step(progress, arrived_s)
         if seconds := self._clocks.advance(rank, progress, time.monotonic()):
             attempt, token = self._launch.attempt_id, self._launch.token
-            self._link.tell(NodeCompiling(attempt_id=attempt, token=token, seconds=seconds))
+            self._link.send(NodeCompiling(attempt_id=attempt, token=token, seconds=seconds))
 
     def _reap(self, rank: ForkedRank) -> None:
         self._selector.unregister(rank.pidfd)
         os.close(rank.pidfd)
-        os.close(rank.asking)
+        os.close(rank.request_write)
         rank.kill()  # before reaping, while the group's id cannot be anyone else's
         _, status = os.waitpid(rank.pid, 0)
         rank.is_running = False
         self._drain(rank)
         if rank.result is None:
-            self._settle(rank, self._unreported(rank, os.waitstatus_to_exitcode(status)))
+            self._record_result(rank, self._unreported(rank, os.waitstatus_to_exitcode(status)))
 
     def _drain(self, rank: ForkedRank) -> None:
         """Read what the dead rank had written; a process it left behind may hold the pipe open."""
@@ -322,7 +322,7 @@ class Warden:
         category, how = how_it_ended(exit_code, self._oom_kills)
         return rank.failure(self._launch.node, category, f"rank {rank.slot.rank} {how}", exit_code)
 
-    def _settle(self, rank: ForkedRank, result: RankResult) -> None:
+    def _record_result(self, rank: ForkedRank, result: RankResult) -> None:
         """Keep the rank's result. Kill the gang for a root cause at once, for what may have a cause after a moment."""
         self._load.end()
         if isinstance(rank.result, RankFailure):  # it hung; how it ended then tells nothing
@@ -335,7 +335,7 @@ class Warden:
                 self._stop(result.message)
         elif self._launch.is_script:
             for other in self._clocks.unsettled():
-                other.clock.wait_anew(time.monotonic())
+                other.clock.restart_wait(time.monotonic())
             result = with_program_memory(result, self._program_peak(rank), self._launch.device_kind)
         else:
             result = with_arrivals(result, rank.measured_at_s)
@@ -375,18 +375,18 @@ class Warden:
         elif (reason := self._clocks.overdue_reason(now_s)) is not None:
             self._stop(reason, is_hang=True)
 
-    def _look(self, message: str) -> None:
+    def _examine_hanging(self, message: str) -> None:
         """See what the ranks do that have no result, those too that leave reports to others: it is their result."""
         hanging = [rank for rank in self._clocks.unsettled() if rank.is_running]
-        looks = examine([self._to_look_at(rank) for rank in hanging])
+        states = examine([self._to_examine(rank) for rank in hanging])
         slowest = self._clocks.slowest()
         for rank in hanging:
-            look, clock = looks[rank.slot.rank], rank.clock if self._clocks.speaks(rank) else slowest
-            failure = rank.failure(self._launch.node, "deadline", message, log_tail=look.tail)
+            state, clock = states[rank.slot.rank], rank.clock if self._clocks.speaks(rank) else slowest
+            failure = rank.failure(self._launch.node, "deadline", message, log_tail=state.tail)
             failure = with_host_cause(failure, self._oom_kills, Path(self._launch.directory))
-            rank.result = replace(failure, phase=clock.phase, sights=look.sights)
+            rank.result = replace(failure, phase=clock.phase, sights=state.sights)
 
-    def _to_look_at(self, rank: ForkedRank) -> HangingSlot:
+    def _to_examine(self, rank: ForkedRank) -> HangingSlot:
         is_script = self._launch.is_script
         return HangingSlot(
             rank=rank.slot.rank,
@@ -395,7 +395,7 @@ class Warden:
             device=self._launch.device_kind,
             progress=rank.clock.position if self._clocks.speaks(rank) else None,
             folder=Path(self._launch.directory),
-            asking=-1 if is_script else rank.asking,
+            request_write=-1 if is_script else rank.request_write,
             reports=report_folder(rank_folder(self._launch), rank.slot.rank) if is_script else None,
             starts=rank.slot.starts,
         )
@@ -407,21 +407,21 @@ class Warden:
             self._load.end()
             self._kill_at_s = self._silent_at_s = math.inf
             attempt, token = self._launch.attempt_id, self._launch.token
-            self._link.tell(NodeFailing(attempt_id=attempt, token=token, reason=reason, is_hang=is_hang))
+            self._link.send(NodeFailing(attempt_id=attempt, token=token, reason=reason, is_hang=is_hang))
             if is_hang:  # the other nodes look at the same time
-                self._look(reason)
+                self._examine_hanging(reason)
             self._release_due_s = time.monotonic() + self._launch.release_s
             for rank in self._ranks:
                 if rank.is_running:
                     rank.kill()
 
-    def _tell_progress(self) -> None:
+    def _report_progress(self) -> None:
         slowest = self._clocks.slowest()
         if slowest.position > self._reported and len(self._ranks) == len(self._launch.slots):
             self._reported = slowest.position
             self._load.enter(slowest.phase)
             os.utime(self._launch.directory)  # shows for how long it held its devices, should the controller die
-            self._link.tell(
+            self._link.send(
                 GangProgress(
                     attempt_id=self._launch.attempt_id,
                     token=self._launch.token,
@@ -436,7 +436,7 @@ class Warden:
         survivors = kill_descendants(self._launch.release_s)
         if survivors:
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
-        elif self._ranks and not self._link.is_closed and (problem := why_not_free(self._launch, SETTLE_AFTER_S)):
+        elif self._ranks and not self._link.is_closed and (problem := not_free_reason(self._launch, SETTLE_AFTER_S)):
             self._note("device_busy", f"{self._launch.node} is not free after the gang: {problem}")
         if any(died_of_sigterm(rank.result) for rank in self._ranks):
             time.sleep(SIGTERM_GRACE_S)
@@ -445,8 +445,8 @@ class Warden:
 
     def _results(self) -> tuple[RankResult, ...]:
         """What is known of the ranks, with the ends of their logs where they failed."""
-        settled = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
-        return tuple(settled if self._preempted_at_s is None else map(as_preempted, settled))
+        finished = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
+        return tuple(finished if self._preempted_at_s is None else map(as_preempted, finished))
 
     def _finish(self) -> None:
         remove_scratch(rank_folder(self._launch))

@@ -363,7 +363,7 @@ class RayAdmission:
         self._key = claim.key
         try:
             if (
-                grant := self._ask(QueueEntry(claim=claim, num_nodes=self._lease.num_able, policy=self._policy))
+                grant := self._request(QueueEntry(claim=claim, num_nodes=self._lease.num_able, policy=self._policy))
             ) is not None:
                 self._grant, self._granted_at_s = grant, time.monotonic()
             problem = "has not answered yet"
@@ -384,7 +384,7 @@ class RayAdmission:
             if ray.get(actor.leave.remote(key), timeout=CALL_TIMEOUT_S) == 0:
                 within(CALL_TIMEOUT_S, lambda: ray.kill(actor))
 
-    def _ask(self, entry: QueueEntry) -> Grant | None:
+    def _request(self, entry: QueueEntry) -> Grant | None:
         """The answer to this beat or the one before; None when there is none yet."""
         now_s = time.monotonic()
         if self._call is None:
@@ -448,7 +448,7 @@ class RayCluster:
         self._device_memory_bytes = request.device_memory_bytes
         self._env = request.env
         self._preload = tuple(preload)
-        self._tracker = GangTracker(order=self._tell)
+        self._tracker = GangTracker(order=self._send)
         self._agents = Agents()
         self._described: dict[str, NodeDescription] = {}
         self._lost: dict[str, str] = {}
@@ -532,7 +532,7 @@ class RayCluster:
         """Wait for events as the protocol says; a change of the topology ends the wait, too."""
         deadline_s, before = time.monotonic() + timeout_s, self._topology
         while True:
-            self._tend()
+            self._update()
             now_s = time.monotonic()
             is_over = bool(self._pending) or self._topology is not before or now_s >= deadline_s
             for answer in self._agents.answers(0.0 if is_over else min(deadline_s - now_s, self._lease.pause_s(now_s))):
@@ -579,9 +579,9 @@ class RayCluster:
             self._connection.enter_context(remote_ray(request.address))
         return Wanted(device=request.device, devices_per_node=devices_per_node), head
 
-    def _tend(self) -> None:
+    def _update(self) -> None:
         """Have the lease grow and shrink, and let go of nodes that Ray says are gone."""
-        changes = self._lease.tend(time.monotonic())
+        changes = self._lease.update(time.monotonic())
         for lost in changes.lost:
             self._lose(lost.slot, lost.reason, lost.category)
         for slot in changes.placed:
@@ -617,10 +617,10 @@ class RayCluster:
             self._join(slot, answer.value)
         elif answer.what == "poll":
             for event in answer.value:
-                self._hear(slot.name, event)
+                self._on_event(slot.name, event)
             self._agents.listen(slot)
 
-    def _hear(self, node: str, event: NodeEvent | FilePiece) -> None:
+    def _on_event(self, node: str, event: NodeEvent | FilePiece) -> None:
         if not isinstance(event, FilePiece):
             self._pending += self._tracker.handle(node, event, now_s=time.monotonic())
         elif self._tracker.expects(node, event.attempt_id, event.token):
@@ -710,7 +710,7 @@ class RayCluster:
             name, reason, now_s=time.monotonic(), attempts=attempts, category=category
         )
 
-    def _tell(self, node: str, attempt_id: str, order: GangOrder) -> None:
+    def _send(self, node: str, attempt_id: str, order: GangOrder) -> None:
         self._agents.order(node, attempt_id, order)
 
     def _rendezvous(self, first: str) -> dict[str, str]:

@@ -277,7 +277,7 @@ def remote_ray(address: str) -> Iterator[None]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, job_config=_OwnPath())
         except Exception as error:  # Ray raises anything from ConnectionError to RuntimeError
             raise ClusterError(f"cannot join the Ray cluster at {address}: {first_line(error)}; {remedy}") from None
-        if not _asks_for_a_token():
+        if not _requires_token():
             logger.warning(
                 "the Ray cluster at %s asks for no token: whoever reaches it can run code there; start it with "
                 "RAY_AUTH_MODE=token",
@@ -289,7 +289,7 @@ def remote_ray(address: str) -> Iterator[None]:
             ray.shutdown()
 
 
-def _asks_for_a_token() -> bool:
+def _requires_token() -> bool:
     core: Any = importlib.import_module("ray._raylet")
     return bool(core.get_authentication_mode() == core.AuthenticationMode.TOKEN)
 
@@ -358,7 +358,7 @@ def dashboard_url(address: str) -> str:
             )
         return f"{parts.scheme}://{parts.netloc}"
     require_listener(address)
-    head, dashboard = _ask(address)
+    head, dashboard = _query(address)
     if not dashboard:
         raise ClusterError(
             f"the head at {head} runs no dashboard, which takes Ray Jobs; start it with "
@@ -368,20 +368,20 @@ def dashboard_url(address: str) -> str:
     return f"http://{dashboard}"
 
 
-def _ask(address: str) -> tuple[str, str]:
+def _query(address: str) -> tuple[str, str]:
     """Addresses of the head and of its dashboard; the latter is empty where there is none."""
     argv = python_module("cluster.ray.connection", address)
     try:
-        asked = subprocess.run(argv, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
+        completed = subprocess.run(argv, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise ClusterError(
             f"no head of a Ray cluster answers at {address}, though something listens there; the head's port is the "
             "--port of `ray start --head`, 6379 unless given"
         ) from None
-    if asked.returncode != 0:
-        last = (asked.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+    if completed.returncode != 0:
+        last = (completed.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise ClusterError(f"no head of a Ray cluster can be asked at {address}: {last}")
-    answer = json.loads(asked.stdout)
+    answer = json.loads(completed.stdout)
     if answer["refused"]:
         raise ClusterError(f"the Ray cluster at {address} does not accept this token; {TOKEN_REMEDY}")
     return answer["head"], answer["dashboard"]

@@ -17,7 +17,7 @@ import ray
 import ray._private.state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from cluster.base import ClusterError, ClusterLostError, OwnClusterLostError
+from cluster.base import ClusterError, ClusterLostError, PrivateClusterLostError
 from cluster.hardware.topology import DeviceChoice, path_safe
 from cluster.processes import python_module
 from cluster.ray.connection import (
@@ -169,9 +169,9 @@ def _stable_order(node: RayNode) -> tuple[str, str]:
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 2.0
+POLL_EVERY_S = 2.0
 """Pause between two questions to Ray about its nodes."""
-LOOK_SOON_S = 0.25
+POLL_SOON_S = 0.25
 """The same while nodes are asked for."""
 ANSWER_S = 0.05
 """How long to wait at once for an answer of Ray's head, which usually takes a few milliseconds."""
@@ -193,7 +193,7 @@ class NodeSlot:
     name: str
     address: str
     group: PlacementGroup
-    asked_at_s: float
+    requested_at_s: float
     is_placed: bool = False
     is_ready: bool = False
 
@@ -227,10 +227,10 @@ class RayLease:
         self._most = most
         self._patience_s = CALL_TIMEOUT_S
         self._num_nodes, self._at_least = 0, 1
-        self._num_asked = 0
+        self._num_requested = 0
         self._view: ClusterView | None = None
-        self._look: Future[ClusterView] | None = None
-        self._looked_at_s = float("-inf")
+        self._poll: Future[ClusterView] | None = None
+        self._polled_at_s = float("-inf")
         self._unanswered_since_s: float | None = None
         self._is_slow = False
         self._quiet_until_s = float("-inf")
@@ -255,11 +255,11 @@ class RayLease:
 
     def pause_s(self, now_s: float) -> float:
         """Seconds until the next :meth:`tend` has anything to do."""
-        if self._look is not None:
+        if self._poll is not None:
             return ANSWER_S
         num_ready = len(self.ready)
-        every_s = LOOK_SOON_S if num_ready < len(self.slots) or self._view is None else LOOK_EVERY_S
-        return max(0.0, self._looked_at_s + every_s - now_s)
+        every_s = POLL_SOON_S if num_ready < len(self.slots) or self._view is None else POLL_EVERY_S
+        return max(0.0, self._polled_at_s + every_s - now_s)
 
     @property
     def status(self) -> LeaseStatus:
@@ -287,7 +287,7 @@ class RayLease:
 
     def resize(self, num_nodes: int, at_least: int) -> None:
         if num_nodes > self._num_nodes:
-            self._looked_at_s = float("-inf")  # look at once
+            self._polled_at_s = float("-inf")  # look at once
         self._num_nodes, self._at_least = num_nodes, min(at_least, num_nodes)
 
     def leave_out(self, node_id: str) -> None:
@@ -321,17 +321,17 @@ class RayLease:
         self._patience_s = CALL_TIMEOUT_S
         return True
 
-    def tend(self, now_s: float) -> Changes:
+    def update(self, now_s: float) -> Changes:
         """Take in what Ray says of the nodes, let go of those that are gone, and ask for those that are missing.
 
         Raises:
-            OwnClusterLostError: a process of our own Ray has ended.
+            PrivateClusterLostError: a process of our own Ray has ended.
             ClusterLostError: Ray's head has not answered for a while.
             ClusterError: no node can ever be leased.
         """
         if self._head is not None and (ended := self._head.ended) is not None:
-            raise OwnClusterLostError(f"the private Ray on this host has failed: its {ended} has ended")
-        if (view := self._look_around(now_s)) is None:
+            raise PrivateClusterLostError(f"the private Ray on this host has failed: its {ended} has ended")
+        if (view := self._poll_cluster(now_s)) is None:
             return Changes()
         self._view = view
         self._names = names_by_id(view.nodes.values(), self._names)
@@ -339,23 +339,23 @@ class RayLease:
         placed = self._take_placed(view, now_s)
         self._choose_shape(view)
         if self.shape is not None and now_s >= self._quiet_until_s:
-            self._ask_for_missing(now_s)
+            self._request_missing(now_s)
         return Changes(placed=placed, lost=lost)
 
-    def _look_around(self, now_s: float) -> ClusterView | None:
+    def _poll_cluster(self, now_s: float) -> ClusterView | None:
         """A new view of the cluster, if there is one."""
-        if self._look is None and self.pause_s(now_s) <= 0:
+        if self._poll is None and self.pause_s(now_s) <= 0:
             groups = {slot.number: slot.group for slot in self.slots.values() if not slot.is_placed}
-            self._look, self._looked_at_s = started(lambda: _look(groups)), now_s
+            self._poll, self._polled_at_s = started(lambda: _poll(groups)), now_s
             self._unanswered_since_s = self._unanswered_since_s or now_s
-            wait([self._look], ANSWER_S)
-        if self._look is not None and self._look.done():
-            look, self._look = self._look, None
+            wait([self._poll], ANSWER_S)
+        if self._poll is not None and self._poll.done():
+            polled, self._poll = self._poll, None
             with contextlib.suppress(Exception):  # then it is asked again
-                view = look.result()
+                view = polled.result()
                 self._unanswered_since_s = None
                 return view
-            logger.warning("the Ray cluster cannot be asked: %s", look.exception())
+            logger.warning("the Ray cluster cannot be asked: %s", polled.exception())
         if self._unanswered_since_s is not None:
             self._check_head(now_s - self._unanswered_since_s)
         return None
@@ -388,20 +388,20 @@ class RayLease:
 
     def _take_placed(self, view: ClusterView, now_s: float) -> list[NodeSlot]:
         """Slots that Ray has placed since; none of the first ones before all of them are placed."""
-        asked = [slot for slot in self.slots.values() if not slot.is_placed]
-        there = [slot for slot in asked if view.placed.get(slot.number) == slot.node_id]
-        late = [slot for slot in asked if slot not in there and now_s - slot.asked_at_s > PLACED_WITHIN_S]
-        is_first = len(asked) == len(self.slots)
-        if is_first and len(there) < min(self._least(), len(asked)):
+        requested = [slot for slot in self.slots.values() if not slot.is_placed]
+        there = [slot for slot in requested if view.placed.get(slot.number) == slot.node_id]
+        late = [slot for slot in requested if slot not in there and now_s - slot.requested_at_s > PLACED_WITHIN_S]
+        is_first = len(requested) == len(self.slots)
+        if is_first and len(there) < min(self._least(), len(requested)):
             if late:
-                self._give_back_asked(asked, now_s)
+                self._return_requested(requested, now_s)
             return []
-        self._give_back_asked(late, now_s)
+        self._return_requested(late, now_s)
         for slot in there:
             slot.is_placed = True
         return there
 
-    def _give_back_asked(self, slots: Iterable[NodeSlot], now_s: float) -> None:
+    def _return_requested(self, slots: Iterable[NodeSlot], now_s: float) -> None:
         for slot in slots:
             logger.info("node %s was taken by somebody else", slot.name)
             self.remove(self.slots.pop(slot.name))
@@ -417,32 +417,32 @@ class RayLease:
         except NoSuchNodesError as error:
             self.shape, self._problem = None, str(error)
 
-    def _ask_for_missing(self, now_s: float) -> None:
+    def _request_missing(self, now_s: float) -> None:
         self._avoided = {node_id: until_s for node_id, until_s in self._avoided.items() if until_s > now_s}
         free = self._free_nodes()
         missing = self._num_nodes - len(self.slots)
         if missing <= 0 or not free or (not self.slots and len(free) < self._least()):
             return
         for node in free[:missing]:
-            self._ask(node, now_s)
+            self._request(node, now_s)
 
-    def _ask(self, node: RayNode, now_s: float) -> None:
-        node_id, number = node["NodeID"], self._num_asked
-        self._num_asked += 1
+    def _request(self, node: RayNode, now_s: float) -> None:
+        node_id, number = node["NodeID"], self._num_requested
+        self._num_requested += 1
 
-        def ask() -> PlacementGroup:
+        def request_group() -> PlacementGroup:
             pin, name = {NODE_ID_LABEL: node_id}, f"tune-cluster-{self._label}-{number}"
             group: PlacementGroup = placement_group([bundle(node)], name=name, bundle_label_selector=[pin])
             return group
 
         try:
-            group = within(CALL_TIMEOUT_S, ask)
+            group = within(CALL_TIMEOUT_S, request_group)
         except UnreachableError as error:
             logger.warning("node %s cannot be asked for: %s", self._names[node_id], error)
             return
         name, address = self._names[node_id], node["NodeManagerAddress"]
         self.slots[name] = NodeSlot(
-            number=number, node_id=node_id, name=name, address=address, group=group, asked_at_s=now_s
+            number=number, node_id=node_id, name=name, address=address, group=group, requested_at_s=now_s
         )
 
     def _usable(self) -> list[RayNode]:
@@ -470,7 +470,7 @@ class RayLease:
         return f"{what}, each of {shape.label}; the Ray cluster has {num_able}{left_out}"
 
 
-def _look(groups: dict[int, PlacementGroup]) -> ClusterView:
+def _poll(groups: dict[int, PlacementGroup]) -> ClusterView:
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     state: Any = ray._private.state
     placed = {}
@@ -519,13 +519,13 @@ def survey(address: str, *, timeout_s: float = TIMEOUT_S) -> tuple[RayHost, ...]
     require_listener(address)
     argv = python_module("cluster.ray.leases", address)
     try:
-        asked = subprocess.run(argv, capture_output=True, timeout=timeout_s, check=False)
+        completed = subprocess.run(argv, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         raise ClusterError(f"the Ray cluster at {address} has not told its nodes within {timeout_s:g} s") from None
-    if asked.returncode != 0:
-        lines = asked.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+    if completed.returncode != 0:
+        lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise ClusterError(f"the Ray cluster at {address} cannot be joined: {lines[-1]}; {TOKEN_REMEDY}")
-    return tuple(_host(node) for node in json.loads(asked.stdout.splitlines()[-1]))
+    return tuple(_host(node) for node in json.loads(completed.stdout.splitlines()[-1]))
 
 
 def _host(node: Mapping[str, Any]) -> RayHost:

@@ -23,8 +23,8 @@ _HOME_TYPE = click.Path(file_okay=False, path_type=Path)
 
 def _home_of_command(ctx: click.Context, _param: click.Parameter, value: Path) -> Path:
     """The home given to the command, or else before it, or else in the environment."""
-    is_given = ctx.get_parameter_source("home") is ParameterSource.COMMANDLINE
-    return value if is_given else ctx.meta.get(GLOBAL_HOME, value)
+    is_specified = ctx.get_parameter_source("home") is ParameterSource.COMMANDLINE
+    return value if is_specified else ctx.meta.get(GLOBAL_HOME, value)
 
 
 def _keep_home(ctx: click.Context, _param: click.Parameter, value: Path | None) -> None:

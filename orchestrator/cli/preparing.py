@@ -70,7 +70,7 @@ def init(
     as_json: bool,
     runs: bool,
     run_time: float,
-    **asked: Any,
+    **questions_asked: Any,
 ) -> None:
     """Write a first sweep file, short and commented: for your own training command, or for a model and a cluster.
 
@@ -99,14 +99,14 @@ def init(
         files = init_command.copy_example(example, output or Path(f"{example}.yaml"), force=force)
         print_result(as_json, {"files": [str(file) for file in files]}, lambda: _next_steps(files[0], files))
         return
-    questions = init_command.Questions(**asked)
+    questions = init_command.Questions(**questions_asked)
     file = output or Path("sweep.yaml")
     if command or recipe is not None:
-        look_s = run_time if runs else None
-        _init_program(command, recipe, questions, file, force=force, as_json=as_json, look_s=look_s)
+        detection_s = run_time if runs else None
+        _init_program(command, recipe, questions, file, force=force, as_json=as_json, detection_s=detection_s)
         return
     if sys.stdin.isatty() and not yes and not as_json:
-        questions = _ask(questions)
+        questions = _ask_user(questions)
     draft = init_command.draft_sweep(questions, file, force=force)
     print_result(as_json, init_command.init_json(draft, file), lambda: _drafted(draft, file))
 
@@ -119,14 +119,14 @@ def _init_program(
     *,
     force: bool,
     as_json: bool,
-    look_s: float | None,
+    detection_s: float | None,
 ) -> None:
     """A sweep file for a training program: drafted from its command, or one of its framework to be filled in."""
     from orchestrator.commands import init as init_command
 
     if command:
         script = init_command.draft_command(
-            command, questions, file, recipe=recipe, force=force, look_s=look_s, tell=_say
+            command, questions, file, recipe=recipe, force=force, detection_s=detection_s, notify=_print_line
         )
         print_result(as_json, init_command.init_json(script, file), lambda: _drafted_script(script, file))
     elif recipe is not None:
@@ -135,11 +135,11 @@ def _init_program(
         print_result(as_json, body, lambda: f"Written: {file}. Put your command in, then: tune-cluster check {file}")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     echo(f"init: {line}", err=True)
 
 
-def _ask(questions: Questions) -> Questions:
+def _ask_user(questions: Questions) -> Questions:
     """Ask for what was not given; an empty answer leaves it as it is."""
     if questions.model is None and questions.parameters is None:
         answer = click.prompt("Model: path of a Hugging Face config.json, or a size like 13B", err=True)
@@ -165,12 +165,12 @@ def _drafted(draft: SweepDraft, file: Path) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from orchestrator.draft.draft import expected_words
+    from orchestrator.draft.draft import expected_text
 
     lines = [f"hardware  {draft.hardware}{', simulated' if draft.simulated else ''}"]
     expected = draft.choices.prediction
     if expected is not None:
-        lines.append(f"baseline  expected to take {expected_words(expected)}")
+        lines.append(f"baseline  expected to take {expected_text(expected)}")
     if draft.differences:
         lines.append(f"model     an approximation, trained with: {'; '.join(draft.differences)}")
     advice = "Set baseline to what you run today. "
@@ -191,12 +191,12 @@ def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
     grid.add_row("command", shlex.join(draft.run))
     grid.add_row("batch", f"{draft.global_batch_size} samples an optimiser step")
     grid.add_row("hardware", draft.hardware)
-    if draft.looked.is_seen:
-        grid.add_row("detected", draft.looked.words)
-    for proof in draft.looked.proofs.values():
+    if draft.detected.is_seen:
+        grid.add_row("detected", draft.detected.words)
+    for proof in draft.detected.proofs.values():
         grid.add_row("proven", f"{proof.option.names[0]}: {proof.before} became {proof.after} in a changed run")
-    if draft.looked.problem:
-        grid.add_row("not detected", draft.looked.problem)
+    if draft.detected.problem:
+        grid.add_row("not detected", draft.detected.problem)
     for remark in draft.remarks:
         grid.add_row("not read", remark)
     program = Invocation.current(DEFAULT_HOME)
@@ -232,7 +232,7 @@ def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) ->
     """Look at everything a sweep needs here: torch, devices, Ray, MLflow, disk, memory, limits, load.
 
     Each line is ok, warn or fail, with what to do. Changes nothing, starts nothing, and ends by itself. Exit code 0:
-    sweeps can run; 1: something has to be mended first.
+    sweeps can run; 1: something has to be fixed first.
 
     \b
     Examples:
@@ -386,7 +386,7 @@ def check(file: Path, address: str | None, home: Path, as_json: bool) -> None:
     from orchestrator.sweep.snapshot import Home
     from orchestrator.terminal.plan_screen import render_checked
 
-    checked = check_file(file, Home(home), address=address, tell=lambda line: echo(line, err=True))
+    checked = check_file(file, Home(home), address=address, notify=lambda line: echo(line, err=True))
     print_result(as_json, checked.to_json(), lambda: render_checked(checked))
     if not checked.is_good:
         sys.exit(ExitCode.USAGE)

@@ -80,7 +80,7 @@ def ui(
     what = Served(sweep=sweep, port=port, with_mlflow=not page_only, mlflow_host=mlflow_host, mlflow_port=mlflow_port)
     found: dict[str, str] = {}
 
-    def tell(links: Mapping[str, str], is_last: bool) -> None:
+    def notify(links: Mapping[str, str], is_last: bool) -> None:
         found.update(links)
         if not as_json:
             announce(dict(links), as_json=False)
@@ -91,8 +91,8 @@ def ui(
         Home(home),
         what,
         invocation=Invocation.current(home),
-        announce=tell,
-        tell=lambda words: echo(words, err=True),
+        announce=notify,
+        notify=lambda words: echo(words, err=True),
     )
     again = Invocation.current(home).command("ui", *([sweep] if sweep else []))
     echo(f"no longer served; sweeps go on. To see it again: {again}", err=True)
@@ -335,7 +335,7 @@ def verify(
 
 
 COMMAND = "command"
-"""Format of a training program of the user's own: its own command."""
+"""Format of a user's training program: its own command."""
 
 
 @click.command()
@@ -414,13 +414,13 @@ def export(
             lambda: None,
         )
         return
-    _tell(made, described.label, out)
+    _print_export(made, described.label, out)
     doubt = f" ({described.doubt})" if described.doubt else ""
     echo(f"how it was proven: {described.verdict}{doubt}", err=True)
 
 
 def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool, as_lines: bool) -> Export:
-    """The export in that format; a training program of the user's own is exported as its own command by default."""
+    """The export in that format; a user's training program is exported as its own command by default."""
     from orchestrator.errors import ConfigError
     from orchestrator.frameworks import catalog
     from orchestrator.frameworks.spelling import Export, Note
@@ -487,7 +487,7 @@ def _write(made: Export, folder: Path) -> list[str]:
     return [str(folder / name) for name in made.files]
 
 
-def _tell(made: Export, label: str, folder: Path | None) -> None:
+def _print_export(made: Export, label: str, folder: Path | None) -> None:
     """Files on stdout, unless they went into a folder; everything else on stderr."""
     if folder is None:
         for name, text in made.files.items():

@@ -181,11 +181,11 @@ def _checked(submission: Submission) -> Submission:
     from orchestrator.process_support import interruptible
     from orchestrator.terminal.plan_screen import check_line, expected_line, render_checked
 
-    def tell(line: str) -> None:
+    def notify(line: str) -> None:
         echo(f"check: {line}", err=True)
 
     with interruptible():
-        checked = check_sweep(submission.spec, submission.home, address=submission.address, tell=tell)
+        checked = check_sweep(submission.spec, submission.home, address=submission.address, notify=notify)
     if not checked.is_good:
         SafeConsole(stderr=True).print(render_checked(checked))
         echo("error: the sweep was not started. Fix this, or submit with --no-check", err=True)
@@ -317,7 +317,7 @@ def _print(submission: Submission, result: SweepResult, as_json: bool, profile_o
 def _exit_by(result: SweepResult) -> None:
     if result.state.status == "failed":
         echo(f"error: the sweep failed: {result.state.finish_reason}", err=True)
-        for line in result.state.last_words:
+        for line in result.state.last_output:
             echo(f"  | {line}", err=True)
         sys.exit(ExitCode.FAILED)
 
@@ -344,7 +344,7 @@ def _next_steps(submission: Submission, started: StartedSubmission) -> str:
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--replace", is_flag=True, help="Begin a sweep of this name anew that measured nothing.")
+@click.option("--replace", is_flag=True, help="Begin a sweep of this name again that measured nothing.")
 @click.option("--no-check", is_flag=True, help="Leave out the short run that comes before a training program's sweep.")
 @click.option("--max-trials", type=click.IntRange(min=1), metavar="N", help="In place of budget.max_trials.")
 @click.option("--wall-time", metavar="DURATION", help="In place of budget.wall_time: 90s, 30m, 2h.")
@@ -520,7 +520,7 @@ def _check(
     from orchestrator.units import trial_id
 
     sweeps = Home(home)
-    receipt = steering.ask_checks(sweep, sweeps, what, trial)
+    receipt = steering.request_checks(sweep, sweeps, what, trial)
     words = {"confirm": "to be confirmed", "profile": "to be profiled"}[what]
     echo(f"{words}: {trial_id(receipt.trials[0])}", err=True)
     profiled = receipt.trials[0] if what == "profile" else None

@@ -361,8 +361,8 @@ def _stop(sweep: str, what: Action, home: Path, as_json: bool, *, no_wait: bool)
     from orchestrator.sweep.snapshot import Home
 
     try:
-        with steering.progress() as tell:
-            stopped = steering.stop(sweep, Home(home), what, wait=not no_wait, tell=tell)
+        with steering.progress() as notify:
+            stopped = steering.stop(sweep, Home(home), what, wait=not no_wait, notify=notify)
     except KeyboardInterrupt:
         echo(f"no longer waiting; the request to {sweep} stays in force", err=True)
         sys.exit(ExitCode.INTERRUPTED)

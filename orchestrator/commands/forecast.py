@@ -25,7 +25,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.dry_runs import (
     DryRunCache,
     DryRunEstimates,
-    ProfileStore,
+    HardwareProfileStore,
     Progress,
     cluster_request,
     device_kind,
@@ -37,7 +37,14 @@ from orchestrator.planning.dry_runs import (
     profile_key,
 )
 from orchestrator.planning.planner import BalanceProgress, Plan, make_plan
-from orchestrator.planning.predictions import PlanPredictions, UsualRanking, Why, explain, predict_plan, rank_usual
+from orchestrator.planning.predictions import (
+    CandidateExplanation,
+    PlanPredictions,
+    UsualRanking,
+    explain,
+    predict_plan,
+    rank_usual,
+)
 from orchestrator.search.predictor import MAX_CANDIDATES, UnpredictableError
 from orchestrator.space.knobs import roles_of
 from orchestrator.space.notation import describe, short_name
@@ -46,7 +53,7 @@ from trials.accelerator.kinds import DeviceKind
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, Mode, RunFailure, context_bytes
 from trials.files import fields_json, to_json
 from trials.reports import Link
-from trials.spec import Candidate, OwnModel, Workload
+from trials.spec import Candidate, UserModel, Workload
 
 # What ``tune-cluster plan`` does: the plan of a file, what is expected of it, and one candidate explained.
 
@@ -62,7 +69,7 @@ class PlannedFile:
     """Why there are no predictions; empty where there are."""
     usual: UsualRanking | None
     """What is usual of the candidates' knobs, where there are no predictions."""
-    why: Why | None
+    explanation: CandidateExplanation | None
     """The explanation of the candidate that was asked for."""
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +80,7 @@ class PlannedFile:
             "unpredicted": self.unpredicted,
             "usual": self.usual.to_json() if self.usual else None,
         }
-        return body if self.why is None else {**body, "why": self.why.to_json()}
+        return body if self.explanation is None else {**body, "explanation": self.explanation.to_json()}
 
 
 def plan_file(
@@ -106,9 +113,9 @@ def plan_file(
         unpredicted = str(error)
         if len(plan.candidates) <= MAX_CANDIDATES:
             usual = rank_usual(
-                plan, spec.to_workload(), topology, spec.to_objective(topology), roles_of(spec.own_knobs)
+                plan, spec.to_workload(), topology, spec.to_objective(topology), roles_of(spec.custom_knobs)
             )
-    return PlannedFile(plan=plan, predictions=predictions, unpredicted=unpredicted, usual=usual, why=explained)
+    return PlannedFile(plan=plan, predictions=predictions, unpredicted=unpredicted, usual=usual, explanation=explained)
 
 
 def described_topology(name: str) -> Topology:
@@ -184,7 +191,7 @@ class DryRunVerdict:
         return {**body, "estimate": estimate}
 
 
-def refuse_own_code(spec: SweepSpec) -> None:
+def refuse_user_code(spec: SweepSpec) -> None:
     """Refuse to simulate code that is not ours.
 
     Raises:
@@ -194,7 +201,7 @@ def refuse_own_code(spec: SweepSpec) -> None:
         message = "nobody can simulate a training program of your own"
         raise spec.error(("workload",), message, "`tune-cluster check FILE` runs it for some steps.")
     model = spec.to_workload().model
-    if isinstance(model, OwnModel):
+    if isinstance(model, UserModel):
         message = f"dry runs know built-in models only, not kind {model.kind}"
         raise spec.error(("workload",), message, "Trials find out what fits: what runs out of memory rules others out.")
 
@@ -218,7 +225,7 @@ def dry_run(
         ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
     """
     spec = load_sweep(file)
-    refuse_own_code(spec)
+    refuse_user_code(spec)
     choices = TrialChoices(spec, home)
     topology = choices.topology
     chosen = [(name, choices.find(name)) for name in trials or (() if num_legal else (BASELINE,))]
@@ -396,7 +403,7 @@ class Probed:
 
 
 def probe_file(file: Path, home: Home, progress: probing_Progress) -> Probed:
-    """Measure all nodes the file would lease, excluded ones too: they may have been mended.
+    """Measure all nodes the file would lease, excluded ones too: they may have been fixed.
 
     Raises:
         ConfigError: the file is wrong.
@@ -413,7 +420,7 @@ def probe_file(file: Path, home: Home, progress: probing_Progress) -> Probed:
     if not measured.measured:
         first = measured.failed[0]
         raise ClusterError(f"no node could be measured; {first.node}: {first.failure}; logs are in {logs}")
-    store, key = ProfileStore.of(home), profile_key(spec, topology)
+    store, key = HardwareProfileStore.of(home), profile_key(spec, topology)
     store.add(key, measured)
     names = frozenset(request.excluded(topology)) if request.excluded is not None else frozenset()
     return Probed(profile=measured, file=store.path(key), excluded=names)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from configs import CONFIGS
-from orchestrator.commands.looking import Tell, look_at
+from orchestrator.commands.detection import Notify, detect
 from orchestrator.draft.command_draft import ScriptDraft, draft_script, ranks_in_files, read_command
 from orchestrator.draft.draft import SweepDraft, make_draft, require_room, skeleton, write_draft
 from orchestrator.draft.machine import DraftedMachine, described_machine, machine_at, machine_here
 from orchestrator.draft.model_config import DraftedModel, model_of_file, model_of_size
-from orchestrator.draft.observed import Looked
+from orchestrator.draft.observed import Detected
 from orchestrator.draft.static_reading import find_script, take_apart
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.snapshot import check_name
@@ -112,13 +112,13 @@ def draft_command(
     *,
     recipe: str | None,
     force: bool,
-    look_s: float | None = None,
-    tell: Tell = lambda _: None,
+    detection_s: float | None = None,
+    notify: Notify = lambda _: None,
 ) -> ScriptDraft:
     """Draft a sweep of a custom training program, and write its file.
 
     Args:
-        look_s: time limit for running the program; None: it is only read.
+        detection_s: time limit for running the program; None: it is only read.
         tell: receives progress.
 
     Raises:
@@ -140,15 +140,15 @@ def draft_command(
     processes = command.num_processes or ranks_in_files(command, cwd, recipe=recipe)
     machine = questions.drafted_machine(processes or (1 if alone else None), command.num_nodes)
     script = read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu, ranks=machine.topology.num_devices)
-    if look_s is not None:
+    if detection_s is not None:
         if questions.address is not None or machine.num_nodes > 1:
-            looked = Looked(problem="it runs on other hosts")
+            detected = Detected(problem="it runs on other hosts")
         else:
-            looked = look_at(script, machine, budget_s=look_s, tell=tell)
-        if looked.starts_ranks:
-            machine = questions.drafted_machine(looked.facts.world_size)
+            detected = detect(script, machine, budget_s=detection_s, notify=notify)
+        if detected.starts_ranks:
+            machine = questions.drafted_machine(detected.facts.world_size)
         ranks = machine.topology.num_devices
-        script = read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu, ranks=ranks, looked=looked)
+        script = read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu, ranks=ranks, detected=detected)
     draft = draft_script(
         script,
         machine,

@@ -43,7 +43,7 @@ SHORT = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=
 """Steps of the run: the first one compiles, and two can be compared."""
 MIN_STARTING_S = 600.0
 """How long the program may take to start, at least, so that it can be told how long it takes."""
-ROOM = 3.0
+DEADLINE_FACTOR = 3.0
 """Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
 _REMEDIES = {
     "the world size": "Set cluster.devices_per_node to the number of ranks that the program starts; if it starts them "
@@ -64,7 +64,7 @@ SILENCE_S = 30.0
 MAX_LOG_LINES = 20
 PYTHONS = ("python", "python3")
 """Words that PATH decides about."""
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ class Checked:
 
     @property
     def seen(self) -> ScriptReport:
-        """What was seen of a program of the user's own; empty for others."""
+        """What was seen of a user's program; empty for others."""
         found = self.measurement.findings.script if self.measurement is not None else None
         return found or ScriptReport()
 
@@ -230,9 +230,9 @@ class Checked:
     @property
     def needed_starting_s(self) -> int | None:
         """What ``deadlines.starting_s`` should be, where the file allows less than leaves room."""
-        if self.starting_s is None or self.starting_s * ROOM <= self.deadline_s:
+        if self.starting_s is None or self.starting_s * DEADLINE_FACTOR <= self.deadline_s:
             return None
-        return round(self.starting_s * ROOM / 60 + 0.5) * 60
+        return round(self.starting_s * DEADLINE_FACTOR / 60 + 0.5) * 60
 
     @property
     def remedy(self) -> str | None:
@@ -288,7 +288,7 @@ class Checked:
         }
 
 
-def check_file(file: Path, home: Home, *, address: str | None = None, tell: Tell | None = None) -> Checked:
+def check_file(file: Path, home: Home, *, address: str | None = None, notify: Notify | None = None) -> Checked:
     """Run the smallest candidate of a sweep file for a few steps, and again with the knobs of ``space.inside``.
 
     Args:
@@ -300,11 +300,11 @@ def check_file(file: Path, home: Home, *, address: str | None = None, tell: Tell
         ClusterError: no lease, or no room for the candidate.
     """
     spec = load_sweep(file, address=address)
-    checked = check_sweep(spec, home, address=address, tell=tell)
-    return replace(checked, inside=_check_inside(spec, home, address, tell)) if checked.is_good else checked
+    checked = check_sweep(spec, home, address=address, notify=notify)
+    return replace(checked, inside=_check_inside(spec, home, address, notify)) if checked.is_good else checked
 
 
-def _check_inside(spec: SweepSpec, home: Home, address: str | None, tell: Tell | None) -> CheckedInside | None:
+def _check_inside(spec: SweepSpec, home: Home, address: str | None, notify: Notify | None) -> CheckedInside | None:
     """Run the candidate with the most inside knobs that is like the smallest one otherwise."""
     today = {} if spec.script is None else spec.script.inside
     topology = known_topology(spec, home, address=address)
@@ -313,13 +313,13 @@ def _check_inside(spec: SweepSpec, home: Home, address: str | None, tell: Tell |
     of_layout = table.codes["layout"] == table.places["layout"].get(least.layout, -1)
     of_batch = table.codes["micro_batch_size"] == table.places["micro_batch_size"].get(least.micro_batch_size, -1)
     alike = table.take(np.flatnonzero(of_layout & of_batch))
-    chosen = max(alike, key=lambda one: _is_told_by(one, least, today), default=least)
+    chosen = max(alike, key=lambda one: _informativeness(one, least, today), default=least)
     knobs = knobs_set(chosen, today)
     if not knobs:
         return None
-    say = _once(tell or (lambda _: None))
-    say(f"running {short_name(chosen)} again with the knobs of space.inside")
-    outcome = run_once(spec, chosen, home, say, address=address).outcome
+    report_line = _once(notify or (lambda _: None))
+    report_line(f"running {short_name(chosen)} again with the knobs of space.inside")
+    outcome = run_once(spec, chosen, home, report_line, address=address).outcome
     found = outcome.measurement.findings.script if isinstance(outcome, Measured) else None
     return CheckedInside(
         knobs=tuple(knobs),
@@ -328,7 +328,7 @@ def _check_inside(spec: SweepSpec, home: Home, address: str | None, tell: Tell |
     )
 
 
-def _is_told_by(one: Candidate, least: Candidate, today: Mapping[str, Any]) -> tuple[Any, ...]:
+def _informativeness(one: Candidate, least: Candidate, today: Mapping[str, Any]) -> tuple[Any, ...]:
     """How well the candidate shows which knobs the program takes: nothing else differs, and no knob hides another."""
     command = [[choice for choice in each.own if not is_inside(choice.name)] for each in (one, least)]
     return (
@@ -338,15 +338,15 @@ def _is_told_by(one: Candidate, least: Candidate, today: Mapping[str, Any]) -> t
     )
 
 
-def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell: Tell | None = None) -> Checked:
+def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, notify: Notify | None = None) -> Checked:
     """The same for a sweep that is known already."""
     if spec.cluster.kind not in ("ray", "local"):
         raise spec.error(("cluster", "kind"), f"on a {spec.cluster.kind} cluster nothing is run", "Use ray or local.")
-    say = _once(tell or (lambda _: None))
+    report_line = _once(notify or (lambda _: None))
     candidate, num_legal = smallest(spec, known_topology(spec, home, address=address))
     begun_s = time.monotonic()
-    say(f"running {short_name(candidate)} for {SHORT.min_warmup_steps + SHORT.num_steps} steps")
-    ran = run_once(spec, candidate, home, say, address=address)
+    report_line(f"running {short_name(candidate)} for {SHORT.min_warmup_steps + SHORT.num_steps} steps")
+    ran = run_once(spec, candidate, home, report_line, address=address)
     expected = None
     if isinstance(ran.outcome, Measured) and ran.starting_s is not None:
         step_s = ran.outcome.measurement.step_time_s
@@ -374,16 +374,16 @@ def _module(package: str) -> str:
     return {"swift": "ms_swift", "lightning": "pytorch_lightning"}.get(name, name)
 
 
-def _once(tell: Tell) -> Tell:
+def _once(notify: Notify) -> Notify:
     """The same, without saying a thing twice in a row."""
     last: list[str] = []
 
-    def say(line: str) -> None:
+    def report_line(line: str) -> None:
         if last != [line]:
             last[:] = [line]
-            tell(line)
+            notify(line)
 
-    return say
+    return report_line
 
 
 def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int]:
@@ -437,20 +437,20 @@ def run_once(
     spec: SweepSpec,
     candidate: Candidate,
     home: Home,
-    say: Tell,
+    report_line: Notify,
     *,
     address: str | None = None,
-    looks_within_s: float | None = None,
+    step_within_s: float | None = None,
 ) -> Ran:
     """Run the candidate for a few steps, as the only trial of a sweep whose ledger is deleted afterwards.
 
     Args:
-        looks_within_s: time limit for the first step, in seconds, of a run whose facts are only recorded; None: facts
+        step_within_s: time limit for the first step, in seconds, of a run whose facts are only recorded; None: facts
             are compared with the candidate, and the program has time to start.
     """
     folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
     try:
-        return _run(spec, candidate, _request(spec, home, address, candidate), folder, say, looks_within_s)
+        return _run(spec, candidate, _request(spec, home, address, candidate), folder, report_line, step_within_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another one may run beside
@@ -462,8 +462,8 @@ def _run(
     candidate: Candidate,
     request: ClusterRequest,
     folder: Path,
-    say: Tell,
-    looks_within_s: float | None,
+    report_line: Notify,
+    step_within_s: float | None,
 ) -> Ran:
     measure = spec.measure.model_copy(update={name: getattr(SHORT, name) for name in _COUNTS})
     short = spec.model_copy(update={"measure": measure})
@@ -471,7 +471,7 @@ def _run(
     with (
         Ledger(folder) as ledger,
         ledger.hold(),
-        connect(request, workdir=attempts, on_wait=say, preload=preload(spec)) as cluster,
+        connect(request, workdir=attempts, on_wait=report_line, preload=preload(spec)) as cluster,
     ):
         topology, clock = cluster.topology, SteadyClock()
         ledger.append(
@@ -490,7 +490,7 @@ def _run(
             )
         )
         launcher = make_launcher(short, topology, attempts)
-        watch = _Watch(launcher.build, attempts, say, looks_within_s)
+        watch = _Watch(launcher.build, attempts, report_line, step_within_s)
         state = Runtime(
             ledger=ledger,
             cluster=cluster,
@@ -513,43 +513,43 @@ class _Watch:
         self,
         build: Callable[[Trial, str, str, Placement], GangLaunch],
         attempts: Path,
-        say: Tell,
-        looks_within_s: float | None,
+        report_line: Notify,
+        step_within_s: float | None,
     ) -> None:
         self._build = build
-        self._looks_within_s = looks_within_s
+        self._step_within_s = step_within_s
         self._attempts = attempts
-        self._say = say
-        self._launched_at_s = self._told_at_s = math.inf
+        self._report_line = report_line
+        self._launched_at_s = self._reported_at_s = math.inf
         self.command: tuple[str, ...] = ()
         self.starting_s: float | None = None
 
     def build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
         """The gang as the sweep would launch it, with longer to start."""
         if trial.attempts and isinstance(lost := trial.attempts[-1].outcome, GangLost):
-            self._say(f"launching again, as the gang was lost: {lost.evidence.message}")
+            self._report_line(f"launching again, as the gang was lost: {lost.evidence.message}")
         built = self._build(trial, attempt_id, token, placement)
         argv = built.spec.get("argv", ())
         self.command = tuple(map(str, argv)) if isinstance(argv, list | tuple) else ()
-        self._launched_at_s = self._told_at_s = time.monotonic()
+        self._launched_at_s = self._reported_at_s = time.monotonic()
         self.starting_s = None
-        if self._looks_within_s is not None:
+        if self._step_within_s is not None:
             unspoken = {"expected": to_json(Expected()), "options": [ALL_OPTIONS]}
-            deadlines = replace(built.deadlines, starting_s=self._looks_within_s, warmup_s=self._looks_within_s)
+            deadlines = replace(built.deadlines, starting_s=self._step_within_s, warmup_s=self._step_within_s)
             return replace(built, spec={**built.spec, **unspoken}, deadlines=deadlines)
         start_s = max(MIN_STARTING_S, built.deadlines.starting_s)
         return replace(built, deadlines=replace(built.deadlines, starting_s=start_s))
 
     def on_state(self, state: SweepState) -> None:  # noqa: ARG002
         now_s = time.monotonic()
-        if self.starting_s is None and now_s > self._told_at_s + SILENCE_S:
-            self._told_at_s = now_s
-            self._say(f"no step seen for {now_s - self._launched_at_s:.0f} s{_last_line(self._attempts)}")
+        if self.starting_s is None and now_s > self._reported_at_s + SILENCE_S:
+            self._reported_at_s = now_s
+            self._report_line(f"no step seen for {now_s - self._launched_at_s:.0f} s{_last_line(self._attempts)}")
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:  # noqa: ARG002
         if progress.step and self.starting_s is None:
             self.starting_s = time.monotonic() - self._launched_at_s - (progress.step_time_s or 0.0)
-            self._say(f"the first step came {self.starting_s:.1f} s after the launch")
+            self._report_line(f"the first step came {self.starting_s:.1f} s after the launch")
 
     def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
         """The lease is as large as the candidate needs."""

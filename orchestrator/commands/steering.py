@@ -21,7 +21,7 @@ from orchestrator.controller.step import apply_requests
 from orchestrator.errors import ConfigError
 from orchestrator.process_support import Invocation
 from orchestrator.status.overview import follow
-from orchestrator.sweep.checkpoint import action, asker, checks, chosen
+from orchestrator.sweep.checkpoint import action, checks, chosen, requester
 from orchestrator.sweep.checkpoint import budget as budget_request
 from orchestrator.sweep.checkpoint import retry as retry_request
 from orchestrator.sweep.events import Action, Budget
@@ -56,7 +56,7 @@ class Receipt:
         return {**fields_json(self, "sweep", "request", "state", "trials"), "controlled": self.is_controlled}
 
 
-def ask(name: str, home: Home, what: Action) -> Receipt:
+def request_action(name: str, home: Home, what: Action) -> Receipt:
     """Ask the sweep to pause, drain or end. Where no controller is at work it is done here and now.
 
     Raises:
@@ -65,7 +65,7 @@ def ask(name: str, home: Home, what: Action) -> Receipt:
     with home.open(name, read_only=False, begun=False) as ledger:
         state = read_snapshot(ledger).state
         _check_open(name, state)
-        number = ledger.ask(action(what), by=asker(), at_s=time.time())
+        number = ledger.add_request(action(what), by=requester(), at_s=time.time())
         return _answer(name, ledger, number)
 
 
@@ -89,7 +89,7 @@ def retry(name: str, home: Home, kinds: Collection[str]) -> Receipt:
             raise ConfigError(
                 f"no trial of {name!r} ended as {' or '.join(sorted(kinds))}", remedy=f"Its trials: {counts}."
             )
-        number = ledger.ask(retry_request(kinds), by=asker(), at_s=time.time())
+        number = ledger.add_request(retry_request(kinds), by=requester(), at_s=time.time())
         return _answer(name, ledger, number, trials)
 
 
@@ -100,10 +100,10 @@ def change_budget(name: str, home: Home, budget: Budget) -> Receipt:
         ConfigError: there is no such sweep.
     """
     with home.open(name, read_only=False) as ledger:
-        return _answer(name, ledger, ledger.ask(budget_request(budget), by=asker(), at_s=time.time()))
+        return _answer(name, ledger, ledger.add_request(budget_request(budget), by=requester(), at_s=time.time()))
 
 
-def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial: str | None) -> Receipt:
+def request_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial: str | None) -> Receipt:
     """Have a trial confirmed against the baseline, or profiled; a finished sweep is open again.
 
     Args:
@@ -135,7 +135,7 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
         if what == "confirm" and chosen_trial.number == 0:
             raise ConfigError("that is the baseline, which everything is compared with", remedy="Name another trial.")
         request = checks(**{what: (chosen_trial.number,)})
-        number = ledger.ask(request, by=asker(), at_s=time.time())
+        number = ledger.add_request(request, by=requester(), at_s=time.time())
         return _answer(name, ledger, number, (chosen_trial.number,))
 
 
@@ -164,7 +164,7 @@ def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()
 # Pauses, drains or cancels a sweep and waits until that is done, or removes it (``delete``, ``submit --replace``).
 
 
-Tell = Callable[[Snapshot], None]
+Notify = Callable[[Snapshot], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,14 +185,14 @@ class Stopped:
         return {**fields_json(self, "sweep", "action", "request", "state", "reason"), "done": self.is_done}
 
 
-def stop(name: str, home: Home, action: Action, *, wait: bool, tell: Tell) -> Stopped:
+def stop(name: str, home: Home, action: Action, *, wait: bool, notify: Notify) -> Stopped:
     """Ask the sweep to pause, drain or end; with ``wait``, until it is so or nobody is left to see to it.
 
     Raises:
         ConfigError: there is no such sweep, or it is over already.
     """
     with home.open(name, begun=False) as ledger:
-        answer = ask(name, home, action)
+        answer = request_action(name, home, action)
         is_done = False
         for seen in follow(ledger, home) if wait else [read_snapshot(ledger)]:
             if is_done and not _is_done(seen, action):
@@ -200,7 +200,7 @@ def stop(name: str, home: Home, action: Action, *, wait: bool, tell: Tell) -> St
             is_done = _is_done(seen, action)
             if is_done and not seen.is_held:
                 break
-            tell(seen)
+            notify(seen)
         is_withdrawn = not ledger.path.exists()
     return Stopped(
         sweep=name,
@@ -213,21 +213,21 @@ def stop(name: str, home: Home, action: Action, *, wait: bool, tell: Tell) -> St
 
 
 @contextmanager
-def progress(console: Console | None = None) -> Iterator[Tell]:
+def progress(console: Console | None = None) -> Iterator[Notify]:
     """Shows on stderr what is still waited for."""
     console = console or SafeConsole(stderr=True)
-    with console.status("asking") as status:
-        said = ""
+    with console.status("sending the request") as status:
+        last_line = ""
 
-        def tell(sweep: Snapshot) -> None:
-            nonlocal said
-            words = _words(sweep)
+        def notify(sweep: Snapshot) -> None:
+            nonlocal last_line
+            words = _progress_text(sweep)
             status.update(Text(words))
-            if words != said and not console.is_terminal:
+            if words != last_line and not console.is_terminal:
                 console.print(words, highlight=False, markup=False)
-            said = words
+            last_line = words
 
-        yield tell
+        yield notify
 
 
 def render(stopped: Stopped) -> RenderableType:
@@ -242,7 +242,7 @@ def _is_done(sweep: Snapshot, action: Action) -> bool:
     return sweep.phase in (ENDED if action == "cancel" else AT_REST)
 
 
-def _words(sweep: Snapshot) -> str:
+def _progress_text(sweep: Snapshot) -> str:
     running = " ".join(units.trial_id(number) for number in sorted(sweep.state.running))
     return f"{sweep.name} is {sweep.phase}" + (f"; {running} still running" if running else "")
 

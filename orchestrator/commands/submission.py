@@ -320,7 +320,7 @@ class Submission:
 
     @property
     def needs_check(self) -> bool:
-        """Whether a short run is to come first: of training programs of the user's own, before the sweep begins."""
+        """Whether a short run is to come first: of users' training programs, before the sweep begins."""
         is_new = self.verb == "submit" and not self.is_over and self.name not in self.home.sweeps()
         return is_new and not self.is_checked and self.spec.script is not None
 
@@ -391,7 +391,7 @@ def submission_of_file(
     """What ``submit FILE`` asks for. A sweep of this name that exists gets the budget that is given now.
 
     Args:
-        replace: begin a sweep of the same name anew, which measured nothing.
+        replace: begin a sweep of the same name again, which measured nothing.
         is_checked: leave out the short run that comes first.
         budget: values that replace those of the file's section ``budget``.
         address: as the user gave it; None looks at ``RAY_ADDRESS``, then at the file.
@@ -456,12 +456,12 @@ def _limit(budget: Budget, name: str) -> str:
 
 
 def _check_same(state: SweepState, spec: SweepSpec) -> None:
-    """Refuse another content under the same name; where nothing was measured under it, it can be begun anew."""
+    """Refuse another content under the same name; where nothing was measured under it, it can be begun again."""
     try:
         check_same(state.sweep, spec)
     except ConfigError as error:
         if state.best is None:
-            error.remedy = f"{error.remedy} It measured nothing: --replace begins it anew."
+            error.remedy = f"{error.remedy} It measured nothing: --replace begins it again."
         raise
 
 
@@ -490,10 +490,10 @@ def submission_of_sweep(
     )
 
 
-def _mode(asked: Mode | None, address: str | None, *, is_over: bool) -> Mode:
+def _mode(requested: Mode | None, address: str | None, *, is_over: bool) -> Mode:
     if is_over:
         return "foreground"
-    return asked or ("foreground" if address is None else "ray job")
+    return requested or ("foreground" if address is None else "ray job")
 
 
 def _require_torch(spec: SweepSpec, address: str | None) -> None:

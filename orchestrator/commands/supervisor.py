@@ -133,7 +133,7 @@ class Supervisor:
             before = now
             if num_fruitless >= MAX_STARTS_WITHOUT_PROGRESS:
                 how = _describe_exit(code)
-                self._say(f"error: {num_fruitless} controllers in a row {how} before any trial had ended; giving up")
+                self._report(f"error: {num_fruitless} controllers in a row {how} before any trial had ended; giving up")
                 return ExitCode.INFRASTRUCTURE
             if (rest := self._await_restart(code, num_fruitless)) is not None:
                 return rest
@@ -153,22 +153,22 @@ class Supervisor:
             preexec_fn=functools.partial(_prepare_controller, os.getpid(), {*self._signals, signal.SIGCHLD}),
         )
         while child.poll() is None:
-            self._hear(1.0, child)
+            self._wait_for_signal(1.0, child)
         return child.returncode
 
-    def _hear(self, timeout_s: float, child: subprocess.Popen[bytes] | None = None) -> None:
+    def _wait_for_signal(self, timeout_s: float, child: subprocess.Popen[bytes] | None = None) -> None:
         """Wait for a signal, and pass it on to the controller."""
-        heard = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, timeout_s)
-        if heard is None or heard.si_signo == signal.SIGCHLD:
+        received = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, timeout_s)
+        if received is None or received.si_signo == signal.SIGCHLD:
             return
         self._is_stopping = True
-        if child is not None and heard.si_code != _FROM_TERMINAL:
-            child.send_signal(heard.si_signo)
+        if child is not None and received.si_code != _FROM_TERMINAL:
+            child.send_signal(received.si_signo)
 
     def _await_restart(self, code: int, num_fruitless: int) -> int | None:
         """Wait until the next controller may start; return an exit code where none is to start any more."""
         pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** (num_fruitless - 1))
-        self._say(f"the controller {_describe_exit(code)}; the next one starts in {pause_s:.0f} s")
+        self._report(f"the controller {_describe_exit(code)}; the next one starts in {pause_s:.0f} s")
         self._wait_until(lambda waited_s: waited_s >= pause_s)
         now = _Progress.read(self._folder)
 
@@ -180,10 +180,10 @@ class Supervisor:
 
         self._wait_until(may_go_on, f"for an answer at {self._address}")
         if self._is_stopping:
-            self._say("interrupted; the sweep goes on where it stopped when it is resumed")
+            self._report("interrupted; the sweep goes on where it stopped when it is resumed")
             return ExitCode.INTERRUPTED
         if not now.wants_controller:
-            self._say(f"the sweep is {now.status} by now")
+            self._report(f"the sweep is {now.status} by now")
             return ExitCode.FAILED if now.status == "failed" else 0
         return None
 
@@ -192,10 +192,10 @@ class Supervisor:
         while not self._is_stopping and not is_over(time.monotonic() - began_s):
             if what and (reminded_s == began_s or time.monotonic() - reminded_s >= REMIND_S):
                 reminded_s = time.monotonic()
-                self._say(f"waiting {what}, for {reminded_s - began_s:.0f} s now; Ctrl-C ends")
-            self._hear(0.5)
+                self._report(f"waiting {what}, for {reminded_s - began_s:.0f} s now; Ctrl-C ends")
+            self._wait_for_signal(0.5)
 
-    def _say(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
 

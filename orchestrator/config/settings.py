@@ -34,12 +34,12 @@ from orchestrator.space.inside import InsideSection
 from orchestrator.space.knobs import (
     KNOB_NAMES,
     KNOBS,
-    OwnAccepted,
-    OwnGiven,
-    OwnKnob,
-    OwnSpace,
+    CustomBaseline,
+    CustomFilter,
+    CustomKnob,
+    CustomSpace,
     argument_text,
-    own_knobs,
+    custom_knobs,
 )
 from orchestrator.sweep.events import ConfirmSettings, GateSettings, PromotedRounds
 from orchestrator.sweep.snapshot import NAME_PATTERN
@@ -206,7 +206,7 @@ class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
     """The configuration used today: one value per knob, the knob's default where left out; of your own training program
     what its command says, which is all that `from_run` means."""
 
-    own: OwnGiven | None = Field(
+    own: CustomBaseline | None = Field(
         default=None, description="Values of knobs of your own, by name; those left out are as the command says."
     )
 
@@ -217,7 +217,7 @@ class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
 class PatternSection(_PatternKnobs):  # type: ignore[misc]
     """Knobs and accepted values; matches a candidate when all of them match."""
 
-    own: OwnAccepted | None = Field(default=None, description="Knobs of your own and accepted values.")
+    own: CustomFilter | None = Field(default=None, description="Knobs of your own and accepted values.")
 
     @model_validator(mode="after")
     def _not_empty(self) -> PatternSection:
@@ -241,7 +241,7 @@ Patterns = Annotated[tuple[PatternSection, ...], BeforeValidator(_to_tuple)]
 class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
     """The search space: every knob one value (fixed) or a list of choices; left out, it keeps the baseline's value."""
 
-    own: OwnSpace | None = Field(
+    own: CustomSpace | None = Field(
         default=None,
         description="Knobs of your own training program: `--flag`, `file:dotted.key`, `$NAME`, or a placeholder of its "
         "command, each with a value, a list, or a mapping of values, flag, memory and when.",
@@ -264,13 +264,13 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
         return {name: (baseline[name],) if values is None else values for name, values in given.items()}
 
     @model_validator(mode="after")
-    def _sound_own_knobs(self) -> SpaceSection:
-        self.own_knobs()
+    def _validate_custom_knobs(self) -> SpaceSection:
+        self.custom_knobs()
         return self
 
-    def own_knobs(self) -> tuple[OwnKnob, ...]:
-        """The user's own knobs, each after those that its conditions name."""
-        return own_knobs(self.own or {})
+    def custom_knobs(self) -> tuple[CustomKnob, ...]:
+        """The user's knobs, each after those that its conditions name."""
+        return custom_knobs(self.own or {})
 
     @property
     def set_inside(self) -> InsideSection:
@@ -692,7 +692,7 @@ ConfirmValue = Annotated[ConfirmSection, *_off(ConfirmSection())]
 GateValue = Annotated[GateSection, *_off(GateSection())]
 
 
-# Section ``profile``: which trials run once more under the profiler
+# Section ``profile``: which trials run again under the profiler
 
 MAX_STEPS = 20
 """Steps recorded at most: traces grow with the steps, and three tell as much."""
@@ -706,7 +706,7 @@ Ranks = Annotated[list[Rank], Word("stages", []), PlainSerializer(lambda ranks: 
 
 
 class ProfileSection(Switchable):
-    """Trials run once more, at the end, under torch's profiler."""
+    """Trials run again, at the end, under torch's profiler."""
 
     _is_auto: bool = PrivateAttr(default=False)
 

@@ -39,7 +39,7 @@ from orchestrator.objective import Objective, ObjectiveName
 from orchestrator.program.candidate_command import problem, rule_of
 from orchestrator.program.user_program import Script
 from orchestrator.space.file_types import Section, ShortForms, fault
-from orchestrator.space.knobs import OwnKnob, OwnScalar
+from orchestrator.space.knobs import CustomKnob, CustomScalar
 from orchestrator.space.rules import Filters, check
 from orchestrator.space.space import build_candidate
 from orchestrator.sweep.events import Budget, ProofSettings, SweepCreated
@@ -144,8 +144,8 @@ class SweepSpec(Section):
         return values
 
     @model_validator(mode="after")
-    def _settle_script(self) -> Self:
-        """Read a training program of the user's own together with what is to be changed in it."""
+    def _resolve_script(self) -> Self:
+        """Read a user's training program together with what is to be changed in it."""
         if not isinstance(self.workload, ScriptSection):
             if own := next((name for name in ("space", "baseline") if getattr(self, name).own), None):
                 raise fault(f"{own}.own", "is for a training program of your own", "Remove it.")
@@ -164,12 +164,12 @@ class SweepSpec(Section):
 
     @property
     def script(self) -> Script | None:
-        """The user's own training program; None where our runner trains a model."""
+        """The user's training program; None where our runner trains a model."""
         return None if self._scripted is None else self._scripted.script
 
     @model_validator(mode="after")
     def _legal_baseline(self) -> Self:
-        """Refuse an illegal baseline. The user's own filters do not apply: they say what should not be proposed."""
+        """Refuse an illegal baseline. The user's filters do not apply: they say what should not be proposed."""
         broken = check(self.baseline_candidate, self.to_workload())
         if broken:
             raise fault("baseline", f"not a legal configuration: {broken[0].reason}", "Correct the baseline.")
@@ -194,11 +194,11 @@ class SweepSpec(Section):
         return self.space.choices(self.baseline.values())
 
     @property
-    def own_knobs(self) -> tuple[OwnKnob, ...]:
-        """The user's own knobs; none where our runner trains a model."""
+    def custom_knobs(self) -> tuple[CustomKnob, ...]:
+        """The user's knobs; none where our runner trains a model."""
         return () if self.script is None else self.script.own
 
-    def candidate_of(self, values: Mapping[str, Any], own: Mapping[str, OwnScalar]) -> Candidate:
+    def candidate_of(self, values: Mapping[str, Any], own: Mapping[str, CustomScalar]) -> Candidate:
         """The baseline with these values of knobs, ours and the user's own."""
         scripted = self._scripted
         if scripted is None:
@@ -207,7 +207,7 @@ class SweepSpec(Section):
             {**scripted.baseline_values, **values},
             scripted.script.model,
             scripted.script.own,
-            {**scripted.baseline_own, **own},
+            {**scripted.baseline_custom, **own},
         )
 
     @property

@@ -37,24 +37,24 @@ from orchestrator.config.settings import (
 )
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.catalog import training, trainings
-from orchestrator.frameworks.decoder_config import decoder_said
+from orchestrator.frameworks.decoder_config import decoder_of_config
 from orchestrator.frameworks.edit import Reading, Run, Training
 from orchestrator.frameworks.launchers import program_of, without_launcher
-from orchestrator.program.candidate_command import filled_in, is_placeholder, said
+from orchestrator.program.candidate_command import command_value, filled_in, is_placeholder
 from orchestrator.program.user_program import (
     COUNTS,
     OUT,
     Script,
     canonical_reading,
-    knobs_told,
+    configured_knobs,
     names_in,
     paths_of,
-    said_knobs,
+    templated_knobs,
     values_of,
 )
 from orchestrator.space.file_types import Section, fault, show
 from orchestrator.space.inside import BUILT_IN
-from orchestrator.space.knobs import INSIDE, KNOB_NAMES, KNOBS, OwnKnob, OwnScalar, in_order
+from orchestrator.space.knobs import INSIDE, KNOB_NAMES, KNOBS, CustomKnob, CustomScalar, in_order
 from orchestrator.space.space import Rest, build_candidate
 from trials.files import open_regular
 from trials.script.command import LogFormat, is_seen_anyway
@@ -321,7 +321,7 @@ class ScriptSweep:
 
     script: Script
     baseline_values: Mapping[str, Any]
-    baseline_own: Mapping[str, OwnScalar]
+    baseline_custom: Mapping[str, CustomScalar]
     baseline: Candidate
     choices: Mapping[str, tuple[Any, ...]]
 
@@ -344,83 +344,83 @@ def resolve_script(
         PydanticCustomError: at the key of the sweep file that is wrong, or missing.
     """
     run = workload.to_run()
-    own = _own_knobs(space, baseline)
+    own = _custom_knobs(space, baseline)
     given = {name: getattr(baseline, name) for name in KNOB_NAMES if name in baseline.model_fields_set}
     _check_inside(workload, space, run)
     _check_placeholders(workload, run, own)
-    _check_told(workload, space, run, given)
-    set_inside = {knob.name for knob in space.set_inside.own_knobs()}
-    _check_own(workload, run, tuple(knob for knob in own if knob.name not in set_inside), baseline)
+    _check_knobs_are_used(workload, space, run, given)
+    set_inside = {knob.name for knob in space.set_inside.custom_knobs()}
+    _check_custom_knobs(workload, run, tuple(knob for knob in own if knob.name not in set_inside), baseline)
     reading = workload.to_training().read(run)
     model = _model(workload, reading)
     inside = space.set_inside.choices()
     _check_no_setting(workload, reading, inside)
-    said_values = values_of(reading, num_layers=model.num_layers, num_devices=num_devices)
-    said_values |= {name: given[name] for name in inside if name in given}  # nothing in the command says it
-    values = {**said_values, **given}
+    command_values = values_of(reading, num_layers=model.num_layers, num_devices=num_devices)
+    command_values |= {name: given[name] for name in inside if name in given}  # nothing in the command says it
+    values = {**command_values, **given}
     choices = _choices(space, values, given, num_devices)
     _check_devices(reading, given, num_devices)
     _check_layers(workload, reading, model, choices, values)
-    own_values = {knob.name: value for knob in own if (value := _own_value(knob, baseline, run)) is not None}
-    trial_0 = build_candidate(values, model, own, own_values)
+    custom_values = {knob.name: value for knob in own if (value := _custom_value(knob, baseline, run)) is not None}
+    trial_0 = build_candidate(values, model, own, custom_values)
     _check_ranks(run, reading, given, trial_0)
-    as_said = build_candidate(said_values, model, own, {} if baseline.own else own_values)
+    as_configured = build_candidate(command_values, model, own, {} if baseline.own else custom_values)
     script = Script(
         training=workload.to_training(),
         run=run,
-        reading=_with_layers(canonical_reading(reading, as_said), model),
+        reading=_with_layers(canonical_reading(reading, as_configured), model),
         workload=_workload(workload, model, reading, trial_0),
         log=_log(workload),
         hook=workload.metrics.hook,
         env_pass=tuple(workload.env_pass),
         own=own,
         inside={knob.name: knob.read(trial_0) for knob in KNOBS if knob.name in inside},
-        named=_named(space, run, {name: value for name, value in given.items() if name not in inside}),
-        unchanged=None if _has_knobs(run, own) else as_said,
+        named=_mentioned_paths(space, run, {name: value for name, value in given.items() if name not in inside}),
+        unchanged=None if _has_knobs(run, own) else as_configured,
         seed=workload.seed,
         device=device,
     )
     return ScriptSweep(
-        script=script, baseline_values=values, baseline_own=own_values, baseline=trial_0, choices=choices
+        script=script, baseline_values=values, baseline_custom=custom_values, baseline=trial_0, choices=choices
     )
 
 
-def _named(space: SpaceSection, run: Run, given: Mapping[str, Any]) -> frozenset[str]:
+def _mentioned_paths(space: SpaceSection, run: Run, given: Mapping[str, Any]) -> frozenset[str]:
     """Paths of the fields that the file or the command has a word for."""
-    told = _told(run)
-    names = [name for name in KNOB_NAMES if getattr(space, name) is not None or name in given or name in told]
+    templated = _templated_knobs(run)
+    names = [name for name in KNOB_NAMES if getattr(space, name) is not None or name in given or name in templated]
     return frozenset(path for name in names for path in paths_of(name))
 
 
-def _has_knobs(run: Run, own: tuple[OwnKnob, ...]) -> bool:
+def _has_knobs(run: Run, own: tuple[CustomKnob, ...]) -> bool:
     """Whether the command has placeholders of knobs, so that it cannot run as it stands."""
-    return bool(_told(run)) or any(is_placeholder(knob.name, run) for knob in own)
+    return bool(_templated_knobs(run)) or any(is_placeholder(knob.name, run) for knob in own)
 
 
-def _own_knobs(space: SpaceSection, baseline: BaselineSection) -> tuple[OwnKnob, ...]:
+def _custom_knobs(space: SpaceSection, baseline: BaselineSection) -> tuple[CustomKnob, ...]:
     """Those to try, and those that the baseline sets for all."""
     fixed = [
-        OwnKnob(name=name, values=(value,))
+        CustomKnob(name=name, values=(value,))
         for name, value in (baseline.own or {}).items()
         if name not in (space.own or {})
     ]
-    return in_order((*space.own_knobs(), *space.set_inside.own_knobs(), *fixed))
+    return in_order((*space.custom_knobs(), *space.set_inside.custom_knobs(), *fixed))
 
 
-def _own_value(knob: OwnKnob, baseline: BaselineSection, run: Run) -> OwnScalar | None:
+def _custom_value(knob: CustomKnob, baseline: BaselineSection, run: Run) -> CustomScalar | None:
     given = baseline.own or {}
-    return given[knob.name] if knob.name in given else said(knob, run)
+    return given[knob.name] if knob.name in given else command_value(knob, run)
 
 
-def _told(run: Run) -> frozenset[str]:
+def _templated_knobs(run: Run) -> frozenset[str]:
     """Knobs of ours that the command has placeholders for."""
-    return knobs_told(names_in((*run.argv, *run.env.values(), *run.files.values())))
+    return templated_knobs(names_in((*run.argv, *run.env.values(), *run.files.values())))
 
 
 # ---- what may be wrong ----
 
 
-def _check_placeholders(workload: ScriptSection, run: Run, own: tuple[OwnKnob, ...]) -> None:
+def _check_placeholders(workload: ScriptSection, run: Run, own: tuple[CustomKnob, ...]) -> None:
     known = (*KNOB_NAMES, *COUNTS, OUT, *(name for name in run.files if name != MODEL), *(knob.name for knob in own))
     places = {f"run.{place}": word for place, word in enumerate(workload.run)}
     places |= {f"env.{name}": text for name, text in workload.env.items()}
@@ -433,16 +433,16 @@ def _check_placeholders(workload: ScriptSection, run: Run, own: tuple[OwnKnob, .
                 raise fault(f"workload.{key}", f"nothing is called {{{name}}}", remedy)
 
 
-def _check_told(workload: ScriptSection, space: SpaceSection, run: Run, given: Mapping[str, Any]) -> None:
+def _check_knobs_are_used(workload: ScriptSection, space: SpaceSection, run: Run, given: Mapping[str, Any]) -> None:
     """Refuse knobs that a command of no framework cannot be told of, and placeholders without a baseline."""
-    told = _told(run)
+    templated = _templated_knobs(run)
     if workload.recipe == CUSTOM:
         for name in KNOB_NAMES:
-            if getattr(space, name) is not None and name not in told | LAYOUT_WITHOUT_PLACEHOLDER:
+            if getattr(space, name) is not None and name not in templated | LAYOUT_WITHOUT_PLACEHOLDER:
                 message = "the command never uses this knob"
                 or_inside = f", or move it to space.{INSIDE}" if name in BUILT_IN else ""
                 raise fault(f"space.{name}", message, f"Put {{{name}}} into workload.run{or_inside}.")
-    for name in sorted(told - LAYOUT_WITHOUT_PLACEHOLDER):
+    for name in sorted(templated - LAYOUT_WITHOUT_PLACEHOLDER):
         if name not in given:
             message = f"the placeholder {{{name}}} has no baseline value"
             raise fault(f"baseline.{name}", message, f"Add baseline: {{{name}: VALUE}} with the present value.")
@@ -458,7 +458,7 @@ def _check_inside(workload: ScriptSection, space: SpaceSection, run: Run) -> Non
     if INSIDE in run.files:
         raise fault(f"workload.files.{INSIDE}", "this name is reserved for the file of the knobs", "Rename this file.")
     for name in space.inside.choices():
-        if getattr(space, name) is not None or name in _told(run):
+        if getattr(space, name) is not None or name in _templated_knobs(run):
             where = f"space.{name}" if getattr(space, name) is not None else f"the command, as {{{name}}}"
             raise fault(f"space.{INSIDE}.{name}", f"also set in {where}", "Keep one of the two.")
 
@@ -471,7 +471,9 @@ def _check_no_setting(workload: ScriptSection, reading: Reading, inside: Mapping
             raise fault(f"space.{INSIDE}.{name}", message, f"Move it to space.{name}.")
 
 
-def _check_own(workload: ScriptSection, run: Run, own: tuple[OwnKnob, ...], baseline: BaselineSection) -> None:
+def _check_custom_knobs(
+    workload: ScriptSection, run: Run, own: tuple[CustomKnob, ...], baseline: BaselineSection
+) -> None:
     given = baseline.own or {}
     for knob in own:
         key = f"space.own.{knob.name}" if knob.name not in given or len(knob.values) > 1 else "baseline.own"
@@ -497,7 +499,7 @@ def _check_own(workload: ScriptSection, run: Run, own: tuple[OwnKnob, ...], base
 
 
 def _check_devices(reading: Reading, given: Mapping[str, Any], num_devices: int | None) -> None:
-    if num_devices is None and "dp_replicate" not in {*given, *said_knobs(reading)}:
+    if num_devices is None and "dp_replicate" not in {*given, *configured_knobs(reading)}:
         message = "nobody knows on how many devices the command runs today"
         raise fault("cluster.devices_per_node", message, "Add it, or baseline: {dp_replicate: N}.")
 
@@ -535,7 +537,7 @@ def _model(workload: ScriptSection, reading: Reading) -> ScriptModel:
     run, shape = workload.to_run(), reading.shape
     if workload.model is not None:
         try:
-            shape = decoder_said(run.files[MODEL], Path(run.paths[MODEL])).shape
+            shape = decoder_of_config(run.files[MODEL], Path(run.paths[MODEL])).shape
         except ConfigError as error:
             message = f"{error.key}: {error.message}" if error.key else error.message
             raise fault("workload.model", message, "Name the config.json of a decoder, or leave it out.") from None

@@ -32,7 +32,6 @@ from orchestrator.space.file_types import Section, fault, show
 from trials.accelerator.kinds import without_devices
 from trials.files import from_json, open_regular, to_json
 from trials.legality import DATA_OF_MODEL
-from trials.own_code import FUNCTION, RESERVED
 from trials.secrets import for_ranks
 from trials.spec import (
     AdamW,
@@ -43,15 +42,16 @@ from trials.spec import (
     LlamaModel,
     Model,
     ModuleFacts,
-    OwnModel,
     PythonData,
     PythonModel,
     RandomData,
     ResNetModel,
     TextData,
     TokenFileData,
+    UserModel,
     Workload,
 )
+from trials.user_code import FUNCTION, RESERVED
 
 # Counting a module in an interpreter of its own: planning imports neither torch nor anything of the user's
 
@@ -87,14 +87,14 @@ class CountedSection(Section):
         return LlamaModel(**{**self.shape, **whole})  # type: ignore[arg-type]
 
 
-def count_module(model: OwnModel, data: Data, seq_length: int) -> CountedSection:
+def count_module(model: UserModel, data: Data, seq_length: int) -> CountedSection:
     """Build the module in a child process without devices, and take a sample through it.
 
     Raises:
         PydanticCustomError: it cannot be built, or fails; says why.
     """
     request = {"model": to_json(model), "data": to_json(data), "seq_length": seq_length}
-    reply = _ask(json.dumps(request))
+    reply = _query(json.dumps(request))
     if reply.get("problem") is not None:
         raise fault(None, str(reply["problem"]), "Correct it; docs/python-workload.md says what trials need.")
     facts: ModuleFacts = from_json(ModuleFacts, reply["facts"])
@@ -105,7 +105,7 @@ def count_module(model: OwnModel, data: Data, seq_length: int) -> CountedSection
 
 
 @functools.lru_cache(maxsize=4)
-def _ask(request: str) -> dict[str, Any]:
+def _query(request: str) -> dict[str, Any]:
     """The child's reply; a file is read more than once while it is submitted, but its code is looked at once."""
     environment = {**without_devices(for_ranks(os.environ)), "TRANSFORMERS_VERBOSITY": "error"}
     command = python_module("trials.models.module_facts")
@@ -120,8 +120,8 @@ def _ask(request: str) -> dict[str, Any]:
         reply: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         words = done.stderr.strip().splitlines()
-        said = words[-1][:300] if words else "it said nothing"
-        message = f"building the model ended with status {done.returncode}: {said}"
+        last_line = words[-1][:300] if words else "it said nothing"
+        message = f"building the model ended with status {done.returncode}: {last_line}"
         raise fault(None, message, "Is there enough memory here? `counted: {num_layers: N}` leaves it out.") from None
     return reply
 

@@ -237,8 +237,8 @@ class _Builder:
 def _unreadable(node: yaml.ScalarNode, error: Exception) -> str:
     """Why a scalar has no value, such as ``'maybe' is no bool``; the error's own words where they say more."""
     kind = str(node.tag).rpartition(":")[2]
-    told = str(error) if type(error) is ValueError and "invalid literal" not in str(error) else ""
-    return f"{_shortened(node.value)} is no {kind}" + (f": {told}" if told else "")
+    reason_text = str(error) if type(error) is ValueError and "invalid literal" not in str(error) else ""
+    return f"{_shortened(node.value)} is no {kind}" + (f": {reason_text}" if reason_text else "")
 
 
 def _is_text(text: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.base import Cluster, ClusterLostError, ClusterRequest, OwnClusterLostError
+from cluster.base import Cluster, ClusterLostError, ClusterRequest, PrivateClusterLostError
 from cluster.connect import clock_of, connect
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec, check_same
@@ -159,7 +159,7 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
         guide=guide,
         stop_when_converged=spec.search.stop_when_converged,
         beyond=plan.beyond,
-        own_memory=memory_ranks(spec.own_knobs),
+        custom_memory=memory_ranks(spec.custom_knobs),
         inside={} if spec.script is None else spec.script.inside,
     )
 
@@ -177,7 +177,7 @@ def _predictor(
     try:
         return search_predictor(plan, workload, topology, known.profile, **given)
     except UnpredictableError as error:
-        found = relative_search_predictor(plan, workload, topology, roles=roles_of(spec.own_knobs), **given)
+        found = relative_search_predictor(plan, workload, topology, roles=roles_of(spec.custom_knobs), **given)
         level = logging.INFO if isinstance(error, UnknownDimensionsError) else logging.WARNING
         logger.log(level, "candidates are ranked by what knobs usually do: %s", error)
         return found
@@ -256,7 +256,7 @@ def _profiled(spec: SweepSpec) -> tuple[str, ...]:
 
 
 def _fingerprint(spec: SweepSpec, topology: Topology) -> dict[str, str]:
-    """Where two sweeps are measured alike; a program of the user's own is part of that."""
+    """Where two sweeps are measured alike; a user's program is part of that."""
     source = None if spec.script is None else program_source(spec.script)
     program = {} if source is None else {PROGRAM: source.sha256[:16]}
     return {**fingerprint(topology, _virtual(spec), spec.cluster.env), **program}
@@ -387,7 +387,7 @@ class _Controller:
                 with connect(request, workdir=_attempts(ledger), on_wait=waiting, preload=modules) as cluster:
                     self._runtime(ledger, cluster, request, observer, waiting.num_requests, num_lost).run()
                     return _result(ledger, self.home)
-            except OwnClusterLostError as error:
+            except PrivateClusterLostError as error:
                 before, num_ended = num_ended, len(fold(ledger.events()).end_order)
                 num_lost = num_lost + 1 if num_ended == before else 1
                 if num_lost >= MAX_OWN_CLUSTERS:

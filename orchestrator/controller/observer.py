@@ -106,6 +106,6 @@ class Heartbeat:
     def _keep_checkpoint(self) -> None:
         self._kept_at_s = self._clock()
         try:
-            self._checkpoint.tend()
+            self._checkpoint.write_if_due()
         except LedgerError as error:
             logger.debug("no copy of the state is written: %s", error)

@@ -31,7 +31,16 @@ from cluster.node.agent import PRELOAD, SCRIPT_PRELOAD
 from cluster.queue import Claim, Grant
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller.observer import Projection
-from orchestrator.controller.step import EarlyStop, Recovered, event_of, propose, recovered, settle, settled, step
+from orchestrator.controller.step import (
+    EarlyStop,
+    Recovered,
+    end_orphaned,
+    event_of,
+    final_outcome,
+    propose,
+    recovered,
+    step,
+)
 from orchestrator.program.candidate_command import RUNNER, script_command
 from orchestrator.program.user_program import Script
 from orchestrator.proof import confirmation
@@ -130,7 +139,7 @@ class LeaseManager:
         """Whether the sweep may hold no node at all for now."""
         return self._grant.num_nodes == 0
 
-    def tend(self, busy: Collection[str]) -> None:
+    def renew(self, busy: Collection[str]) -> None:
         """Ask the queue again when it is time to; to be called often. ``busy`` are the nodes on which gangs run."""
         if self._claim is None or self._clock() < self._next_beat_s:
             return
@@ -238,7 +247,7 @@ class Placer:
     def _all_but(self, nodes: Collection[str]) -> tuple[str, ...]:
         return tuple(node.name for node in self._cluster.topology.nodes if node.name not in nodes)
 
-    def heed(self, waiting: Collection[int]) -> None:
+    def retain(self, waiting: Collection[int]) -> None:
         """Forget how often trials were passed over that do not wait to be launched any more."""
         self._num_passed_over = {n: count for n, count in self._num_passed_over.items() if n in waiting}
 
@@ -246,7 +255,7 @@ class Placer:
         """Mark devices as taken by trial ``number``, while ``waiting`` trials could be launched as well."""
         self._pool.take(placement.reserved)
         self._stuck_since_s = None
-        self.heed(waiting)
+        self.retain(waiting)
         for earlier in waiting:
             if earlier < number:
                 self._num_passed_over[earlier] = self._num_passed_over.get(earlier, 0) + 1
@@ -380,7 +389,7 @@ class _GangBuilder:
     def _protocol(self, trial: Trial) -> Protocol:
         """How to measure the trial: as the file says; for the loss gate and the soak, a fixed number of steps.
 
-        A program of the user's own may take minutes to start: when it is confirmed, it is measured for as many steps
+        A user's program may take minutes to start: when it is confirmed, it is measured for as many steps
         as the file allows, so that fewer rounds settle it.
         """
         protocol = self.spec.to_protocol()
@@ -484,7 +493,7 @@ class Runtime:
         """Start or go on from where the ledger stands, until the sweep has ended or is paused; return its last state.
 
         Raises:
-            ClusterError: the cluster cannot run any pending trial, or loses one attempt after another; mended, the
+            ClusterError: the cluster cannot run any pending trial, or loses one attempt after another; fixed, the
                 same sweep goes on.
             LedgerError: an event cannot be stored.
             KeyboardInterrupt: after killing and recording what was running; submitting again continues.
@@ -509,11 +518,11 @@ class Runtime:
                 if self._full_since_s is None:
                     self._project()
                 self._wait(POLL_S)
-                self._tend()
+                self._maintain()
 
     def _take_over(self) -> None:
         """Note that this controller has the sweep now, and settle what earlier ones left running."""
-        self._hear(up_to=self._num_earlier_requests)  # before the start, which overrules most of it
+        self._read_requests(up_to=self._num_earlier_requests)  # before the start, which overrules most of it
         self._dispatch(
             ControllerStarted(
                 at_s=self._clock(),
@@ -523,24 +532,24 @@ class Runtime:
                 is_restart=self._is_restart,
             )
         )
-        for event in settle(self._state, self._launcher.recover, self._clock):
+        for event in end_orphaned(self._state, self._launcher.recover, self._clock):
             self._dispatch(event)
-        self._tend()
+        self._maintain()
 
-    def _tend(self) -> None:
+    def _maintain(self) -> None:
         """Take in what people asked for, keep the lease at its size, and note which nodes it has."""
-        self._hear()
+        self._read_requests()
         busy = {node for running in self._running.values() for node in running.placement.nodes}
-        self._lease.tend(busy)
+        self._lease.renew(busy)
         if self._lease.is_overdue:
             self._kill_on(self._lease.leaving, "preempted: another sweep needs the node")
         self._give_up_quarantined(busy)
         nodes = tuple(node.name for node in self._cluster.topology.nodes)
         if nodes != self._state.nodes:
             self._dispatch(LeaseChanged(at_s=self._clock(), nodes=nodes))
-        self._observer.on_lease(nodes, self._lease.waiting if self._full_since_s is None else self._disk_words)
+        self._observer.on_lease(nodes, self._lease.waiting if self._full_since_s is None else self._disk_text)
 
-    def _hear(self, up_to: int | None = None) -> None:
+    def _read_requests(self, up_to: int | None = None) -> None:
         for event in new_events(self._ledger, self._state, self._clock(), up_to=up_to):
             self._dispatch(event)
 
@@ -588,7 +597,7 @@ class Runtime:
                 assert_never(command)
 
     def _evaluate(self, command: Evaluate) -> bool:
-        ended = self._evaluator.look(self._state, command.trial)
+        ended = self._evaluator.poll(self._state, command.trial)
         if ended is None:
             return False
         self._dispatch(EvaluationEnded(at_s=self._clock(), evaluation=ended))
@@ -603,7 +612,7 @@ class Runtime:
         trial = self._state.trials[command.trial]
         self._placer.follow(self._state.quarantined)
         limit = self._state.sweep.max_concurrent
-        self._placer.heed(launchable(self._state))
+        self._placer.retain(launchable(self._state))
         placement = self._placer.place(trial, command, max_passed_over=limit)
         if placement is None:
             if not self._running:
@@ -639,14 +648,14 @@ class Runtime:
                 continue
             if isinstance(event, GangProgress):
                 self._observer.on_progress(self._running[event.attempt_id].trial, event)
-                self._stop_hopeless(event)
+                self._stop_slow(event)
             else:
                 self._record(event)
                 ended = True
         if not ended:
             self._dispatch(Tick(at_s=self._clock()))
 
-    def _stop_hopeless(self, event: GangProgress) -> None:
+    def _stop_slow(self, event: GangProgress) -> None:
         running = self._running[event.attempt_id]
         running.progress.append(event)
         trial = self._state.trials[running.trial]
@@ -664,7 +673,7 @@ class Runtime:
         cause = self._killed.pop(event.attempt_id, None)
         if isinstance(outcome, GangLost):
             outcome = replace(outcome, cause=cause or _unasked(outcome.cause))
-        outcome = settled(self._state, running.trial, outcome)
+        outcome = final_outcome(self._state, running.trial, outcome)
         self._dispatch(
             AttemptEnded(
                 at_s=self._clock(),
@@ -736,13 +745,13 @@ class Runtime:
         now_s = time.monotonic()
         if self._full_since_s is None:
             self._full_since_s = now_s
-            logger.warning("%s; the sweep waits for up to %.0f min", self._disk_words, SPACE_S / 60)
+            logger.warning("%s; the sweep waits for up to %.0f min", self._disk_text, SPACE_S / 60)
         time.sleep(SPACE_PAUSE_S)  # a virtual cluster does not wait by itself
         if now_s - self._full_since_s > SPACE_S:
-            raise DiskFullError(f"{self._disk_words}, for {SPACE_S / 60:.0f} min now. Free space, then submit again")
+            raise DiskFullError(f"{self._disk_text}, for {SPACE_S / 60:.0f} min now. Free space, then submit again")
 
     @property
-    def _disk_words(self) -> str:
+    def _disk_text(self) -> str:
         return f"the disk of {self._ledger.folder} is full"
 
     def _interrupt(self) -> None:

@@ -65,8 +65,8 @@ def decide(state: SweepState) -> tuple[Command, ...]:
     end."""
     if state.created is None or state.is_over:
         return ()
-    if state.asked is not None and (state.asked == "cancel" or state.status == "running"):
-        return _comply(state, state.asked)
+    if state.requested_action is not None and (state.requested_action == "cancel" or state.status == "running"):
+        return _comply(state, state.requested_action)
     if state.status == "paused":
         return ()
     if failed := failure(state):
@@ -86,7 +86,7 @@ def decide(state: SweepState) -> tuple[Command, ...]:
 def _comply(state: SweepState, action: Action) -> tuple[Command, ...]:
     """Commands that do what was asked: nothing is launched; what runs is killed, or left to end when draining."""
     done = {"pause": "paused", "drain": "drained", "cancel": "cancelled"}[action]
-    reason = f"{done} by {state.asked_by}" if state.asked_by else done
+    reason = f"{done} by {state.requested_by}" if state.requested_by else done
     if state.running:
         if action == "drain":
             return ()
@@ -135,7 +135,7 @@ class EarlyStop:
         """Why the running attempt of ``trial`` is hopeless after these reports; None while it is not."""
         if trial.number == 0 or trial.attempts[-1].stopped is not None:
             return None
-        times_s = _settled_times_s(trial, progress)
+        times_s = _final_times_s(trial, progress)
         num_due = self._num_steps_due(progress[-1])
         if len(times_s) < MIN_STEPS or num_due < 1 or (rival := _rival(state)) is None:
             return None
@@ -185,7 +185,7 @@ def _rival(state: SweepState) -> _Rival | None:
     return min(rivals, key=lambda rival: (rival.at_most_s, rival.trial), default=None)
 
 
-def settled(state: SweepState, number: int, outcome: Outcome) -> Outcome:
+def final_outcome(state: SweepState, number: int, outcome: Outcome) -> Outcome:
     """The outcome of the last attempt of a trial: where its gang was lost because it was to be stopped, it was stopped
     early; where attempt after attempt was killed from outside, it crashed, as the trial may be killing itself."""
     trial = state.trials[number]
@@ -200,7 +200,7 @@ def settled(state: SweepState, number: int, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _settled_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[float, ...]:
+def _final_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[float, ...]:
     """Seconds per step, without the first step and those in which kernels are being tuned."""
     first = max(1, *trial.candidate.kernels.cudnn_tuning_range, 0)
     return tuple(
@@ -234,7 +234,7 @@ def propose(
         )
     if search.is_converged(state):
         return SearchExhausted(at_s=at_s, reason=CONVERGED)
-    suggestion = search.ask(number, state)
+    suggestion = search.suggest(number, state)
     if suggestion is None:
         ruled_out = " or ruled out" if any(event.rules for event in state.pruned) else ""
         return SearchExhausted(at_s=at_s, reason=f"every legal candidate was tried{ruled_out}")
@@ -298,7 +298,7 @@ class Recovered:
     """Seconds that its devices were held, summed over devices."""
 
 
-def settle(
+def end_orphaned(
     state: SweepState, recover: Callable[[Trial], Recovered], clock: Callable[[], float]
 ) -> Iterator[AttemptEnded]:
     """Ends of the attempts that run in ``state`` although their controller is gone, and with it their gangs."""
@@ -310,7 +310,7 @@ def settle(
             at_s=clock(),
             trial=trial.number,
             token=trial.attempts[-1].token,
-            outcome=settled(state, number, found.outcome),
+            outcome=final_outcome(state, number, found.outcome),
             device_seconds=found.device_seconds,
         )
 
@@ -341,12 +341,12 @@ def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
 
     for event in events:
         take(event)
-    if state.asked is not None:  # what a dead controller left running is gone, too
-        for end in settle(state, lambda trial: recovered(folder / "attempts", trial), lambda: at_s):
+    if state.requested_action is not None:  # what a dead controller left running is gone, too
+        for end in end_orphaned(state, lambda trial: recovered(folder / "attempts", trial), lambda: at_s):
             take(end)
     for command in decide(state):
         if isinstance(command, Pause):
             take(SweepPaused(at_s=at_s, reason=command.reason))
-        elif isinstance(command, Finish) and state.asked is not None:
+        elif isinstance(command, Finish) and state.requested_action is not None:
             take(SweepFinished(at_s=at_s, status=command.status, reason=command.reason, cause=command.cause))
     return state

@@ -48,7 +48,7 @@ class Observed:
 
 def advise(one: Observed) -> tuple[str, ...]:
     """Lines of advice, each with its figure."""
-    return tuple(line for look in _LOOKS for line in look(one))
+    return tuple(line for rule in _RULES for line in rule(one))
 
 
 def _sizes(one: Observed) -> Iterator[str]:
@@ -152,6 +152,6 @@ def _memory(one: Observed) -> Iterator[str]:
     yield f"memory is nearly full, {num_bytes(peak)} of {num_bytes(limit)}{again}"
 
 
-_LOOKS: tuple[Callable[[Observed], Iterable[str]], ...] = (
+_RULES: tuple[Callable[[Observed], Iterable[str]], ...] = (
     *(_sizes, _layout, _mask, _underflow, _batch_norm, _buckets, _copies, _syncs, _casts, _breaks, _memory),
 )

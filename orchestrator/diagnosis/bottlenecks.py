@@ -10,15 +10,15 @@ from orchestrator.diagnosis.remedies import (
     ModelView,
     Remedies,
     applicable,
-    change_words,
+    change_text,
     find_remedies,
     meaning,
-    memory_words,
+    memory_text,
 )
 from orchestrator.diagnosis.values import PART_NAMES, Bottleneck, Kind, KnobEffect, Part, PartName, Source, StepParts
 from orchestrator.sweep.events import ProfileRun
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.units import count, is_wide, milliseconds, num_bytes, status_words, trial_id
+from orchestrator.units import count, is_wide, milliseconds, num_bytes, status_label, trial_id
 from trials.outcome import Measurement
 from trials.reports import RankProfile
 from trials.spec import Candidate, Workload
@@ -102,8 +102,8 @@ class _Clock:
             "other": found.other_s,
         }
         others = {name: max(0.0, seconds) for name, seconds in others.items()}
-        told = (found.forward_s, found.backward_s, found.recompute_s, found.communication_s)
-        passes = [max(0.0, seconds) for seconds in told]
+        measured_parts = (found.forward_s, found.backward_s, found.recompute_s, found.communication_s)
+        passes = [max(0.0, seconds) for seconds in measured_parts]
         total_s = sum(passes) + sum(others.values())
         if total_s <= 0 or total_s == others["other"]:
             return None
@@ -134,7 +134,7 @@ def split(trial: Trial, terms_s: Mapping[str, float], unmodelled: str, profile: 
     elif clock is None:
         parts, notes = _modelled_parts(found, modelled, unmodelled)
     elif found.findings.script is not None and clock.forward_s <= 0:
-        parts, notes = _beside_data(clock, modelled, unmodelled)
+        parts, notes = _with_data_waits(clock, modelled, unmodelled)
     elif found.findings.script is not None and profile is None:
         parts, notes = _of_program(clock)
     else:
@@ -157,24 +157,28 @@ def _modelled_parts(
 ) -> tuple[list[Part], list[str]]:
     """The split of a step of which only the whole was measured."""
     is_script = found.findings.script is not None
-    nobody = f"its phases are not known, {_SCRIPT}" if is_script else "nobody looked inside the steps of this cluster"
+    unknown = f"its phases are not known, {_SCRIPT}" if is_script else "nobody looked inside the steps of this cluster"
     if not modelled:
         why = f"{_SCRIPT}, and {unmodelled}" if is_script else unmodelled
         return [Part("other", found.step_time_s, "measured")], [f"the step is not split: {why}"]
-    return _shared_out(found.step_time_s, modelled, "modelled"), [f"{nobody}: the whole split is the cost model's"]
+    return _shared_out(found.step_time_s, modelled, "modelled"), [f"{unknown}: the whole split is the cost model's"]
 
 
-def _beside_data(clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str) -> tuple[list[Part], list[str]]:
+def _with_data_waits(
+    clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str
+) -> tuple[list[Part], list[str]]:
     """The split of a step of which only the waiting for data is told."""
-    told = [part for part in _of_program(clock)[0] if part.name != "other" and part.seconds]
-    rest_s, names = clock.others_s["other"], {part.name for part in told}
+    measured_parts = [part for part in _of_program(clock)[0] if part.name != "other" and part.seconds]
+    rest_s, names = clock.others_s["other"], {part.name for part in measured_parts}
     shares = {name: seconds for name, seconds in modelled.items() if name not in names}
     who = f"{_SCRIPT} and waits for data"
     if not any(shares.values()):
-        return [*told, Part("other", rest_s, "measured")], [
+        return [*measured_parts, Part("other", rest_s, "measured")], [
             f"the rest of the step is not split: {who}, and {unmodelled}"
         ]
-    return [*told, *_shared_out(rest_s, shares, "modelled")], [f"{who}: the rest of the split is the cost model's"]
+    return [*measured_parts, *_shared_out(rest_s, shares, "modelled")], [
+        f"{who}: the rest of the split is the cost model's"
+    ]
 
 
 def _of_program(clock: _Clock) -> tuple[list[Part], list[str]]:
@@ -185,8 +189,8 @@ def _of_program(clock: _Clock) -> tuple[list[Part], list[str]]:
         "recompute": clock.again_s,
         "communication": clock.waiting_s,
     }
-    told = {**passes, **clock.others_s}
-    return [Part(name, seconds, "measured") for name, seconds in told.items()], [_UNTOLD]
+    measured_parts = {**passes, **clock.others_s}
+    return [Part(name, seconds, "measured") for name, seconds in measured_parts.items()], [_UNTOLD]
 
 
 def _passes(
@@ -360,7 +364,7 @@ def diagnose(case: DiagnosedCase) -> tuple[Bottleneck, ...]:
     """
     found = [one for kind in PART_OF if (one := _part_bottleneck(case, kind))]
     others = (_memory_bottleneck, _imbalance_bottleneck, _launch_bottleneck, _optimizer_bottleneck)
-    found += [one for look in others if (one := look(case))]
+    found += [one for find in others if (one := find(case))]
     found = sorted((one for one in found if one.share >= MIN_SHOWN), key=lambda one: -one.seconds)
     again = _compilation_bottleneck(case)
     compute = _compute_bottleneck(case) or _passes_bottleneck(case)
@@ -641,10 +645,10 @@ def _memory_evidence(case: DiagnosedCase, again_s: float, found: Remedies) -> li
     if (blocked := found.blocked) is not None:
         tried = next((c.trial for c in case.changes if c.candidate == blocked.candidate), None)
         if tried is not None and tried.outcome is not None:
-            why = f"{trial_id(tried.number)} {status_words(tried.status)}"
+            why = f"{trial_id(tried.number)} {status_label(tried.status)}"
         else:
-            why = memory_words(blocked, case.limit_bytes) or "it is not expected to fit"
-        lines.append(f"{change_words(blocked)} is expected to have {blocked.gain:.2f}x, but: {why}")
+            why = memory_text(blocked, case.limit_bytes) or "it is not expected to fit"
+        lines.append(f"{change_text(blocked)} is expected to have {blocked.gain:.2f}x, but: {why}")
     return lines
 
 

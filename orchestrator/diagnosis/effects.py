@@ -82,7 +82,7 @@ Array = NDArray[np.float64]
 Value = tuple[Any, ...]
 """Values of a group of knobs that always change together."""
 LogRatio = tuple[float, float | None, float | None]
-"""Logarithm of a ratio of speeds with its 95 % interval, where that is known."""
+"""Logarithm of a ratio of speeds with its 95% interval, where that is known."""
 
 MIN_SPARE = 3
 """Trials that the regression needs beyond the number of its unknowns."""
@@ -215,7 +215,7 @@ class _Regression:
         return made if made._num_spare >= MIN_SPARE else None
 
     def contrast(self, index: int, one: Value, other: Value) -> LogRatio | None:
-        """Log ratio of speeds with its 95 % interval; None where the trials do not determine it."""
+        """Log ratio of speeds with its 95% interval; None where the trials do not determine it."""
         weights = np.zeros(len(self._weights))
         weights[self._columns[(index, one)]], weights[self._columns[(index, other)]] = 1.0, -1.0
         if not np.allclose(self._projection @ weights, weights, atol=1e-6):

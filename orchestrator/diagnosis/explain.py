@@ -33,7 +33,7 @@ from orchestrator.sweep.events import SweepCreated
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import Phase, read_snapshot
 from orchestrator.sweep.state import SweepState, Trial, find_trial
-from orchestrator.units import status_words, trial_id
+from orchestrator.units import status_label, trial_id
 from trials.spec import Candidate, ScriptModel
 
 MAX_SPLIT = 200
@@ -74,11 +74,11 @@ def explain_sweep(
         ConfigError: ``trial`` was not measured.
     """
     baseline, chosen, role = diagnosed_trials(state, trial)
-    asked = [t for t in (baseline, chosen) if t is not None]
+    named = [t for t in (baseline, chosen) if t is not None]
     searched = state.searched()
-    kept = sample(searched, asked, state)
+    kept = sample(searched, named, state)
     legal = tuple(dict.fromkeys([*basis.candidates, *(t.candidate for t in searched)]))
-    near = {t.number: _changes(t, legal, state, basis) for t in asked}
+    near = {t.number: _changes(t, legal, state, basis) for t in named}
     view, unmodelled = _view(state, basis, kept, [c.candidate for found in near.values() for c in found])
     effects = main_effects(tabulate(kept, state.objective), state.objective)
     diagnoser = _Diagnoser(state, basis, view, unmodelled, effects, _varied(basis, kept))
@@ -88,7 +88,7 @@ def explain_sweep(
         hardware=state.sweep.hardware,
         phase=phase or state.status,
         virtual=state.virtual,
-        step_parts={t.number: diagnoser.parts(t) for t in _to_split(kept, asked, state) if t.measurement is not None},
+        step_parts={t.number: diagnoser.parts(t) for t in _to_split(kept, named, state) if t.measurement is not None},
         baseline=diagnoser.diagnosis(baseline, "baseline", near[baseline.number]) if baseline else None,
         chosen=diagnoser.diagnosis(chosen, role, near[chosen.number]) if chosen else None,
         effects=effects,
@@ -97,31 +97,31 @@ def explain_sweep(
         unmodelled=unmodelled,
         model_error=view.error if view else None,
         num_trials=len(searched),
-        num_looked_at=len(kept),
+        num_examined=len(kept),
         is_script=isinstance(state.sweep.workload.model, ScriptModel),
     )
 
 
-def _to_split(kept: Sequence[Trial], asked: Sequence[Trial], state: SweepState) -> Iterable[Trial]:
+def _to_split(kept: Sequence[Trial], named: Sequence[Trial], state: SweepState) -> Iterable[Trial]:
     """Trials whose step time is taken apart: of a long sweep, those that a report shows."""
     if len(kept) <= MAX_SPLIT:
         return kept
-    shown = {trial.number for trial in asked} | {one.number for one in state.fastest}
+    shown = {trial.number for trial in named} | {one.number for one in state.fastest}
     return [trial for trial in kept if trial.number in shown]
 
 
-def diagnosed_trials(state: SweepState, asked: int | None) -> tuple[Trial | None, Trial | None, str]:
+def diagnosed_trials(state: SweepState, named: int | None) -> tuple[Trial | None, Trial | None, str]:
     """The baseline and the trial diagnosed beside it, as far as measured, with the role of the latter.
 
     Raises:
-        ConfigError: the trial ``asked`` for was not measured.
+        ConfigError: the trial ``named`` for was not measured.
     """
     baseline = state.baseline if state.baseline and state.baseline.measurement else None
-    if asked is None:
+    if named is None:
         chosen, is_confirmed = state.winner, state.verdict is not None and state.verdict.conclusion == "confirmed"
         role = "winner" if is_confirmed else "fastest"
     else:
-        chosen, role = _measured(state, asked), "chosen"
+        chosen, role = _measured(state, named), "chosen"
     if chosen is None or chosen.measurement is None or chosen.number == 0:
         return baseline, None, role
     return baseline, chosen, role
@@ -135,7 +135,7 @@ def _measured(state: SweepState, number: int) -> Trial:
     if trial.measurement is None:
         name = trial_id(trial.number)
         remedy = f"`tune-cluster explain {state.sweep.sweep} {name}` tells its story."
-        raise ConfigError(f"{name} was not measured: {status_words(trial.status)}", remedy=remedy)
+        raise ConfigError(f"{name} was not measured: {status_label(trial.status)}", remedy=remedy)
     return trial
 
 
@@ -282,7 +282,7 @@ def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepStat
     number = None if trial is None else find_trial(state, trial, name).number
     baseline, chosen, _ = diagnosed_trials(state, number)
     if baseline is None and chosen is None:  # said before anything is planned
-        words = ", ".join(f"{count} {status_words(status)}" for status, count in state.counts().items())
+        words = ", ".join(f"{count} {status_label(status)}" for status, count in state.counts().items())
         raise ConfigError(
             f"no trial of the sweep {name!r} was measured ({words or 'it has none yet'})",
             remedy=f"`tune-cluster explain {name} TRIAL` tells what became of one.",
@@ -304,7 +304,7 @@ def load_basis(ledger: Ledger, state: SweepState) -> Basis:
         candidates=made.candidates,
         beyond=made.beyond,
         varied=_varied_knobs(spec),
-        roles=roles_of(spec.own_knobs),
+        roles=roles_of(spec.custom_knobs),
         topology=topology,
         knowledge=known,
         problem=unknown,
@@ -337,7 +337,9 @@ def _plan(spec: SweepSpec, topology: Topology | None, known: PriorKnowledge) -> 
 
 
 def _varied_knobs(spec: SweepSpec) -> frozenset[str]:
-    own = {meaning(knob.name, *knob.values, roles=roles_of(spec.own_knobs)): knob.values for knob in spec.own_knobs}
+    own = {
+        meaning(knob.name, *knob.values, roles=roles_of(spec.custom_knobs)): knob.values for knob in spec.custom_knobs
+    }
     return frozenset(name for name, values in {**spec.choices, **own}.items() if len(values) > 1)
 
 

@@ -25,9 +25,9 @@ from orchestrator.space.notation import diff
 from orchestrator.space.space import without_effect
 from orchestrator.statistics import MIN_DIFFERENCE, Estimate, Interval, speed_ratio, verdict
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
-from orchestrator.units import chance, changes_words, num_bytes, ratio_interval, status_words, trial_id
+from orchestrator.units import chance, changes_text, num_bytes, ratio_interval, status_label, trial_id
 from trials.outcome import OutOfMemory
-from trials.spec import Candidate, LlamaModel, OwnModel, ResNetModel, Workload, decoder_of
+from trials.spec import Candidate, LlamaModel, ResNetModel, UserModel, Workload, decoder_of
 
 # What the cost model says of a sweep's candidates after the sweep's own trials, as the guided search uses it.
 
@@ -109,7 +109,7 @@ class ModelView:
         """Probability that the candidate fits into memory, given which trials did and which did not."""
         return float(self._fits[self._row(candidate)])
 
-    def tells_apart(self, one: Candidate, other: Candidate) -> bool:
+    def distinguishes(self, one: Candidate, other: Candidate) -> bool:
         """Whether the model, or what trials taught it, expects a difference at all."""
         seconds = self._predictor.estimates.step_s
         here, there = self._row(one), self._row(other)
@@ -216,13 +216,13 @@ def num_parts(one: Candidate, other: Candidate) -> int:
     return sum(getattr(one, name) != getattr(other, name) for name in PARTS)
 
 
-def sample(searched: Sequence[Trial], asked: Sequence[Trial], state: SweepState) -> list[Trial]:
-    """At most about :data:`MAX_TRIALS` of the search's trials, in their order, ``asked`` and the fastest among them."""
+def sample(searched: Sequence[Trial], named: Sequence[Trial], state: SweepState) -> list[Trial]:
+    """At most about :data:`MAX_TRIALS` of the search's trials, in their order, ``named`` and the fastest among them."""
     if len(searched) <= MAX_TRIALS:
         return list(searched)
-    kept = {trial.number for trial in asked} | {one.number for one in state.fastest}
+    kept = {trial.number for trial in named} | {one.number for one in state.fastest}
     kept |= {check.check.of for check in state.checks() if check.check is not None}
-    kept |= _alike([trial for trial in searched if trial.measurement is not None], asked)
+    kept |= _alike([trial for trial in searched if trial.measurement is not None], named)
     others = [trial.number for trial in searched if trial.number not in kept]
     step = -(-len(others) // max(1, MAX_TRIALS - len(kept)))
     kept |= set(others[::step])
@@ -234,12 +234,12 @@ def spread(candidates: Sequence[Candidate], most: int) -> Sequence[Candidate]:
     return candidates[:: max(1, -(-len(candidates) // most))]
 
 
-def _alike(measured: Sequence[Trial], asked: Sequence[Trial]) -> set[int]:
-    """Numbers of the measured trials that differ in the fewest parts from one of ``asked``."""
+def _alike(measured: Sequence[Trial], named: Sequence[Trial]) -> set[int]:
+    """Numbers of the measured trials that differ in the fewest parts from one of ``named``."""
     found: set[int] = set()
-    for one in asked:
+    for one in named:
         order = sorted(measured, key=lambda trial: num_parts(trial.candidate, one.candidate))
-        found |= {trial.number for trial in order[: int(SHARE_ALIKE * MAX_TRIALS / len(asked))]}
+        found |= {trial.number for trial in order[: int(SHARE_ALIKE * MAX_TRIALS / len(named))]}
     return found
 
 
@@ -287,7 +287,7 @@ MAX_PARTS = 3
 """Parts of a candidate (layout, precision, loader, ...) in which a change may differ from it."""
 MAX_NEAR = 2000
 """Candidates that changes of a trial are looked for among."""
-MAX_LOOKED_AT = 1000
+MAX_EXAMINED = 1000
 """Candidates looked at to find knobs that must change."""
 PENALTY = 0.02
 """Speed, as a share, that each further knob to be changed must bring."""
@@ -365,7 +365,7 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
     if not is_decoder:
         pointless |= {"sequence_parallel", "cp", "shard_embedding"}
         pointless |= {"attention"} if decoder_of(workload.model) is None else set()
-        pointless |= set() if isinstance(workload.model, OwnModel) else {"tp", "pp"}
+        pointless |= set() if isinstance(workload.model, UserModel) else {"tp", "pp"}
     return tuple(knob for knob in HELPFUL_KNOBS[kind] if knob not in pointless | without_effect(candidate))
 
 
@@ -448,7 +448,7 @@ def _near(
 
 def _forced(candidate: Candidate, candidates: Sequence[Candidate]) -> frozenset[str]:
     """Knobs that no other candidate sets as this one does, as far as an evenly spaced sample of them tells."""
-    others = [other for other in spread(candidates, MAX_LOOKED_AT) if other != candidate]
+    others = [other for other in spread(candidates, MAX_EXAMINED) if other != candidate]
     if not others:
         return frozenset()
     return frozenset.intersection(*(frozenset(diff(other, candidate)) for other in others))
@@ -504,7 +504,7 @@ def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | 
     )
     if change.ratio is not None:
         return replace(made, gain=change.ratio.value, ci95=change.ratio.ci95, num_rounds=change.num_rounds)
-    if view is None or not view.tells_apart(trial.candidate, change.candidate):
+    if view is None or not view.distinguishes(trial.candidate, change.candidate):
         return None
     gain, log_spread = view.gain(trial.candidate, change.candidate)
     return replace(made, gain=gain, source="modelled", log_spread=log_spread)
@@ -539,15 +539,15 @@ def _no_answer(own: Sequence[KnobChange], best: Remedy | None, *, is_known: bool
     if best is None:
         failed = [c.trial for c in own if c.trial is not None and _has_ended(c)]
         if failed:
-            tried = ", ".join(f"{trial_id(t.number)} {status_words(t.status)}" for t in failed[:3])
+            tried = ", ".join(f"{trial_id(t.number)} {status_label(t.status)}" for t in failed[:3])
             return f"{_none_of(own)} and to fit ({tried})"
         if is_known:
             return f"{_none_of(own)} and to fit"
         which = f"{len(own)} legal changes" if len(own) > 1 else "one legal change"
         return f"what the {which} would bring, the cost model does not know, and it was not tried"
     if best.source == "measured" and best.trial is not None:
-        return f"{_none_of(own)}; {change_words(best)} was measured in {trial_id(best.trial)}: {_between(best)}"
-    return f"{_none_of(own)}; {change_words(best)} is expected to give {_between(best)}"
+        return f"{_none_of(own)}; {change_text(best)} was measured in {trial_id(best.trial)}: {_between(best)}"
+    return f"{_none_of(own)}; {change_text(best)} is expected to give {_between(best)}"
 
 
 def _between(found: Remedy) -> str:
@@ -558,12 +558,12 @@ def _between(found: Remedy) -> str:
     return ratio_interval(Interval(found.gain / factor, found.gain * factor))
 
 
-def change_words(found: Remedy) -> str:
+def change_text(found: Remedy) -> str:
     """``precision O0 → O1-bf16``: what a remedy changes."""
-    return changes_words(found.changed)
+    return changes_text(found.changed)
 
 
-def memory_words(found: Remedy, limit_bytes: float | None) -> str:
+def memory_text(found: Remedy, limit_bytes: float | None) -> str:
     """What is known of the memory that a remedy needs; empty where nothing is."""
     if found.peak_bytes is None or not limit_bytes:
         return ""

@@ -234,7 +234,7 @@ class KnobEffect:
     """Speed after over speed before."""
     low: float | None
     high: float | None
-    """95 % interval of the ratio; None where a single pair of trials says nothing about it."""
+    """95% interval of the ratio; None where a single pair of trials says nothing about it."""
     num_pairs: int
     """Pairs of trials that differ in nothing else; 0 where it comes from a regression over all trials."""
     is_same_training: bool = False
@@ -363,8 +363,8 @@ class SweepExplanation:
     num_trials: int = 0
     """Trials of the search."""
     is_script: bool = False
-    """Whether a program of the user's own is trained."""
-    num_looked_at: int = 0
+    """Whether a user's program is trained."""
+    num_examined: int = 0
     """Trials that effects and the cost model's fit rest on: fewer where the sweep is long."""
 
     @property
@@ -394,7 +394,7 @@ class SweepExplanation:
             "unmodelled": self.unmodelled,
             "model_error": self.model_error,
             "num_trials": self.num_trials,
-            "num_looked_at": self.num_looked_at,
+            "num_examined": self.num_examined,
         }
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.draft.inside_draft import InsideDraft, draft_inside
-from orchestrator.draft.machine import DraftedMachine, comment, quoted, safe_name, sweep_text, value_text, words_text
-from orchestrator.draft.observed import Looked
+from orchestrator.draft.machine import DraftedMachine, comment, quoted, safe_name, sweep_text, value_text, yaml_words
+from orchestrator.draft.observed import Detected
 from orchestrator.draft.program_reading import ReadProgram, read_program
 from orchestrator.draft.static_reading import (
     SourceFile,
@@ -48,7 +48,7 @@ class DraftedScript:
     program: ReadProgram
     source: SourceFile | None
     run: Run
-    looked: Looked
+    detected: Detected
 
     @property
     def is_custom(self) -> bool:
@@ -56,15 +56,15 @@ class DraftedScript:
 
     @property
     def micro_batch_size(self) -> int | None:
-        if self.looked.is_seen:
-            return self.looked.facts.micro_batch_size
+        if self.detected.is_seen:
+            return self.detected.facts.micro_batch_size
         found = self.reading.values.get("micro_batch_size")
         return found if isinstance(found, int) else self.program.micro_batch_size
 
     @property
     def uses_placeholders(self) -> bool:
         """Whether the candidate reaches the program through placeholders, since its arguments are unknown."""
-        return "micro_batch_size" not in self.reading.values or "micro_batch_size" in self.looked.proofs
+        return "micro_batch_size" not in self.reading.values or "micro_batch_size" in self.detected.proofs
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ class ScriptDraft:
     max_trials: int
     remarks: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    looked: Looked = field(default_factory=Looked)
+    detected: Detected = field(default_factory=Detected)
     files: Mapping[str, str] = field(default_factory=dict)
     """Configuration files with placeholders that belong beside the sweep file, by name."""
 
@@ -104,8 +104,8 @@ class ScriptDraft:
         return {
             **fields_json(self, *names),
             "not_read": list(self.remarks),
-            "seen": self.looked.to_json() if self.looked.is_seen else None,
-            "not_seen": self.looked.problem or None,
+            "seen": self.detected.to_json() if self.detected.is_seen else None,
+            "not_seen": self.detected.problem or None,
         }
 
 
@@ -116,7 +116,7 @@ def read_command(
     recipe: str | None,
     is_gpu: bool,
     ranks: int,
-    looked: Looked | None = None,
+    detected: Detected | None = None,
 ) -> DraftedScript:
     """What the command, its files and its script's source tell, for as many ranks, and what it was seen to do.
 
@@ -126,9 +126,9 @@ def read_command(
     known, run = _opened(command, cwd, recipe)
     path = find_script(command.argv, cwd)
     source = with_settings(read_source(path), command.argv, cwd) if path is not None else None
-    looked = looked or Looked()
+    detected = detected or Detected()
     reading = known.read(run)
-    if known.name == "lightning" and looked.is_seen and "micro_batch_size" not in reading.values:
+    if known.name == "lightning" and detected.is_seen and "micro_batch_size" not in reading.values:
         known = training("custom")  # the settings are in code: there are no arguments that a recipe could change
         reading = known.read(run)
     return DraftedScript(
@@ -136,11 +136,11 @@ def read_command(
         framework=known,
         reading=reading,
         program=read_program(
-            command.argv, source, is_gpu=is_gpu, cores=os.cpu_count() or 1, ranks=ranks, looked=looked
+            command.argv, source, is_gpu=is_gpu, cores=os.cpu_count() or 1, ranks=ranks, detected=detected
         ),
         source=source,
         run=run,
-        looked=looked,
+        detected=detected,
     )
 
 
@@ -184,7 +184,9 @@ def draft_script(
     inside = InsideDraft()
     if script.is_custom:
         is_gpu, cores = machine.is_gpu, os.cpu_count() or 1
-        inside = draft_inside(script.source, script.program, script.looked, is_gpu=is_gpu, devices=devices, cores=cores)
+        inside = draft_inside(
+            script.source, script.program, script.detected, is_gpu=is_gpu, devices=devices, cores=cores
+        )
     baseline = _baseline(script, devices)
     if not isinstance(baseline, str):
         baseline = {**baseline, **inside.present}
@@ -200,7 +202,7 @@ def draft_script(
     if copies:
         where = Path(os.path.relpath(folder, script.run.cwd))
         workload["files"] = {one.name: str(where / one.file) for one in copies}
-    starts_itself = script.looked.starts_ranks or (script.command.launcher is None and devices == 1)
+    starts_itself = script.detected.starts_ranks or (script.command.launcher is None and devices == 1)
     if starts_itself and script.framework.launcher == "env":
         workload = {**workload, "launcher": "own"}  # torchrun's variables would make it a distributed one
     return ScriptDraft(
@@ -216,7 +218,7 @@ def draft_script(
         space=space,
         max_trials=trials,
         remarks=script.remarks,
-        looked=script.looked,
+        detected=script.detected,
         files={one.file: one.text for one in copies},
     )
 
@@ -258,11 +260,11 @@ def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
         ConfigError: the given number differs from the detected one, or the number is unknown.
     """
     reading = script.reading
-    if (seen := script.looked.facts.samples_per_step) is not None:
+    if (seen := script.detected.facts.samples_per_step) is not None:
         batch = seen * max(1, devices // _model_parallel(reading))
         if given not in (None, batch):
             raise ConfigError(
-                f"an optimiser step of the program trains {batch} samples, not {given}: {script.looked.words}",
+                f"an optimiser step of the program trains {batch} samples, not {given}: {script.detected.words}",
                 key="--global-batch-size",
                 remedy=f"Write {batch}, or omit the option; with --no-run the given number is used.",
             )
@@ -272,7 +274,7 @@ def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
     if reading.global_batch_size is not None:
         return reading.global_batch_size
     if (micro := script.micro_batch_size) is None:
-        unseen = f", and a run did not show it: {script.looked.problem}" if script.looked.problem else ""
+        unseen = f", and a run did not show it: {script.detected.problem}" if script.detected.problem else ""
         raise ConfigError(
             f"the batch size could not be read from the command{unseen}",
             key="--global-batch-size",
@@ -382,14 +384,14 @@ def _lines(
     typed = shlex.join(script.command.words)
     yield from comment(f"{name}: {script.framework.title}, on {machine.label}.")
     yield from comment(textwrap.shorten(f"Made from: {typed}", 230, placeholder=" ..."))
-    if script.looked.is_seen:
-        yield from comment(f"Detected in a run: {script.looked.words}.")
+    if script.detected.is_seen:
+        yield from comment(f"Detected in a run: {script.detected.words}.")
     for remark in (*script.remarks[:3], *machine.remarks):
         yield from comment(remark)
     yield from (f"name: {name}", "", "workload: # your own training; every key is in docs/your-own-training.md")
     for key, value in workload.items():
         note = " # samples of an optimiser step over all devices" if key == "global_batch_size" else ""
-        shown = words_text(value) if key == "run" else value_text(value)
+        shown = yaml_words(value) if key == "run" else value_text(value)
         yield f"  {key}: {shown}{note}"
     yield from (f"cluster: {machine.section}", "")
     if isinstance(baseline, str):

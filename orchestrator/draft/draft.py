@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.config.settings import BaselineSection
 from orchestrator.config.sweep import load_sweep
-from orchestrator.draft.machine import DraftedMachine, comment, safe_name, sweep_text, value_text, words_text
+from orchestrator.draft.machine import DraftedMachine, comment, safe_name, sweep_text, value_text, yaml_words
 from orchestrator.draft.model_config import DraftedModel
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.catalog import training
@@ -27,7 +27,7 @@ from trials.spec import Candidate, Data, ImageFolderData, RandomData, TextData, 
 
 
 Knobs = Mapping[str, Any]
-ROOMY = 0.5
+COMFORTABLE_SHARE = 0.5
 """Share of the memory up to which a baseline without any sharding is taken to be what somebody runs today."""
 DEFAULT_SEQ_LENGTH = 4096
 SAMPLES_PER_DEVICE = {"resnet": 64, "linear": 1024}
@@ -103,7 +103,9 @@ def _first_that_fits(
         found = predict(predictor, row, workload)
         least = found if least is None or found.peak_bytes < least.peak_bytes else least
         is_plain = "zero_stage" not in knobs and knobs.get("recompute") != "full"
-        if found.fits and (not is_plain or len(legal) == 1 or found.peak_bytes <= ROOMY * found.limit_bytes):
+        if found.fits and (
+            not is_plain or len(legal) == 1 or found.peak_bytes <= COMFORTABLE_SHARE * found.limit_bytes
+        ):
             return knobs, found
     assert least is not None
     raise ConfigError(
@@ -290,7 +292,7 @@ def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Cho
     yield from (f"cluster: {machine.section}", "")
     yield "# Put here what you run today: it is always the first trial, and what the winner is compared with."
     if choices.prediction is not None:
-        yield f"# This one is expected to take {expected_words(choices.prediction)}."
+        yield f"# This one is expected to take {expected_text(choices.prediction)}."
     yield f"baseline: {value_text(choices.baseline)}"
     yield from ("", "space: # what may be changed; every knob is in docs/knobs.md")
     yield from (f"  {key}: {value_text(value)}" for key, value in choices.space.items())
@@ -299,7 +301,7 @@ def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Cho
     yield f"budget: {value_text({'max_trials': max_trials})}"
 
 
-def expected_words(found: Prediction) -> str:
+def expected_text(found: Prediction) -> str:
     """Time and memory that are expected of a baseline, in words."""
     memory = f"{num_bytes(found.peak_bytes)} of {num_bytes(found.limit_bytes)} of memory"
     return f"{found.step_s:.3g} s a step and {memory}"
@@ -359,7 +361,7 @@ def skeleton(recipe: str, machine: DraftedMachine, *, max_trials: int | None = N
         "",
         "workload: # your own training; every key is in docs/your-own-training.md",
         f"  recipe: {recipe}",
-        f"  run: {words_text(shlex.split(command))}",
+        f"  run: {yaml_words(shlex.split(command))}",
     ]
     is_placed = _PLACED in command
     if is_placed:

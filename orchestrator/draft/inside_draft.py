@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.draft.observed import Looked
+from orchestrator.draft.observed import Detected
 from orchestrator.draft.program_reading import ReadProgram
 from orchestrator.draft.static_reading import SourceFile
 from orchestrator.space.knobs import AS_IS
@@ -35,7 +35,7 @@ class InsideDraft:
 
 
 def draft_inside(
-    source: SourceFile | None, program: ReadProgram, looked: Looked, *, is_gpu: bool, devices: int, cores: int
+    source: SourceFile | None, program: ReadProgram, detected: Detected, *, is_gpu: bool, devices: int, cores: int
 ) -> InsideDraft:
     """What to propose of a program for which no framework's recipe knows the settings.
 
@@ -47,7 +47,7 @@ def draft_inside(
     if source.fixed:
         return InsideDraft(proposed={"training_arguments": dict(_training_arguments(source, is_gpu=is_gpu))})
     loader = source.loader_arguments or {}
-    workers = looked.facts.num_workers if looked.is_seen else loader.get("num_workers", 0)
+    workers = detected.facts.num_workers if detected.is_seen else loader.get("num_workers", 0)
     has_loader = source.loader_arguments is not None and not source.names & _ITERABLE and "**" not in loader
     proposed: dict[str, Any] = {}
     present: dict[str, Any] = {}

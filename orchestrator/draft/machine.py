@@ -137,10 +137,10 @@ def machine_at(address: str, num_nodes: int | None, devices_per_node: int | None
     nodes, devices = num_nodes or most, devices_per_node or count
     is_gpu = device != "cpu"
     what = f"{FAMILIES[device].ray_resource}s" if is_gpu else "cores"
-    asked = f", devices_per_node: {devices}" if devices_per_node else ""
+    requested = f", devices_per_node: {devices}" if devices_per_node else ""
     return DraftedMachine(
         topology=_topology(nodes, devices, accelerator, is_gpu=is_gpu),
-        section=f"{{kind: ray, address: {address!r}, num_nodes: {nodes}, device: {device}{asked}}}",
+        section=f"{{kind: ray, address: {address!r}, num_nodes: {nodes}, device: {device}{requested}}}",
         label=f"{nodes} x {devices} {accelerator or what} at {address}",
     )
 
@@ -186,7 +186,7 @@ def value_text(value: Any) -> str:
     return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
-def words_text(words: Sequence[str]) -> str:
+def yaml_words(words: Sequence[str]) -> str:
     """The words of a command; whole numbers are words there without quotes."""
     return f"[{', '.join(word if re.fullmatch('0|[1-9][0-9]{0,15}', word) else quoted(word) for word in words)}]"
 

@@ -21,7 +21,7 @@ from orchestrator.draft.static_reading import (
     present_number,
 )
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.arguments import is_given, read, read_text, write
+from orchestrator.frameworks.arguments import is_specified, read, read_text, write
 from orchestrator.frameworks.documents import edited, load
 from trials.files import fields_json, read_regular
 from trials.reports import ScriptFacts, SeenOption
@@ -58,7 +58,7 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class Detected:
     """Result of running a command for a few steps."""
 
     facts: ScriptFacts = field(default_factory=ScriptFacts)
@@ -217,7 +217,7 @@ def changes(
     roles = [role for role in PROVABLE if role != "compile" or is_gpu]
     for role in roles:
         named = [one for one in options if one.role == role and one.is_for_training]
-        named.sort(key=lambda one: not is_given(argv, argument_of(one)))
+        named.sort(key=lambda one: not is_specified(argv, argument_of(one)))
         number = numbers.get(role)
         alike = [
             one
@@ -248,8 +248,8 @@ def _now(argv: tuple[str, ...], option: ScriptOption) -> int | None:
 def _other(argv: tuple[str, ...], option: ScriptOption, role: str, facts: ScriptFacts) -> str | bool | None:
     """Another value than today's; None: there is none to try."""
     if option.is_flag:
-        is_on = read(argv, argument_of(option)) if is_given(argv, argument_of(option)) else option.default is True
-        can_change = not is_on or option.negative or is_given(argv, argument_of(option))
+        is_on = read(argv, argument_of(option)) if is_specified(argv, argument_of(option)) else option.default is True
+        can_change = not is_on or option.negative or is_specified(argv, argument_of(option))
         return not is_on if can_change and role not in ("micro_batch_size", "accumulation", "workers") else None
     if role == "dtype":
         today = read_text(argv, argument_of(option)) or option.default

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.cost.usual import built_in_knob
-from orchestrator.draft.observed import PROVABLE, Filled, Looked, template, with_value
+from orchestrator.draft.observed import PROVABLE, Detected, Filled, template, with_value
 from orchestrator.draft.static_reading import (
     ScriptOption,
     SourceFile,
@@ -15,7 +15,7 @@ from orchestrator.draft.static_reading import (
     number_formats,
     present_number,
 )
-from orchestrator.frameworks.arguments import is_given, read, read_text, write
+from orchestrator.frameworks.arguments import is_specified, read, read_text, write
 
 FEW_STEPS = 200
 """Programs that end after fewer steps get ``{steps}``, so that a trial has as many as it needs."""
@@ -72,38 +72,38 @@ def read_program(
     is_gpu: bool,
     cores: int,
     ranks: int = 1,
-    looked: Looked | None = None,
+    detected: Detected | None = None,
 ) -> ReadProgram:
     """What the options that a program's source declares show of a command on ``ranks`` ranks, and what it was seen to
     do: that goes before all that can be read."""
-    looked = looked or Looked()
+    detected = detected or Detected()
     if source is None or source.problem:
         why = source.problem if source is not None else "no Python file was found in the command"
-        if not looked.is_seen:
+        if not detected.is_seen:
             return ReadProgram(argv=argv, own=_usual(is_gpu, cores), remarks=(f"{why}: its options are unknown",))
         source = None
-    by_role = _by_role(argv, source, looked)
-    micro, accumulation = _sizes(argv, by_role, source, ranks, looked)
-    is_tuned = micro is not None and _is_tuned(argv, by_role, looked)
+    by_role = _by_role(argv, source, detected)
+    micro, accumulation = _sizes(argv, by_role, source, ranks, detected)
+    is_tuned = micro is not None and _is_tuned(argv, by_role, detected)
     filled: dict[str, str] = {}
     if is_tuned:
-        filled = _batch_placeholders(by_role, source, looked)
+        filled = _batch_placeholders(by_role, source, detected)
         accumulation = accumulation or 1
-    num_workers = _workers(argv, by_role, looked)
+    num_workers = _workers(argv, by_role, detected)
     if num_workers is not None:
         filled["workers"] = "{num_workers}"
-    laid = Filled(argv=argv, files=looked.files)
+    laid = Filled(argv=argv, files=detected.files)
     for role, placeholder in filled.items():
         laid = with_value(laid, by_role[role], placeholder)
     words = _out_and_steps(laid.argv, by_role)
-    own = _with_roles(dict(_own(argv, by_role, is_gpu=is_gpu)), looked)
+    own = _with_roles(dict(_own(argv, by_role, is_gpu=is_gpu)), detected)
     present = dict(_present(argv, by_role, own))
-    words = _with_own_placeholders(words, by_role, own)
+    words = _with_custom_placeholders(words, by_role, own)
     is_something = own or is_tuned or num_workers is not None
     return ReadProgram(
         argv=words,
         env=laid.env,
-        files={word: template(text) for word, text in laid.files.items() if text != looked.files[word]},
+        files={word: template(text) for word, text in laid.files.items() if text != detected.files[word]},
         micro_batch_size=micro,
         accumulation=accumulation,
         num_workers=num_workers,
@@ -113,13 +113,13 @@ def read_program(
         or ({} if is_something else _usual(is_gpu, cores)),
         present={_own_name(name, by_role): value for name, value in present.items()},
         roles=frozenset(by_role),
-        remarks=tuple(_remarks(source, by_role, micro, looked, is_tuned=is_tuned, is_gpu=is_gpu)),
+        remarks=tuple(_remarks(source, by_role, micro, detected, is_tuned=is_tuned, is_gpu=is_gpu)),
     )
 
 
 def runnable(argv: tuple[str, ...], source: SourceFile | None) -> tuple[str, ...]:
     """The command for a short run: it writes into a separate folder, and logs every step."""
-    return argv if source is None or source.problem else _out_and_steps(argv, _by_role(argv, source, Looked()))
+    return argv if source is None or source.problem else _out_and_steps(argv, _by_role(argv, source, Detected()))
 
 
 def _sizes(
@@ -127,30 +127,30 @@ def _sizes(
     by_role: Mapping[str, ScriptOption],
     source: SourceFile | None,
     ranks: int,
-    looked: Looked,
+    detected: Detected,
 ) -> tuple[int | None, int | None]:
     """Samples of a micro-batch, and micro-batches of a step on a rank."""
-    if looked.is_seen:
-        return looked.facts.micro_batch_size, looked.facts.micro_batches
+    if detected.is_seen:
+        return detected.facts.micro_batch_size, detected.facts.micro_batches
     micro, accumulation = (_size(argv, by_role, role, source) for role in ("micro_batch_size", "accumulation"))
     if source is not None and source.divides_accumulation and accumulation is not None:
         accumulation = max(1, accumulation // ranks)
     return micro, accumulation
 
 
-def _is_tuned(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], looked: Looked) -> bool:
+def _is_tuned(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], detected: Detected) -> bool:
     """Whether the batch can be divided otherwise without becoming another one."""
     if "micro_batch_size" not in by_role:
         return False
-    micro = looked.proofs.get("micro_batch_size")
+    micro = detected.proofs.get("micro_batch_size")
     return (micro is not None and micro.way == "balanced") or _is_count(argv, by_role.get("accumulation"))
 
 
 def _batch_placeholders(
-    by_role: Mapping[str, ScriptOption], source: SourceFile | None, looked: Looked
+    by_role: Mapping[str, ScriptOption], source: SourceFile | None, detected: Detected
 ) -> dict[str, str]:
     """Placeholder by role: counts over all ranks where the program divides by their number."""
-    micro, accumulation = (looked.proofs.get(role) for role in ("micro_batch_size", "accumulation"))
+    micro, accumulation = (detected.proofs.get(role) for role in ("micro_batch_size", "accumulation"))
     found = {"micro_batch_size": "{micro_batch_size}"}
     if micro is not None and micro.way == "over_ranks":
         found["micro_batch_size"] = "{total_micro_batch_size}"
@@ -161,21 +161,21 @@ def _batch_placeholders(
     return found
 
 
-def _workers(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], looked: Looked) -> int | None:
+def _workers(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], detected: Detected) -> int | None:
     option = by_role.get("workers")
     if option is None or option.is_flag:
         return None
-    return looked.facts.num_workers if "workers" in looked.proofs else present_number(argv, option)
+    return detected.facts.num_workers if "workers" in detected.proofs else present_number(argv, option)
 
 
-def _by_role(argv: tuple[str, ...], source: SourceFile | None, looked: Looked) -> dict[str, ScriptOption]:
+def _by_role(argv: tuple[str, ...], source: SourceFile | None, detected: Detected) -> dict[str, ScriptOption]:
     """The option of each role: the one that a changed run has shown to have it; else one by its name, unless a run has
     refuted that: one that the command has, then one that is not for evaluation, then the first."""
-    found = {role: proof.option for role, proof in looked.proofs.items()}
-    taken = {option.names[0] for option in found.values()} | looked.refuted
-    options = [*(source.options if source is not None else ()), *looked.options]
-    for option in sorted(options, key=lambda one: (not is_given(argv, argument_of(one)), not one.is_for_training)):
-        role, is_guess = option.role, looked.is_seen and option in looked.options
+    found = {role: proof.option for role, proof in detected.proofs.items()}
+    taken = {option.names[0] for option in found.values()} | detected.refuted
+    options = [*(source.options if source is not None else ()), *detected.options]
+    for option in sorted(options, key=lambda one: (not is_specified(argv, argument_of(one)), not one.is_for_training)):
+        role, is_guess = option.role, detected.is_seen and option in detected.options
         if role is not None and option.names[0] not in taken and not (is_guess and role in PROVABLE):
             found.setdefault(role, option)
     return found
@@ -197,7 +197,7 @@ def _remarks(
     source: SourceFile | None,
     by_role: Mapping[str, ScriptOption],
     micro: int | None,
-    looked: Looked,
+    detected: Detected,
     *,
     is_tuned: bool,
     is_gpu: bool,
@@ -210,10 +210,10 @@ def _remarks(
             f"{name} sets {names} in code, so trials cannot change them: read them from "
             "the command line, with HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()"
         )
-    elif (looked.facts.num_optimizers or 0) > 1:
+    elif (detected.facts.num_optimizers or 0) > 1:
         yield "the program has several optimisers: steps of the first one count, the batch is that of one micro-batch"
     elif "micro_batch_size" not in by_role:
-        what = "that changed the batch size in a run" if looked.is_seen else "with a usual name for the batch size"
+        what = "that changed the batch size in a run" if detected.is_seen else "with a usual name for the batch size"
         yield (
             f"{name} has no option {what}, which stays as it is: to tune it, add the options --batch-size and "
             "--accumulation"
@@ -226,9 +226,9 @@ def _remarks(
     amp = by_role.get("amp")
     if amp is not None and amp.is_flag and not _is_amp_tried(amp, is_gpu):
         yield f"{amp.names[0]}: not tried on CPUs, where automatic mixed precision is rarely faster"
-    if looked.is_seen:
+    if detected.is_seen:
         unproven = [
-            option.names[0] for role, option in by_role.items() if role in PROVABLE if role not in looked.proofs
+            option.names[0] for role, option in by_role.items() if role in PROVABLE if role not in detected.proofs
         ]
         if unproven:
             yield f"recognised by name only, not tested by a run: {', '.join(unproven)}"
@@ -243,7 +243,7 @@ def _is_count(argv: tuple[str, ...], option: ScriptOption | None) -> bool:
     """Whether an option takes a number: it has one now, or neither a value nor a default."""
     if option is None or option.is_flag:
         return False
-    is_unset = option.default is None and not is_given(argv, argument_of(option))
+    is_unset = option.default is None and not is_specified(argv, argument_of(option))
     return is_unset or present_number(argv, option) is not None
 
 
@@ -256,7 +256,7 @@ def _out_and_steps(words: tuple[str, ...], by_role: Mapping[str, ScriptOption]) 
     """The command with a folder of the trial's own for what it writes, a line for every step, and steps enough."""
     by_role = {role: one for role, one in by_role.items() if one.file is None and not one.is_variable}
     out = by_role.get("out")
-    if out is not None and not out.is_flag and (is_given(words, argument_of(out)) or out.default is not None):
+    if out is not None and not out.is_flag and (is_specified(words, argument_of(out)) or out.default is not None):
         words = write(words, argument_of(out), "{out}")
     if (every := _whole(words, by_role.get("log_interval"))) is not None and every > 1:
         words = write(words, argument_of(by_role["log_interval"]), "1")
@@ -296,11 +296,11 @@ def _described(name: str, role: str, memory: str | None) -> Any:
     return section if len(section) > 1 else section["values"]
 
 
-def _with_roles(own: Knobs, looked: Looked) -> dict[str, Any]:
+def _with_roles(own: Knobs, detected: Detected) -> dict[str, Any]:
     """The knobs, with the built-in knob that each stands for where a changed run has shown it."""
     found = dict(own)
     for role, knob in KNOB_OF_ROLE.items():
-        option = looked.proofs[role].option if role in looked.proofs else None
+        option = detected.proofs[role].option if role in detected.proofs else None
         for name in (option.names[0], *option.negative) if option is not None else ():
             if name in found:
                 section = found[name]
@@ -314,15 +314,17 @@ def _is_amp_tried(option: ScriptOption, is_gpu: bool) -> bool:
 
 
 def _own_name(name: str, by_role: Mapping[str, ScriptOption]) -> str:
-    """What the sweep file calls an own knob: its option; an identifier where a placeholder stands for the value."""
+    """What the sweep file calls a custom knob: its option; an identifier where a placeholder stands for the value."""
     if any(one.is_variable and one.names[0] == name for one in by_role.values()):
         return f"${name}"
     is_assigned = any(one.is_assignment and one.names[0] == name for one in by_role.values())
     return name.lstrip("-").replace("-", "_").replace(".", "_") if is_assigned else name
 
 
-def _with_own_placeholders(words: tuple[str, ...], by_role: Mapping[str, ScriptOption], own: Knobs) -> tuple[str, ...]:
-    """The command with placeholders for own knobs that are assignments, which have no other way in."""
+def _with_custom_placeholders(
+    words: tuple[str, ...], by_role: Mapping[str, ScriptOption], own: Knobs
+) -> tuple[str, ...]:
+    """The command with placeholders for custom knobs that are assignments, which have no other way in."""
     for option in by_role.values():
         if option.is_assignment and option.names[0] in own:
             words = write(words, argument_of(option), f"{{{_own_name(option.names[0], by_role)}}}")
@@ -332,14 +334,16 @@ def _with_own_placeholders(words: tuple[str, ...], by_role: Mapping[str, ScriptO
 def _present(
     argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], own: Knobs
 ) -> Iterator[tuple[str, str | int | bool]]:
-    """Today's values of own knobs, if they are among those to try."""
+    """Today's values of custom knobs, if they are among those to try."""
     options = {name: option for option in by_role.values() for name in (option.names[0], *option.negative)}
     for name, section in own.items():
         option, values = options[name], section["values"] if isinstance(section, Mapping) else section
         if option.is_variable:
             continue
         if option.is_flag:
-            is_on = read(argv, argument_of(option)) if is_given(argv, argument_of(option)) else option.default is True
+            is_on = (
+                read(argv, argument_of(option)) if is_specified(argv, argument_of(option)) else option.default is True
+            )
             yield name, (not is_on) if name in option.negative else bool(is_on)
             continue
         text = read_text(argv, argument_of(option))

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import yaml
 
-from orchestrator.frameworks.arguments import Argument, Words, either_dash, is_given, read_text, remove, write
+from orchestrator.frameworks.arguments import Argument, Words, either_dash, is_specified, read_text, remove, write
 from orchestrator.frameworks.decoder_config import LAYER_CLASS, MODEL_SETTINGS, model_files, model_settings, num_layers
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
@@ -37,11 +37,11 @@ from orchestrator.frameworks.gaps import (
 )
 from orchestrator.frameworks.launchers import imports, program_of, script_text, without_launcher
 from orchestrator.frameworks.spelling import (
-    Draft,
     Found,
     Recipe,
     Setting,
     Settings,
+    SettingsBuilder,
     comments,
     custom,
     fixed,
@@ -114,26 +114,26 @@ def _engine(layout: Layout) -> Literal["NO", "MULTI_GPU", "FSDP"]:
     return "MULTI_GPU" if layout.dp_replicate > 1 else "NO"
 
 
-def _write_layout(draft: Draft) -> None:
-    layout = draft.candidate.layout
+def _write_layout(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
     engine = _engine(layout)
-    draft.settings |= {
+    builder.settings |= {
         TYPE: engine,
         NUM_PROCESSES: layout.dp * layout.cp * (layout.tp if engine == "FSDP" else 1),
     }
     if engine == "FSDP":
-        _write_fsdp(draft, layout)
+        _write_fsdp(builder, layout)
     elif layout.tp > 1:
-        draft.refuse("layout.tp", "Accelerate's launcher takes tp only beside dp_shard or cp above 1")
-    _note_engine(draft, layout, engine)
+        builder.refuse("layout.tp", "Accelerate's launcher takes tp only beside dp_shard or cp above 1")
+    _note_engine(builder, layout, engine)
 
 
-def _write_fsdp(draft: Draft, layout: Layout) -> None:
+def _write_fsdp(builder: SettingsBuilder, layout: Layout) -> None:
     for name, size in SIZES.items():
-        draft.settings[size] = getattr(layout, name)
+        builder.settings[size] = getattr(layout, name)
     if layout.cp > 1:
-        draft.settings[_CP_STRATEGY] = "allgather"
-    is_llama = isinstance(draft.workload.model, LlamaModel)
+        builder.settings[_CP_STRATEGY] = "allgather"
+    is_llama = isinstance(builder.workload.model, LlamaModel)
     shared: dict[str, Any] = {
         "reshard_after_forward": layout.zero_stage == 3,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if is_llama else "SIZE_BASED_WRAP",
@@ -141,28 +141,28 @@ def _write_fsdp(draft: Draft, layout: Layout) -> None:
         "state_dict_type": "SHARDED_STATE_DICT",
     }
     shared |= {} if is_llama else {"min_num_params": 1_000_000}
-    draft.settings |= {f"{_FSDP}{name}": value for name, value in {"version": 2, **shared}.items()}
-    draft.settings |= {f"{_MIRROR}{name}": value for name, value in {"version": 2, **shared}.items()}
-    draft.settings[f"{ARGUMENTS}:fsdp"] = True
-    draft.settings[_SYNC_EACH] = layout.gradient_reduction == "each"
+    builder.settings |= {f"{_FSDP}{name}": value for name, value in {"version": 2, **shared}.items()}
+    builder.settings |= {f"{_MIRROR}{name}": value for name, value in {"version": 2, **shared}.items()}
+    builder.settings[f"{ARGUMENTS}:fsdp"] = True
+    builder.settings[_SYNC_EACH] = layout.gradient_reduction == "each"
     if is_llama:
-        draft.settings[f"{_FSDP}transformer_layer_cls_to_wrap"] = LAYER_CLASS
-        draft.settings[f"{_MIRROR}transformer_layer_cls_to_wrap"] = [LAYER_CLASS]
+        builder.settings[f"{_FSDP}transformer_layer_cls_to_wrap"] = LAYER_CLASS
+        builder.settings[f"{_MIRROR}transformer_layer_cls_to_wrap"] = [LAYER_CLASS]
 
 
-def _note_engine(draft: Draft, layout: Layout, engine: str) -> None:
+def _note_engine(builder: SettingsBuilder, layout: Layout, engine: str) -> None:
     """Warn where what Accelerate's engine does is near what was asked for, but not the same."""
     if engine == "FSDP" and layout.tp > 1:
-        draft.warn("layout.tp", f"your script loads the model split over {layout.tp} ranks: tp_plan='auto'")
+        builder.warn("layout.tp", f"your script loads the model split over {layout.tp} ranks: tp_plan='auto'")
     if engine == "FSDP" and layout.dp_replicate > 1 and layout.dp_shard == 1:
-        draft.refuse("layout.dp_replicate", "beside cp or tp, Accelerate has no replicas without dp_shard above 1")
+        builder.refuse("layout.dp_replicate", "beside cp or tp, Accelerate has no replicas without dp_shard above 1")
     if layout.zero_stage == 1:
-        draft.warn("layout.zero_stage", "FSDP2 has no stage 1; this is stage 2, which computes the same")
+        builder.warn("layout.zero_stage", "FSDP2 has no stage 1; this is stage 2, which computes the same")
     if engine == "FSDP" and layout.dp_shard == 1:
-        draft.warn("layout.zero_stage", "FSDP shards the weights over the cp ranks, where replicas were measured")
+        builder.warn("layout.zero_stage", "FSDP shards the weights over the cp ranks, where replicas were measured")
     if layout.replicate_with != _replicates_with(layout):
         name = "FSDP2" if engine == "FSDP" else "DDP"
-        draft.warn("layout.replicate_with", f"plain replicas are {name} here")
+        builder.warn("layout.replicate_with", f"plain replicas are {name} here")
 
 
 def _replicates_with(layout: Layout) -> str:
@@ -177,18 +177,18 @@ def _read_layout(settings: Settings) -> dict[str, Any]:
         sizes = {name: settings[size] for name, size in SIZES.items()}
     stage: Literal[0, 2, 3] = 0 if sizes["dp_shard"] == 1 else 3 if settings[_RESHARD] else 2
     layout = Layout(**sizes, zero_stage=stage)
-    said = {"zero_stage": stage, "replicate_with": _replicates_with(layout), "cp_method": "all_gather"}
-    said["gradient_reduction"] = "each" if stage < 2 or settings[_SYNC_EACH] else "last"
-    return {f"layout.{name}": value for name, value in {**sizes, **said}.items()}
+    configured = {"zero_stage": stage, "replicate_with": _replicates_with(layout), "cp_method": "all_gather"}
+    configured["gradient_reduction"] = "each" if stage < 2 or settings[_SYNC_EACH] else "last"
+    return {f"layout.{name}": value for name, value in {**sizes, **configured}.items()}
 
 
 # ---- batch, recompute ----
 
 
-def _write_batch(draft: Draft) -> None:
-    draft.settings |= {
-        _BATCH: draft.candidate.micro_batch_size,
-        _ACCUMULATION: draft.candidate.num_microbatches(draft.workload.global_batch_size),
+def _write_batch(builder: SettingsBuilder) -> None:
+    builder.settings |= {
+        _BATCH: builder.candidate.micro_batch_size,
+        _ACCUMULATION: builder.candidate.num_microbatches(builder.workload.global_batch_size),
     }
 
 
@@ -201,16 +201,18 @@ def _read_batch(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _write_recompute(draft: Draft) -> None:
-    num_layers = sum(map(sum, draft.candidate.recompute.full))
-    is_fsdp = draft.settings[TYPE] == "FSDP"
-    draft.settings[_PLAIN_RECOMPUTE] = num_layers > 0 and not is_fsdp
+def _write_recompute(builder: SettingsBuilder) -> None:
+    num_layers = sum(map(sum, builder.candidate.recompute.full))
+    is_fsdp = builder.settings[TYPE] == "FSDP"
+    builder.settings[_PLAIN_RECOMPUTE] = num_layers > 0 and not is_fsdp
     if is_fsdp:
-        draft.settings |= {_RECOMPUTE: num_layers > 0, f"{_MIRROR}activation_checkpointing": num_layers > 0}
-    if num_layers and draft.candidate.recompute.full != ((draft.workload.num_layers,),):
-        draft.warn("recompute.full", f"it is all layers or none: these files say all, instead of {num_layers}")
-    elif num_layers and not isinstance(draft.workload.model, LlamaModel):
-        draft.warn("recompute.full", "your model needs activation_checkpointing_enable(), as transformers' models have")
+        builder.settings |= {_RECOMPUTE: num_layers > 0, f"{_MIRROR}activation_checkpointing": num_layers > 0}
+    if num_layers and builder.candidate.recompute.full != ((builder.workload.num_layers,),):
+        builder.warn("recompute.full", f"it is all layers or none: these files say all, instead of {num_layers}")
+    elif num_layers and not isinstance(builder.workload.model, LlamaModel):
+        builder.warn(
+            "recompute.full", "your model needs activation_checkpointing_enable(), as transformers' models have"
+        )
 
 
 def _read_recompute(settings: Settings) -> dict[str, Any]:
@@ -266,22 +268,24 @@ _SHORT = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 # ---- precision ----
 
 
-def _write_precision(draft: Draft) -> None:
-    refuse_fp8(draft, "mixed_precision fp8 with backend AO leaves out the first linear module, or has other recipes")
-    precision, is_fsdp = draft.candidate.precision, draft.settings[TYPE] == "FSDP"
-    draft.settings |= {
+def _write_precision(builder: SettingsBuilder) -> None:
+    refuse_fp8(builder, "mixed_precision fp8 with backend AO leaves out the first linear module, or has other recipes")
+    precision, is_fsdp = builder.candidate.precision, builder.settings[TYPE] == "FSDP"
+    builder.settings |= {
         _MIXED_PRECISION: _SHORT[precision.dtype],
         f"{ARGUMENTS}:bf16": precision.dtype == "bfloat16",
         f"{ARGUMENTS}:fp16": precision.dtype == "float16",
     }
     if is_fsdp and precision.level == "O1":
-        draft.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy() for autocast alone")
+        builder.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy() for autocast alone")
     elif is_fsdp and precision.level == "O2":
-        draft.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy(..., reduce_dtype=torch.float32)")
+        builder.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy(..., reduce_dtype=torch.float32)")
     elif precision.level == "O2":
-        draft.refuse("precision.level", "without FSDP there is autocast (O1), but no 16-bit weights with fp32 masters")
-    if precision.loss_scale is not None and not takes_torch_scaler(draft):
-        draft.warn(
+        builder.refuse(
+            "precision.level", "without FSDP there is autocast (O1), but no 16-bit weights with fp32 masters"
+        )
+    if precision.loss_scale is not None and not takes_torch_scaler(builder):
+        builder.warn(
             "precision.loss_scale",
             "the Trainer takes torch's GradScaler as it is (2^16, doubled after 2000 steps, halved at the first"
             " overflow); in your own script pass GradScalerKwargs(init_scale=..., growth_interval=...)",
@@ -297,17 +301,17 @@ def _read_precision(settings: Settings) -> dict[str, Any]:
 # ---- kernels ----
 
 
-def _write_compile(draft: Draft) -> None:
-    kernels = draft.candidate.kernels
+def _write_compile(builder: SettingsBuilder) -> None:
+    kernels = builder.candidate.kernels
     if kernels.compile == "off":
-        draft.settings[_BACKEND] = "NO"
-        draft.settings[_COMPILE] = False
+        builder.settings[_BACKEND] = "NO"
+        builder.settings[_COMPILE] = False
         return
     backend = kernels.backend
     if backend not in DYNAMO_BACKENDS:
-        draft.refuse("kernels.backend", f"Accelerate knows no backend {backend}; these files say inductor")
+        builder.refuse("kernels.backend", f"Accelerate knows no backend {backend}; these files say inductor")
         backend = "inductor"
-    draft.settings |= {
+    builder.settings |= {
         _BACKEND: backend.upper(),
         _MODE: kernels.compile_mode,
         _REGIONAL: kernels.compile == "block",
@@ -327,12 +331,12 @@ def _read_compile(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _write_matmul(draft: Draft) -> None:
+def _write_matmul(builder: SettingsBuilder) -> None:
     """Write TF32 in any case: the Trainer turns it on by itself when it compiles."""
-    asked = draft.candidate.kernels.matmul_precision
-    draft.settings[_TF32] = asked != "highest"
-    if asked == "medium":
-        draft.warn("kernels.matmul_precision", "bfloat16 inside fp32 matrix products cannot be set; _TF32 is (high)")
+    requested = builder.candidate.kernels.matmul_precision
+    builder.settings[_TF32] = requested != "highest"
+    if requested == "medium":
+        builder.warn("kernels.matmul_precision", "bfloat16 inside fp32 matrix products cannot be set; _TF32 is (high)")
 
 
 def _read_matmul(settings: Settings) -> dict[str, Any]:
@@ -342,14 +346,14 @@ def _read_matmul(settings: Settings) -> dict[str, Any]:
 # ---- optimiser ----
 
 
-def _write_seed(draft: Draft) -> None:
-    draft.settings |= {f"{ARGUMENTS}:seed": draft.workload.seed, f"{ARGUMENTS}:data_seed": draft.workload.seed}
+def _write_seed(builder: SettingsBuilder) -> None:
+    builder.settings |= {f"{ARGUMENTS}:seed": builder.workload.seed, f"{ARGUMENTS}:data_seed": builder.workload.seed}
 
 
-def _write_decay(draft: Draft) -> None:
-    draft.settings[_DECAY] = draft.workload.optimizer.weight_decay
-    if draft.settings[_DECAY]:
-        draft.warn("workload.optimizer.weight_decay", "the Trainer spares norms, which the runner decays too")
+def _write_decay(builder: SettingsBuilder) -> None:
+    builder.settings[_DECAY] = builder.workload.optimizer.weight_decay
+    if builder.settings[_DECAY]:
+        builder.warn("workload.optimizer.weight_decay", "the Trainer spares norms, which the runner decays too")
 
 
 _OPTIMIZER = "workload.optimizer"
@@ -409,12 +413,12 @@ _RUN: tuple[Setting, ...] = (
 )
 
 
-def _render(draft: Draft) -> dict[str, str]:
-    head = "".join(f"{line}\n" for line in comments(draft.notes))
+def _render(builder: SettingsBuilder) -> dict[str, str]:
+    head = "".join(f"{line}\n" for line in comments(builder.notes))
     return {
-        FILE: head + yaml.safe_dump(tree(draft.settings, FILE), sort_keys=False),
-        ARGUMENTS: json.dumps(tree(draft.settings, ARGUMENTS), indent=2) + "\n",
-        **model_files(draft),
+        FILE: head + yaml.safe_dump(tree(builder.settings, FILE), sort_keys=False),
+        ARGUMENTS: json.dumps(tree(builder.settings, ARGUMENTS), indent=2) + "\n",
+        **model_files(builder),
     }
 
 
@@ -444,7 +448,7 @@ _MICRO_BATCH = (
     "bs",
 )
 """Names for the samples of a forward pass on a rank, the surest first."""
-_ACCUMULATION_WORDS = (
+_ACCUMULATION_ARGUMENTS = (
     "gradient_accumulation_steps",
     "accumulation_steps",
     "grad_accum_steps",
@@ -479,7 +483,7 @@ def _declarations(call: ast.Call) -> Iterator[tuple[str, tuple[str, Any]]]:
 def named(words: Words, text: str, names: Iterable[str]) -> tuple[Argument, Any] | None:
     """The first of these arguments that the words give, or the script declares; with its default."""
     known = declared(text)
-    given = next((name for name in names if is_given(words, either_dash(f"--{name}"))), None)
+    given = next((name for name in names if is_specified(words, either_dash(f"--{name}"))), None)
     name = given or next((name for name in names if name in known), None)
     if name is None:
         return None
@@ -489,7 +493,7 @@ def named(words: Words, text: str, names: Iterable[str]) -> tuple[Argument, Any]
 
 _NAMES: Mapping[str, Words] = {
     "batch": _MICRO_BATCH,
-    "accumulation": _ACCUMULATION_WORDS,
+    "accumulation": _ACCUMULATION_ARGUMENTS,
     "workers": ("dataloader_num_workers", "num_workers", "workers"),
     "precision": ("mixed_precision",),
     "seed": ("seed",),
@@ -500,7 +504,7 @@ _OFF = ("with_tracking", "push_to_hub", "report_to", "checkpointing_steps", "res
 """Arguments of these examples that trials go without."""
 
 
-class ScriptWords:
+class ScriptArguments:
     """Settings of a command in the making: arguments by what they are for, and those of the engine."""
 
     def __init__(self, edit: Edit) -> None:
@@ -553,7 +557,7 @@ class ScriptWords:
     def quiet(self) -> None:
         """Folders into the trial's own; trackers, checkpoints and the hub left out."""
         for name, value in _FOLDERS.items():
-            if is_given(self.words, either_dash(f"--{name}")):
+            if is_specified(self.words, either_dash(f"--{name}")):
                 self.put_argument(either_dash(f"--{name}"), value)
         for name in _OFF:
             kind: Literal["flag", "value"] = "flag" if name in ("with_tracking", "push_to_hub") else "value"
@@ -576,23 +580,23 @@ def _recognises(run: Run) -> bool:
 # ---- rows of programs ----
 
 
-def _script(draft: Draft) -> ScriptWords:
-    return cast(ScriptWords, draft.command)
+def _script(builder: SettingsBuilder) -> ScriptArguments:
+    return cast(ScriptArguments, builder.command)
 
 
-def _write_program_batch(draft: Draft) -> None:
+def _write_program_batch(builder: SettingsBuilder) -> None:
     """The batch size by the script's argument; accumulation by it, or by the variable that wins over what the script
     tells Accelerate."""
-    words, steps = _script(draft), num_microbatches(draft)
-    if draft.changed("micro_batch_size") and words.has("batch"):
-        draft.settings["batch"] = draft.candidate.micro_batch_size
-    elif draft.changed("micro_batch_size"):
+    words, steps = _script(builder), num_microbatches(builder)
+    if builder.changed("micro_batch_size") and words.has("batch"):
+        builder.settings["batch"] = builder.candidate.micro_batch_size
+    elif builder.changed("micro_batch_size"):
         advice = "put {micro_batch_size} where your command says the batch size"
-        draft.refuse("micro_batch_size", f"no argument of the script is known to mean it: {advice}")
+        builder.refuse("micro_batch_size", f"no argument of the script is known to mean it: {advice}")
     if words.has("accumulation"):
-        draft.settings["accumulation"] = steps
+        builder.settings["accumulation"] = steps
     if words.get(_STEPS) is not None if words.has("accumulation") else words.accumulates:
-        draft.settings[_STEPS] = str(steps)
+        builder.settings[_STEPS] = str(steps)
 
 
 def _read_program_batch(found: Found) -> dict[str, Any]:
@@ -602,10 +606,10 @@ def _read_program_batch(found: Found) -> dict[str, Any]:
     return {"micro_batch_size": found.whole("micro_batch_size", "batch")}
 
 
-def _write_role(path: str, role: str) -> Callable[[Draft], None]:
-    def write(draft: Draft) -> None:
-        if _script(draft).has(role):
-            draft.settings[role] = draft.values[path]
+def _write_role(path: str, role: str) -> Callable[[SettingsBuilder], None]:
+    def write(builder: SettingsBuilder) -> None:
+        if _script(builder).has(role):
+            builder.settings[role] = builder.values[path]
 
     return write
 
@@ -615,29 +619,29 @@ def _role(path: str, role: str) -> Setting:
     return row(path, role, _write_role(path, role), lambda found: {path: found.whole(path, role)})
 
 
-def _write_program_precision(draft: Draft) -> None:
-    words, short = _script(draft), _SHORT[draft.candidate.precision.dtype]
+def _write_program_precision(builder: SettingsBuilder) -> None:
+    words, short = _script(builder), _SHORT[builder.candidate.precision.dtype]
     if words.get("precision") is not None:
-        draft.settings["precision"] = short
+        builder.settings["precision"] = short
     elif words.decides_precision:
-        draft.refuse("precision", "the script itself says Accelerator(mixed_precision=...)")
+        builder.refuse("precision", "the script itself says Accelerator(mixed_precision=...)")
     else:
-        draft.settings[_PRECISION] = short
-    write_precision_of_engine(draft)
+        builder.settings[_PRECISION] = short
+    write_precision_of_engine(builder)
 
 
 def _read_program_precision(found: Found) -> dict[str, Any]:
     short = found.get("precision") or found.get(_PRECISION)
-    if short is None and cast(ScriptWords, found.command).decides_precision:
+    if short is None and cast(ScriptArguments, found.command).decides_precision:
         return {}
     return read_precision(found, short or "no")
 
 
-def _write_program_recompute(draft: Draft) -> None:
-    if draft.given(ENGINE) == "fsdp":
-        draft.settings["fsdp:activation_checkpointing"] = bool(draft.candidate.recompute.full)
+def _write_program_recompute(builder: SettingsBuilder) -> None:
+    if builder.current(ENGINE) == "fsdp":
+        builder.settings["fsdp:activation_checkpointing"] = bool(builder.candidate.recompute.full)
     else:
-        draft.refuse("recompute.full", "outside of FSDP the script itself has to recompute its layers")
+        builder.refuse("recompute.full", "outside of FSDP the script itself has to recompute its layers")
 
 
 def _read_program_recompute(found: Found) -> dict[str, Any]:
@@ -668,7 +672,7 @@ _ROWS = (
 
 def _check(edit: Edit, request: OverlayRequest) -> None:
     """Write custom knobs, and note what neither Accelerate nor the script can do."""
-    words, steps = ScriptWords(edit), request.num_microbatches
+    words, steps = ScriptArguments(edit), request.num_microbatches
     for choice in request.candidate.own:
         words.put_argument(either_dash(f"--{choice.name}"), str(choice.value))
     is_same = steps in (1, request.reading.num_microbatches) or "{accumulation}" in " ".join(edit.argv)
@@ -682,7 +686,7 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
 
 TABLE = FrameworkTable(
     rows=_ROWS,
-    command=ScriptWords,
+    command=ScriptArguments,
     defaults={},
     model=lambda edit, found: None,  # noqa: ARG005
     check=_check,
@@ -695,7 +699,7 @@ def _trial_mode(overlay: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - 
     """Trackers off; saves and evaluation are the script's own, but what it is told to write goes to the trial's
     folder."""
     edit = edit_of(overlay)
-    ScriptWords(edit).quiet()
+    ScriptArguments(edit).quiet()
     return trackers_off(edit)
 
 
@@ -705,7 +709,7 @@ TRAINING = Training(
     package="accelerate",
     releases=">=1.0,<2",
     takes_launchers=True,
-    takes_own_names=True,
+    takes_custom_names=True,
     log=LogFormat(name="accelerate"),
     recognises=_recognises,
     find_files=find_launch_files,

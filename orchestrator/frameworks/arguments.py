@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Words = tuple[str, ...]
-Given = str | bool | Words
+ArgumentValue = str | bool | Words
 """What a command says: a text of a ``value`` or ``assignment``, True or False of a ``flag``, either of a ``switch``
 (a text only where it is no word of truth), texts of a ``list``."""
 _NUMBER = re.compile(r"-(\d|\.\d)[\w.+-]*")
@@ -64,7 +64,7 @@ class _Place:
     start: int
     stop: int
     spelling: str
-    given: Given
+    given: ArgumentValue
     is_joined: bool
     """Whether name and value are one word."""
 
@@ -72,13 +72,13 @@ class _Place:
 # ---- reading ----
 
 
-def read(words: Sequence[str], argument: Argument) -> Given | None:
+def read(words: Sequence[str], argument: Argument) -> ArgumentValue | None:
     """What the command says of an argument, last wins; None where it says nothing."""
     places = list(_places(tuple(words), argument))
     return places[-1].given if places else None
 
 
-def is_given(words: Sequence[str], argument: Argument) -> bool:
+def is_specified(words: Sequence[str], argument: Argument) -> bool:
     return any(True for _ in _places(tuple(words), argument))
 
 
@@ -90,7 +90,7 @@ def read_text(words: Sequence[str], argument: Argument) -> str | None:
     return given if isinstance(given, str) else None
 
 
-def as_truth(given: Given | None) -> bool | None:
+def as_truth(given: ArgumentValue | None) -> bool | None:
     """Truth of a flag or switch, of any spelling that argparse-like parsers take; None where it is none."""
     if isinstance(given, str):
         word = given.lower()
@@ -118,7 +118,7 @@ def is_option(word: str) -> bool:
 # ---- writing ----
 
 
-def write(words: Sequence[str], argument: Argument, value: Given) -> Words:
+def write(words: Sequence[str], argument: Argument, value: ArgumentValue) -> Words:
     """The words with the argument at this value.
 
     Raises:
@@ -131,10 +131,10 @@ def write(words: Sequence[str], argument: Argument, value: Given) -> Words:
     if not places or _is_overruled(given, places[-1]):
         kept = _without(given, places)
         end = kept.index("--") if "--" in kept else len(kept)
-        return (*kept[:end], *_words_of(argument, value, None), *kept[end:])
+        return (*kept[:end], *_spelled_out(argument, value, None), *kept[end:])
     last = places[-1]
-    said = (*given[: last.start], *_words_of(argument, value, last), *given[last.stop :])
-    return _without(said, places[:-1])
+    replaced = (*given[: last.start], *_spelled_out(argument, value, last), *given[last.stop :])
+    return _without(replaced, places[:-1])
 
 
 def remove(words: Sequence[str], *arguments: Argument) -> Words:
@@ -155,7 +155,7 @@ def _without(words: Words, places: Sequence[_Place]) -> Words:
     return tuple(word for index, word in enumerate(words) if index not in dropped)
 
 
-def _words_of(argument: Argument, value: Given, old: _Place | None) -> Words:
+def _spelled_out(argument: Argument, value: ArgumentValue, old: _Place | None) -> Words:
     """The words that give an argument, spelled as they were where that says the same."""
     name = old.spelling if old and old.spelling not in argument.negative else argument.name
     if argument.takes == "flag":
@@ -173,7 +173,7 @@ def _words_of(argument: Argument, value: Given, old: _Place | None) -> Words:
     return (f"{name}={text}",)
 
 
-def _flag(argument: Argument, name: str, value: Given) -> Words:
+def _flag(argument: Argument, name: str, value: ArgumentValue) -> Words:
     if not isinstance(value, bool):
         raise ValueError(f"{argument.name} takes no value, but {value!r} was given")
     if value:
@@ -181,7 +181,7 @@ def _flag(argument: Argument, name: str, value: Given) -> Words:
     return argument.negative[:1]
 
 
-def _texts(argument: Argument, value: Given) -> Words:
+def _texts(argument: Argument, value: ArgumentValue) -> Words:
     if not isinstance(value, tuple) or any(is_option(text) for text in value):
         raise ValueError(f"{argument.name} takes words that are no options, not {value!r}")
     return value
@@ -213,7 +213,7 @@ def _place_at(words: Words, index: int, argument: Argument) -> _Place | None:
         elif word == name:
             return _separate(words, index, argument)
         elif (joined := _joined(word, name)) is not None and argument.takes != "flag":
-            return _Place(index, index + 1, name, _given(argument, joined), is_joined=True)
+            return _Place(index, index + 1, name, _argument_value(argument, joined), is_joined=True)
     return None
 
 
@@ -239,10 +239,10 @@ def _separate(words: Words, index: int, argument: Argument) -> _Place:
         has_value = False
     if not has_value:
         return _Place(index, stop, name, given=argument.takes == "switch" or "", is_joined=False)
-    return _Place(index, stop + 1, name, _given(argument, words[stop]), is_joined=False)
+    return _Place(index, stop + 1, name, _argument_value(argument, words[stop]), is_joined=False)
 
 
-def _given(argument: Argument, text: str) -> Given:
+def _argument_value(argument: Argument, text: str) -> ArgumentValue:
     """A word as the value of an argument: a truth word of a switch is its truth."""
     if argument.takes == "list":
         return (text,)

@@ -39,11 +39,11 @@ def trial_mode(laid: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - {ste
 
 def expected(request: OverlayRequest) -> Expected:
     """The number of ranks, and the batches and loader workers where the command is told of them."""
-    is_told, has_workers = MICRO_BATCH in request.named, WORKERS in request.told
+    is_templated, has_workers = MICRO_BATCH in request.named, WORKERS in request.templated
     return Expected(
         world_size=request.world_size,
-        micro_batch_size=request.candidate.micro_batch_size if is_told else None,
-        num_microbatches=request.num_microbatches if is_told and request.candidate.layout.pp == 1 else None,
+        micro_batch_size=request.candidate.micro_batch_size if is_templated else None,
+        num_microbatches=request.num_microbatches if is_templated and request.candidate.layout.pp == 1 else None,
         num_workers=request.candidate.loader.num_workers if has_workers else None,
     )
 

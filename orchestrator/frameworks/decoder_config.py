@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.spelling import Draft, Setting, Settings, custom, option, settings_of, tree
+from orchestrator.frameworks.spelling import Setting, Settings, SettingsBuilder, custom, option, settings_of, tree
 from trials.files import read_regular
 from trials.spec import LlamaModel
 
@@ -127,7 +127,7 @@ def decoder_in(folder_or_file: Path) -> Decoder | None:
         return None
 
 
-def decoder_said(text: str, file: Path) -> Decoder:
+def decoder_of_config(text: str, file: Path) -> Decoder:
     """The decoder that the text of a ``config.json`` describes, of whatever type it is: as the cost model takes it.
 
     Raises:
@@ -200,12 +200,12 @@ _FIXED = {
 }
 
 
-def _write_kind(draft: Draft) -> None:
-    if isinstance(draft.workload.model, LlamaModel):
-        draft.settings |= {**_FIXED, f"{MODEL_FILE}:max_position_embeddings": draft.workload.seq_length}
+def _write_kind(builder: SettingsBuilder) -> None:
+    if isinstance(builder.workload.model, LlamaModel):
+        builder.settings |= {**_FIXED, f"{MODEL_FILE}:max_position_embeddings": builder.workload.seq_length}
     else:
-        draft.warn(
-            "workload.model", f"{MODEL_FILE} is for Llama; build this {draft.workload.model.kind} in your script"
+        builder.warn(
+            "workload.model", f"{MODEL_FILE} is for Llama; build this {builder.workload.model.kind} in your script"
         )
 
 
@@ -238,8 +238,8 @@ def num_layers(settings: Settings) -> int | None:
     return settings.get(_NUM_LAYERS)
 
 
-def model_files(draft: Draft) -> dict[str, str]:
-    content = tree(draft.settings, MODEL_FILE)
+def model_files(builder: SettingsBuilder) -> dict[str, str]:
+    content = tree(builder.settings, MODEL_FILE)
     return {MODEL_FILE: json.dumps(content, indent=2) + "\n"} if content else {}
 
 

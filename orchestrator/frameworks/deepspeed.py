@@ -46,12 +46,12 @@ from orchestrator.frameworks.gaps import (
 )
 from orchestrator.frameworks.launchers import imports, program_of, script_text, without_launcher
 from orchestrator.frameworks.spelling import (
-    Draft,
     Found,
     Note,
     Recipe,
     Setting,
     Settings,
+    SettingsBuilder,
     custom,
     fixed,
     lacking,
@@ -99,19 +99,21 @@ _BETAS = f"{_PARAMS}.betas"
 # Batch and layout
 
 
-def _write_batch(draft: Draft) -> None:
-    total = draft.workload.global_batch_size
-    sizes = {_BATCH: total, _MICRO: draft.candidate.micro_batch_size, _ACCUMULATION: num_microbatches(draft)}
-    draft.settings |= {name: size for name, size in sizes.items() if draft.is_export or _is_needed(draft, name, size)}
+def _write_batch(builder: SettingsBuilder) -> None:
+    total = builder.workload.global_batch_size
+    sizes = {_BATCH: total, _MICRO: builder.candidate.micro_batch_size, _ACCUMULATION: num_microbatches(builder)}
+    builder.settings |= {
+        name: size for name, size in sizes.items() if builder.is_export or _is_needed(builder, name, size)
+    }
 
 
-def _is_needed(draft: Draft, name: str, size: int) -> bool:
+def _is_needed(builder: SettingsBuilder, name: str, size: int) -> bool:
     """Whether a command has to give a size: DeepSpeed works out the one of three that is missing."""
-    if draft.given(name) is not None:
+    if builder.current(name) is not None:
         return True
     if name == _MICRO:
-        return draft.changed("micro_batch_size")
-    return name == _ACCUMULATION and size != 1 and draft.given(_BATCH) is None
+        return builder.changed("micro_batch_size")
+    return name == _ACCUMULATION and size != 1 and builder.current(_BATCH) is None
 
 
 def _read_batch(found: Found) -> dict[str, Any]:
@@ -141,15 +143,15 @@ def _size(found: Found, name: str) -> int | None:
     return found.whole("micro_batch_size", name)
 
 
-def _write_layout(draft: Draft) -> None:
-    layout = draft.candidate.layout
-    draft.settings[_ZERO_STAGE] = layout.zero_stage
-    if draft.is_export and layout.dp_replicate > 1 and layout.dp_shard > 1:
+def _write_layout(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
+    builder.settings[_ZERO_STAGE] = layout.zero_stage
+    if builder.is_export and layout.dp_replicate > 1 and layout.dp_shard > 1:
         message = f"ZeRO shards over all {layout.dp} data-parallel ranks, not over {layout.dp_shard} of them"
-        draft.warn("layout.dp_shard", message)
-        draft.warn("layout.dp_replicate", message)
-    if draft.is_export and layout.zero_stage == 0 and layout.dp > 1 and layout.replicate_with != "ddp":
-        draft.warn("layout.replicate_with", "replicas are DeepSpeed's own, as with DDP")
+        builder.warn("layout.dp_shard", message)
+        builder.warn("layout.dp_replicate", message)
+    if builder.is_export and layout.zero_stage == 0 and layout.dp > 1 and layout.replicate_with != "ddp":
+        builder.warn("layout.replicate_with", "replicas are DeepSpeed's own, as with DDP")
 
 
 def _read_layout(found: Found) -> dict[str, Any]:
@@ -164,15 +166,15 @@ def _read_layout(found: Found) -> dict[str, Any]:
     }
 
 
-def _write_tensor_parallel(draft: Draft) -> None:
-    layout = draft.candidate.layout
+def _write_tensor_parallel(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
     if layout.tp == 1:
         return
-    draft.settings[_AUTOTP] = layout.tp
-    if isinstance(draft.workload.model, LlamaModel):
-        draft.settings[_PRESET] = "llama"
+    builder.settings[_AUTOTP] = layout.tp
+    if isinstance(builder.workload.model, LlamaModel):
+        builder.settings[_PRESET] = "llama"
     if layout.tp_engine != "local":
-        draft.warn("layout.tp_engine", "AutoTP works on plain tensors with explicit collectives, without DTensor")
+        builder.warn("layout.tp_engine", "AutoTP works on plain tensors with explicit collectives, without DTensor")
 
 
 def _read_tensor_parallel(found: Found) -> dict[str, Any]:
@@ -180,20 +182,20 @@ def _read_tensor_parallel(found: Found) -> dict[str, Any]:
     return {"layout.tp": tp, **({"layout.tp_engine": "local" if tp != 1 else "dtensor"} if found.is_export else {})}
 
 
-def _write_sequence(draft: Draft) -> None:
-    layout = draft.candidate.layout
+def _write_sequence(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
     if layout.cp == 1:
         return
-    draft.settings |= {_SEQUENCE: layout.cp, _DATA: layout.dp}
+    builder.settings |= {_SEQUENCE: layout.cp, _DATA: layout.dp}
     if layout.tp > 1:
-        draft.refuse("layout.cp", "Ulysses and AutoTP do not go together")
+        builder.refuse("layout.cp", "Ulysses and AutoTP do not go together")
     if layout.cp_method != "ulysses":
-        draft.refuse("layout.cp_method", "DeepSpeed splits sequences by Ulysses only")
-    draft.warn(
+        builder.refuse("layout.cp_method", "DeepSpeed splits sequences by Ulysses only")
+    builder.warn(
         "layout.cp", "your script gives the model Ulysses' attention (UlyssesSPAttentionHF or DistributedAttention)"
     )
     if layout.zero_stage == 0 and layout.replicate_with != "ddp":
-        draft.warn("layout.replicate_with", "replicas are DeepSpeed's own, as with DDP")
+        builder.warn("layout.replicate_with", "replicas are DeepSpeed's own, as with DDP")
 
 
 def _read_sequence(found: Found) -> dict[str, Any]:
@@ -207,14 +209,14 @@ def _read_sequence(found: Found) -> dict[str, Any]:
 # Recompute, host memory (exports alone)
 
 
-def _write_recompute(draft: Draft) -> None:
-    num_layers = sum(map(sum, draft.candidate.recompute.full))
-    draft.settings |= {_CHECKPOINTS: num_layers or None, _PARTITION: False}
-    if num_layers == draft.workload.num_layers:
-        draft.warn("recompute.full", "your script switches it on: model.gradient_checkpointing_enable()")
+def _write_recompute(builder: SettingsBuilder) -> None:
+    num_layers = sum(map(sum, builder.candidate.recompute.full))
+    builder.settings |= {_CHECKPOINTS: num_layers or None, _PARTITION: False}
+    if num_layers == builder.workload.num_layers:
+        builder.warn("recompute.full", "your script switches it on: model.gradient_checkpointing_enable()")
     elif num_layers:
         call = "deepspeed.checkpointing.checkpoint"
-        draft.warn("recompute.full", f"your model's code runs its first {num_layers} layers through {call}")
+        builder.warn("recompute.full", f"your model's code runs its first {num_layers} layers through {call}")
 
 
 def _read_recompute(settings: Settings) -> dict[str, Any]:
@@ -222,14 +224,14 @@ def _read_recompute(settings: Settings) -> dict[str, Any]:
     return {"recompute.full": ((num_layers,),) if num_layers else ()}
 
 
-def _write_offload(draft: Draft) -> None:
-    if not draft.candidate.offload.optimizer:
+def _write_offload(builder: SettingsBuilder) -> None:
+    if not builder.candidate.offload.optimizer:
         return
-    if draft.candidate.layout.zero_stage == 0:
-        draft.refuse("offload.optimizer", "DeepSpeed offloads states that ZeRO shards: stages 1 to 3")
+    if builder.candidate.layout.zero_stage == 0:
+        builder.refuse("offload.optimizer", "DeepSpeed offloads states that ZeRO shards: stages 1 to 3")
         return
-    draft.settings |= {_OFFLOAD_DEVICE: "cpu", _OFFLOAD_PINNED: True}
-    draft.warn("offload.optimizer", "torch's AdamW updates on the host; without torch_adam DeepSpeed's own does")
+    builder.settings |= {_OFFLOAD_DEVICE: "cpu", _OFFLOAD_PINNED: True}
+    builder.warn("offload.optimizer", "torch's AdamW updates on the host; without torch_adam DeepSpeed's own does")
 
 
 _OFFLOAD_OPTIMIZER = custom(
@@ -242,52 +244,54 @@ _OFFLOAD_OPTIMIZER = custom(
 # Number formats
 
 
-def _write_precision(draft: Draft) -> None:
-    precision, layout = draft.candidate.precision, draft.candidate.layout
+def _write_precision(builder: SettingsBuilder) -> None:
+    precision, layout = builder.candidate.precision, builder.candidate.layout
     is_half = precision.level == "O2"
-    draft.settings |= {
+    builder.settings |= {
         _AUTOCAST: precision.level in ("O1", "O1-fp8"),
         _BF16: is_half and precision.dtype == "bfloat16",
         _FP16: is_half and precision.dtype == "float16",
     }
-    if draft.is_export:
-        refuse_fp8(draft)
-    if draft.settings[_AUTOCAST]:
-        _write_autocast(draft, precision.dtype)
-    if draft.is_export and is_half:
+    if builder.is_export:
+        refuse_fp8(builder)
+    if builder.settings[_AUTOCAST]:
+        _write_autocast(builder, precision.dtype)
+    if builder.is_export and is_half:
         reduced = SHORT[precision.dtype] if holds_plain(layout) or layout.world_size == 1 else "fp32"
-        draft.settings |= {_COMMUNICATION: reduced, _ACCUMULATED: reduced}
-    if draft.is_export and draft.settings[_BF16]:
-        draft.settings[_BF16_OVERFLOW] = False
+        builder.settings |= {_COMMUNICATION: reduced, _ACCUMULATED: reduced}
+    if builder.is_export and builder.settings[_BF16]:
+        builder.settings[_BF16_OVERFLOW] = False
     if precision.loss_scale is not None:
-        _write_loss_scale(draft, precision.loss_scale)
+        _write_loss_scale(builder, precision.loss_scale)
 
 
-def _write_autocast(draft: Draft, dtype: str) -> None:
+def _write_autocast(builder: SettingsBuilder, dtype: str) -> None:
     """Write autocast. Nothing travels in 16 bits, as in the runner; but DeepSpeed scales losses only for what does."""
-    draft.settings[_AUTOCAST_DTYPE] = dtype
-    if dtype == "bfloat16" or not draft.is_export:
-        draft.settings[_SAFE] = []
+    builder.settings[_AUTOCAST_DTYPE] = dtype
+    if dtype == "bfloat16" or not builder.is_export:
+        builder.settings[_SAFE] = []
     else:
-        draft.refuse("precision.level", "gradients of matrix products are reduced in float16, where fp32 was measured")
+        builder.refuse(
+            "precision.level", "gradients of matrix products are reduced in float16, where fp32 was measured"
+        )
 
 
-def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
-    if not draft.settings[_FP16]:
-        if not takes_torch_scaler(draft):
-            draft.warn("precision.loss_scale", "under autocast DeepSpeed takes torch's GradScaler as it is")
+def _write_loss_scale(builder: SettingsBuilder, scale: LossScale) -> None:
+    if not builder.settings[_FP16]:
+        if not takes_torch_scaler(builder):
+            builder.warn("precision.loss_scale", "under autocast DeepSpeed takes torch's GradScaler as it is")
         return
-    said = {f"{FILE}:{key}": value for key, value in scale_in_deepspeed(scale).items()}
-    draft.settings |= said
-    if draft.is_export:
-        draft.settings[f"{FILE}:fp16.consecutive_hysteresis"] = True
-    power = said[f"{FILE}:fp16.initial_scale_power"]
+    configured = {f"{FILE}:{key}": value for key, value in scale_in_deepspeed(scale).items()}
+    builder.settings |= configured
+    if builder.is_export:
+        builder.settings[f"{FILE}:fp16.consecutive_hysteresis"] = True
+    power = configured[f"{FILE}:fp16.initial_scale_power"]
     if scale.dynamic and scale.initial != 2.0**power:
-        draft.warn("precision.loss_scale.initial", f"DeepSpeed starts from a power of two: 2^{power}")
+        builder.warn("precision.loss_scale.initial", f"DeepSpeed starts from a power of two: 2^{power}")
     for factor in ("growth_factor", "backoff_factor"):
         path = f"precision.loss_scale.{factor}"
-        if draft.values[path] != TORCH_SCALER[path]:
-            draft.refuse(path, f"DeepSpeed doubles and halves; asked for {draft.values[path]}")
+        if builder.values[path] != TORCH_SCALER[path]:
+            builder.refuse(path, f"DeepSpeed doubles and halves; asked for {builder.values[path]}")
 
 
 def _read_precision(found: Found) -> dict[str, Any]:
@@ -373,16 +377,16 @@ ROWS: tuple[Setting, ...] = (
 # The export
 
 
-def _render(draft: Draft) -> dict[str, str]:
-    return {FILE: json.dumps(tree(draft.settings, FILE), indent=2) + "\n", **model_files(draft)}
+def _render(builder: SettingsBuilder) -> dict[str, str]:
+    return {FILE: json.dumps(tree(builder.settings, FILE), indent=2) + "\n", **model_files(builder)}
 
 
 def _load(files: Mapping[str, str]) -> dict[str, Any]:
     return {**settings_of(FILE, json.loads(files[FILE])), **model_settings(files)}
 
 
-def _command(draft: Draft) -> str:
-    world_size = draft.candidate.layout.world_size
+def _command(builder: SettingsBuilder) -> str:
+    world_size = builder.candidate.layout.world_size
     return f"deepspeed --num_gpus {world_size} train.py --deepspeed --deepspeed_config {FILE}"
 
 
@@ -521,7 +525,7 @@ TRAINING = Training(
     package="deepspeed",
     releases=">=0.14,<1",
     takes_launchers=True,
-    takes_own_names=True,
+    takes_custom_names=True,
     log=LogFormat(name="deepspeed"),
     recognises=_recognises,
     find_files=_find_files,

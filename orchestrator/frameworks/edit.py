@@ -1,7 +1,7 @@
 """What a recipe knows of training programs that people write for its framework: how to read their command, how to lay a
 candidate over it, how to keep a trial from leaving anything behind.
 
-A candidate is *overlaid* on the user's own arguments and configuration files: what it says is replaced or appended, in
+A candidate is *overlaid* on the user's arguments and configuration files: what it says is replaced or appended, in
 copies, and all else stays as the user wrote it. A field in which the candidate equals what the command already says is
 not written, so a knob that a sweep does not name is inherited.
 """
@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator.frameworks import arguments, documents
-from orchestrator.frameworks.arguments import Argument, Given, Words
+from orchestrator.frameworks.arguments import Argument, ArgumentValue, Words
 from orchestrator.frameworks.spelling import (
     ABSENT,
     WORKLOAD,
     CommandSettings,
-    Draft,
     Found,
     Note,
     Setting,
+    SettingsBuilder,
     candidate_of,
     defaults,
     flatten,
@@ -82,7 +82,7 @@ class OverlayRequest:
     """What the command says by itself."""
     named: frozenset[str] = frozenset()
     """Paths of fields that the sweep names: written also where the command does not say them."""
-    told: frozenset[str] = frozenset()
+    templated: frozenset[str] = frozenset()
     """Paths of fields that the command has placeholders for: filled in already, and nobody else's business."""
     world_size: int
     global_batch_size: int
@@ -94,7 +94,7 @@ class OverlayRequest:
     def changes(self, path: str, value: Any) -> bool:
         """Whether ``value`` has to be written at ``path``: the command says something else, or nothing although the
         sweep names the field."""
-        if path in self.told:
+        if path in self.templated:
             return False
         if path in self.reading.values:
             return bool(self.reading.values[path] != value)
@@ -128,8 +128,8 @@ class Training:
     launcher: Literal["env", "own"] = "env"
     takes_launchers: bool = False
     """Whether overlays take ``torchrun`` or ``accelerate launch`` off a command, and set the variables instead."""
-    takes_own_names: bool = False
-    """Whether overlays write the user's own knobs that are called like arguments without dashes; else that is done
+    takes_custom_names: bool = False
+    """Whether overlays write the custom knobs that are called like arguments without dashes; else that is done
     before."""
     log: LogFormat
     recognises: Callable[[Run], bool]
@@ -154,7 +154,7 @@ def _parsed(text: str, file: str) -> Any:
 
 @dataclass(slots=True)
 class Edit:
-    """Arguments and files that may be changed; the user's own stay as they are."""
+    """Arguments and files that may be changed; the user's stay as they are."""
 
     argv: Words
     files: dict[str, str] = field(default_factory=dict)
@@ -164,8 +164,8 @@ class Edit:
     env: dict[str, str] = field(default_factory=dict)
     """Variables beside those of the user's own."""
     notes: list[Note] = field(default_factory=list)
-    given_env: Mapping[str, str] = field(default_factory=dict)
-    """The user's own variables."""
+    command_env: Mapping[str, str] = field(default_factory=dict)
+    """The user's variables."""
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Values by dotted key and file that are to be written."""
     cwd: str = ""
@@ -177,7 +177,7 @@ class Edit:
         """The command, with a placeholder for every file of which there are to be copies."""
         argv = tuple(_placed(word, run) for word in run.argv) if copies_files else run.argv
         names = {name: Path(path).name for name, path in run.paths.items()}
-        return cls(argv, dict(run.files), names, given_env=run.env, cwd=run.cwd)
+        return cls(argv, dict(run.files), names, command_env=run.env, cwd=run.cwd)
 
     @classmethod
     def of_overlay(cls, overlay: Overlay) -> Edit:
@@ -229,7 +229,7 @@ class Options:
         self._edit = edit
         self._table = table
 
-    def get(self, name: str) -> Given | None:
+    def get(self, name: str) -> ArgumentValue | None:
         return arguments.read(self._edit.argv, self._table[name])
 
     def text(self, name: str) -> str | None:
@@ -240,7 +240,7 @@ class Options:
 
     def put(self, name: str, value: Any) -> None:
         if self._table[name].takes == "list":
-            given: Given = tuple(map(str, value))
+            given: ArgumentValue = tuple(map(str, value))
         else:
             given = value if isinstance(value, bool) else str(value)
         self._edit.argv = arguments.write(self._edit.argv, self._table[name], given)
@@ -341,18 +341,18 @@ class FrameworkTable:
         edit.world_size = None
         reading = self._lay(edit, request)
         self.check(edit, request)
-        said = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
-        spoken = [note.knob for note in edit.notes if note.severity == "error" or note.knob in self.approximated]
-        wrong = [note for note in contradictions(request, reading) if not any(touch(note.knob, k) for k in spoken)]
-        edit.notes = list(dict.fromkeys([*edit.notes, *said, *wrong]))
+        back = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
+        noted = [note.knob for note in edit.notes if note.severity == "error" or note.knob in self.approximated]
+        wrong = [note for note in contradictions(request, reading) if not any(touch(note.knob, k) for k in noted)]
+        edit.notes = list(dict.fromkeys([*edit.notes, *back, *wrong]))
         return edit.overlay()
 
     def _lay(self, edit: Edit, request: OverlayRequest) -> Reading:
         """Write what changes, each row in whole; what the command says then."""
-        asked, now = values_of(request.candidate), request
+        requested, now = values_of(request.candidate), request
         for one in self.rows:
-            paths = _below(one.paths, asked, now.reading.values)
-            is_other = any(_changes(path, asked.get(path), request, now) for path in paths)
+            paths = _below(one.paths, requested, now.reading.values)
+            is_other = any(_changes(path, requested.get(path), request, now) for path in paths)
             if one.overlay == "written" and (is_other or _accumulates(one, now)):
                 self._write(one, edit, now)
                 now = replace(now, reading=_again(request, self.reading(edit)))
@@ -370,7 +370,7 @@ class FrameworkTable:
             return Reading(values={}, notes=tuple(found.notes))
         for one in self.rows:
             if one.overlay != "none":
-                found.say(one.read(found))
+                found.add(one.read(found))
         values = {path: value for path, value in found.fields.items() if not is_at_or_below(path, WORKLOAD)}
         return Reading(
             values=values,
@@ -387,13 +387,13 @@ class FrameworkTable:
     def _write(self, one: Setting, edit: Edit, request: OverlayRequest) -> None:
         if not one.matters(request.candidate):
             return
-        draft = draft_of(request)
-        draft.command = command = self.command(edit)
-        draft.changed = lambda path: request.changes(path, draft.values.get(path))
-        one.write(draft)
-        edit.notes += draft.notes
-        command.drop(*draft.dropped)
-        for name, value in draft.settings.items():
+        builder = builder_of(request)
+        builder.command = command = self.command(edit)
+        builder.changed = lambda path: request.changes(path, builder.values.get(path))
+        one.write(builder)
+        edit.notes += builder.notes
+        command.drop(*builder.dropped)
+        for name, value in builder.settings.items():
             if command.get(name) is not None or value != self.defaults.get(name, ABSENT):
                 command.put({name: value})
 
@@ -425,7 +425,7 @@ def layers_in(request: OverlayRequest) -> int:
 
 
 def _again(request: OverlayRequest, now: Reading) -> Reading:
-    """What a command says by now; the model stays the one that the user's own command describes."""
+    """What a command says by now; the model stays the one that the user's command describes."""
     first, values = request.reading, dict(now.values)
     if now.num_layers is None:
         held = layers_of(request.candidate.layout, layers_in(request))
@@ -442,36 +442,36 @@ _ONE_LAYER = ((1,),)
 """All layers of a model of which nobody knows how many there are."""
 
 
-def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
+def contradictions(request: OverlayRequest, back: Reading) -> list[Note]:
     """An error for every field of the candidate that a command says otherwise, or not at all although the sweep names
     it."""
-    asked = values_of(_canonical(request.candidate))
-    canonical = values_of(_canonical(candidate_of({**asked, **_of_candidate(said.values)})))
+    requested = values_of(_canonical(request.candidate))
+    canonical = values_of(_canonical(candidate_of({**requested, **_of_candidate(back.values)})))
     wrong = {
-        path: (asked.get(path, ABSENT), canonical.get(path, ABSENT))
-        for path in sorted({*asked, *canonical})
-        if _is_said(path, said.values) and asked.get(path, ABSENT) != canonical.get(path, ABSENT)
-        if path not in request.told
+        path: (requested.get(path, ABSENT), canonical.get(path, ABSENT))
+        for path in sorted({*requested, *canonical})
+        if _is_configured(path, back.values) and requested.get(path, ABSENT) != canonical.get(path, ABSENT)
+        if path not in request.templated
     }
     notes = [_error(path, f"asked for {a}, but the command says {b}") for path, (a, b) in wrong.items()]
     notes += [
         _error(path, "this framework is not told of it")
-        for path, value in asked.items()
-        if not _is_said(path, said.values)
+        for path, value in requested.items()
+        if not _is_configured(path, back.values)
         and any(touch(path, name) for name in request.named)
         and value != defaults().get(path)
-        and path not in (*_LEFT_OVER, *request.told)
+        and path not in (*_LEFT_OVER, *request.templated)
     ]
-    return notes + _batch(request, said)
+    return notes + _batch(request, back)
 
 
-def _batch(request: OverlayRequest, said: Reading) -> list[Note]:
+def _batch(request: OverlayRequest, back: Reading) -> list[Note]:
     """Whether the command trains on the batch that was asked for."""
-    if said.global_batch_size not in (None, request.global_batch_size):
-        text = f"asked for a global batch of {request.global_batch_size}, but the command says {said.global_batch_size}"
+    if back.global_batch_size not in (None, request.global_batch_size):
+        text = f"asked for a global batch of {request.global_batch_size}, but the command says {back.global_batch_size}"
         return [_error("micro_batch_size", text)]
-    if said.num_microbatches not in (None, request.num_microbatches):
-        text = f"asked for {request.num_microbatches} accumulation steps, but the command says {said.num_microbatches}"
+    if back.num_microbatches not in (None, request.num_microbatches):
+        text = f"asked for {request.num_microbatches} accumulation steps, but the command says {back.num_microbatches}"
         return [_error("micro_batch_size", text)]
     return []
 
@@ -484,7 +484,7 @@ _ANYTHING = Workload(
 
 
 def values_of(candidate: Candidate) -> dict[str, Any]:
-    """Value by path of a candidate's fields, without the user's own knobs, of which no framework's recipe knows."""
+    """Value by path of a candidate's fields, without the custom knobs, of which no framework's recipe knows."""
     return _of_candidate(flatten(candidate, _ANYTHING))
 
 
@@ -504,7 +504,7 @@ def _canonical(candidate: Candidate) -> Candidate:
     )
 
 
-def _is_said(path: str, values: Mapping[str, Any]) -> bool:
+def _is_configured(path: str, values: Mapping[str, Any]) -> bool:
     return path in values or any(is_at_or_below(known, path) for known in values)
 
 
@@ -519,7 +519,7 @@ def _error(knob: str, message: str) -> Note:
 # ---- settings of the recipe that exports ----
 
 
-def draft_of(request: OverlayRequest) -> Draft:
+def builder_of(request: OverlayRequest) -> SettingsBuilder:
     """A draft for settings of the framework's exports, whose names and rules are the same here."""
     reading = request.reading
     model = ScriptModel(recipe="custom", run=(), cwd="/", num_layers=layers_in(request))
@@ -531,4 +531,4 @@ def draft_of(request: OverlayRequest) -> Draft:
         seed=request.seed or 0,
     )
     values = {**values_of(request.candidate), "workload.seed": request.seed}
-    return Draft(request.candidate, workload, values)
+    return SettingsBuilder(request.candidate, workload, values)

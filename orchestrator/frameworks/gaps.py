@@ -8,10 +8,10 @@ from typing import Any
 
 from orchestrator.frameworks.spelling import (
     WORKLOAD,
-    Draft,
     Found,
     Setting,
     Settings,
+    SettingsBuilder,
     custom,
     defaults,
     is_at_or_below,
@@ -22,9 +22,9 @@ from trials.sizes import all_chunks
 from trials.spec import Candidate, Counts, Layout, Recompute
 
 
-def present(draft: Draft) -> Counts:
+def present(builder: SettingsBuilder) -> Counts:
     """Layers of the draft's candidate per chunk and stage."""
-    return layers_of(draft.candidate.layout, draft.workload.num_layers)
+    return layers_of(builder.candidate.layout, builder.workload.num_layers)
 
 
 def first_layers(number: int, held: Counts) -> Counts:
@@ -69,16 +69,16 @@ def layer_ids(counts: Counts, layout: Layout, num_layers: int) -> list[int]:
     )
 
 
-def refuse_stages(draft: Draft, message: str) -> None:
+def refuse_stages(builder: SettingsBuilder, message: str) -> None:
     """Refuse the layout's stages; numbers of layers per stage then mean something else and are refused, too."""
-    draft.refuse("layout.stage_layers", message)
-    if draft.candidate.recompute != Recompute():
-        draft.refuse("recompute", "numbers of layers are those of other stages")
+    builder.refuse("layout.stage_layers", message)
+    if builder.candidate.recompute != Recompute():
+        builder.refuse("recompute", "numbers of layers are those of other stages")
 
 
-def num_microbatches(draft: Draft) -> int:
-    candidate: Candidate = draft.candidate
-    return candidate.num_microbatches(draft.workload.global_batch_size)
+def num_microbatches(builder: SettingsBuilder) -> int:
+    candidate: Candidate = builder.candidate
+    return candidate.num_microbatches(builder.workload.global_batch_size)
 
 
 def without_pipeline() -> dict[str, Any]:
@@ -114,11 +114,11 @@ TORCH_SCALER: dict[str, Any] = {
 """What ``torch.amp.GradScaler`` does unless told otherwise."""
 
 
-def asked(draft: Draft, part: str) -> dict[str, Any]:
+def requested(builder: SettingsBuilder, part: str) -> dict[str, Any]:
     """What the candidate asks for at or below ``part`` that is not the default; all of it for a workload."""
     return {
         path: value
-        for path, value in draft.values.items()
+        for path, value in builder.values.items()
         if is_at_or_below(path, part) and (is_at_or_below(path, WORKLOAD) or defaults().get(path) != value)
     }
 
@@ -126,19 +126,19 @@ def asked(draft: Draft, part: str) -> dict[str, Any]:
 def left_to_script(part: str, advice: str) -> Setting:
     """Fields at or below ``part`` that only the user's training script can set: a warning with their values."""
 
-    def write(draft: Draft) -> None:
-        if values := asked(draft, part):
-            draft.warn(part, f"{advice}; asked for {in_words(values, part)}")
+    def write(builder: SettingsBuilder) -> None:
+        if values := requested(builder, part):
+            builder.warn(part, f"{advice}; asked for {as_text(values, part)}")
 
     return custom((part,), (), write)
 
 
-def takes_torch_scaler(draft: Draft) -> bool:
+def takes_torch_scaler(builder: SettingsBuilder) -> bool:
     """Whether the loss scale is that of torch's GradScaler."""
-    return all(draft.values[path] == value for path, value in TORCH_SCALER.items())
+    return all(builder.values[path] == value for path, value in TORCH_SCALER.items())
 
 
-def in_words(values: Mapping[str, Any], part: str) -> str:
+def as_text(values: Mapping[str, Any], part: str) -> str:
     """``num_workers 2, pin_memory True``; of a single field only its value."""
     return ", ".join(f"{path.removeprefix(part).lstrip('.')} {value}".strip() for path, value in values.items())
 
@@ -146,10 +146,10 @@ def in_words(values: Mapping[str, Any], part: str) -> str:
 def unable(*paths: str, message: str) -> Setting:
     """Fields whose values other than the default the framework cannot do: each an error."""
 
-    def write(draft: Draft) -> None:
+    def write(builder: SettingsBuilder) -> None:
         for path in paths:
-            if asked(draft, path):
-                draft.refuse(path, message)
+            if requested(builder, path):
+                builder.refuse(path, message)
 
     return custom(paths, (), write, lambda _: {path: defaults()[path] for path in paths})
 
@@ -163,12 +163,12 @@ def no_pipeline(message: str) -> Setting:
 def sharded_from(stage: int, *, refused: str, warned: str) -> Setting:
     """``shard_embedding`` where embedding and head are sharded with other weights, from this ZeRO stage on."""
 
-    def write(draft: Draft) -> None:
-        layout = draft.candidate.layout
+    def write(builder: SettingsBuilder) -> None:
+        layout = builder.candidate.layout
         if layout.shard_embedding and layout.zero_stage < stage:
-            draft.refuse("layout.shard_embedding", refused)
+            builder.refuse("layout.shard_embedding", refused)
         elif layout.shard_embedding:
-            draft.warn("layout.shard_embedding", warned)
+            builder.warn("layout.shard_embedding", warned)
 
     return custom(("layout.shard_embedding",), (), write)
 
@@ -176,9 +176,9 @@ def sharded_from(stage: int, *, refused: str, warned: str) -> Setting:
 def own_collectives(message: str, tp: Callable[[Settings], int]) -> Setting:
     """``tp_engine`` where tensor parallelism always has its collectives outside of DTensor; ``tp`` reads its degree."""
 
-    def write(draft: Draft) -> None:
-        if draft.candidate.layout.tp > 1 and draft.candidate.layout.tp_engine != "local":
-            draft.warn("layout.tp_engine", message)
+    def write(builder: SettingsBuilder) -> None:
+        if builder.candidate.layout.tp > 1 and builder.candidate.layout.tp_engine != "local":
+            builder.warn("layout.tp_engine", message)
 
     def read(settings: Settings) -> dict[str, Any]:
         return {"layout.tp_engine": "local" if tp(settings) > 1 else "dtensor"}
@@ -190,10 +190,10 @@ def weight_decay_but_norms(name: str) -> Setting:
     """Weight decay under ``name``, from which the framework spares the weights of norms."""
     path = "workload.optimizer.weight_decay"
 
-    def write(draft: Draft) -> None:
-        draft.settings[name] = draft.workload.optimizer.weight_decay
-        if draft.workload.optimizer.weight_decay:
-            draft.warn(path, "the weights of norms are not decayed")
+    def write(builder: SettingsBuilder) -> None:
+        builder.settings[name] = builder.workload.optimizer.weight_decay
+        if builder.workload.optimizer.weight_decay:
+            builder.warn(path, "the weights of norms are not decayed")
 
     return custom((path,), (name,), write, lambda settings: {path: float(settings[name])})
 
@@ -202,8 +202,8 @@ def betas(name: str, make: Callable[[tuple[float, float]], Any] = list) -> Setti
     """Both betas of AdamW under ``name``, in the sequence that ``make`` makes of them."""
     paths = ("workload.optimizer.beta1", "workload.optimizer.beta2")
 
-    def write(draft: Draft) -> None:
-        draft.settings[name] = make((draft.workload.optimizer.beta1, draft.workload.optimizer.beta2))
+    def write(builder: SettingsBuilder) -> None:
+        builder.settings[name] = make((builder.workload.optimizer.beta1, builder.workload.optimizer.beta2))
 
     return custom(paths, (name,), write, lambda settings: dict(zip(paths, settings[name], strict=True)))
 
@@ -212,10 +212,10 @@ def two_batches_ahead(num_workers: Callable[[Found], Any], *, in_overlays: bool 
     """``prefetch_factor`` where every data-loading process, whose number ``num_workers`` reads, is 2 batches ahead."""
     path = "loader.prefetch_factor"
 
-    def write(draft: Draft) -> None:
-        loader = draft.candidate.loader
+    def write(builder: SettingsBuilder) -> None:
+        loader = builder.candidate.loader
         if loader.num_workers and loader.prefetch_factor != 2:
-            draft.warn(path, "always 2 batches ahead")
+            builder.warn(path, "always 2 batches ahead")
 
     def read(found: Found) -> dict[str, Any]:
         number = num_workers(found)
@@ -233,10 +233,12 @@ def own_seed() -> Setting:
     return left_to_script("workload.seed", "your script sets the seed")
 
 
-def refuse_fp8(draft: Draft, why: str = "there is no setting for 8-bit floats here; this file says bfloat16") -> None:
+def refuse_fp8(
+    builder: SettingsBuilder, reason: str = "there is no setting for 8-bit floats here; this file says bfloat16"
+) -> None:
     """Refuse precision O1-fp8, where the format has no setting that means the same."""
-    if draft.candidate.precision.level == "O1-fp8":
-        draft.refuse("precision.level", why)
+    if builder.candidate.precision.level == "O1-fp8":
+        builder.refuse("precision.level", reason)
 
 
 def memory_savers(**ways: Setting | str) -> tuple[Setting, ...]:
@@ -251,14 +253,14 @@ def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _
     """``offload.activations`` under ``name``, which moves the inputs of recomputed layers: the same where all are."""
     path = "offload.activations"
 
-    def write(draft: Draft) -> None:
-        is_on, num_full = draft.candidate.offload.activations, sum(map(sum, draft.candidate.recompute.full))
-        if is_on and not applies(draft.settings):
-            draft.refuse(path, f"{name} needs FSDP")
-        elif is_on and num_full < draft.workload.num_layers:
-            draft.refuse(path, f"{name} moves only what layers recomputed in full keep: recompute all of them")
+    def write(builder: SettingsBuilder) -> None:
+        is_on, num_full = builder.candidate.offload.activations, sum(map(sum, builder.candidate.recompute.full))
+        if is_on and not applies(builder.settings):
+            builder.refuse(path, f"{name} needs FSDP")
+        elif is_on and num_full < builder.workload.num_layers:
+            builder.refuse(path, f"{name} moves only what layers recomputed in full keep: recompute all of them")
         elif is_on:
-            draft.settings[name] = True
+            builder.settings[name] = True
 
     return custom((path,), (name,), write, lambda settings: {path: bool(settings.get(name, False))})
 

@@ -93,8 +93,8 @@ def without_launcher(argv: Words) -> Launched:
     options = argv[start:stop]
     nodes, per_node = count(read_text(options, _NODES)), count(read_text(options, _PER_NODE))
     all_processes = count(read_text(options, _PROCESSES)) if launcher == "accelerate" else None
-    is_told = launcher == "torchrun" or per_node is not None
-    world = all_processes or ((per_node or 1) * (nodes or 1) if is_told and not _unclear(options) else None)
+    has_count = launcher == "torchrun" or per_node is not None
+    world = all_processes or ((per_node or 1) * (nodes or 1) if has_count and not _unclear(options) else None)
     return Launched(
         argv=_command(argv, start, stop, options),
         launcher=launcher,
@@ -134,10 +134,10 @@ def imports(text: str) -> frozenset[str]:
     return frozenset(name.strip().partition(".")[0].partition(" ")[0] for names in found for name in names.split(","))
 
 
-def python_beside(command: str) -> str:
+def python_next_to(command: str) -> str:
     """The interpreter of a command that is named by its path; else whatever ``python`` is."""
-    beside = PurePath(command).with_name("python")
-    return str(beside) if len(beside.parts) > 1 else "python"
+    sibling = PurePath(command).with_name("python")
+    return str(sibling) if len(sibling.parts) > 1 else "python"
 
 
 # ---- launchers ----
@@ -183,7 +183,7 @@ def _command(argv: Words, start: int, stop: int, options: Words) -> Words:
     before = argv[:start]
     at = next((index for index, word in enumerate(before) if _is_python(word)), None)
     if at is None:
-        head = (*before[: _launcher_word(before)], python_beside(before[_launcher_word(before)]))
+        head = (*before[: _launcher_word(before)], python_next_to(before[_launcher_word(before)]))
     else:
         head = before[: before.index("-m")] if "-m" in before else before[: at + 1]
     return (*head, *(("-m",) if read(options, MODULE) else ()), *rest)

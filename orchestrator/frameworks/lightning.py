@@ -30,7 +30,7 @@ from orchestrator.frameworks.edit import (
 )
 from orchestrator.frameworks.gaps import TORCH_SCALER, num_microbatches, takes_torch_scaler, without_pipeline
 from orchestrator.frameworks.launchers import imports, script_text
-from orchestrator.frameworks.spelling import Draft, Found, Note, custom, number, row
+from orchestrator.frameworks.spelling import Found, Note, SettingsBuilder, custom, number, row
 from trials.script.command import Expected, LogFormat
 
 STRATEGY, PRECISION = "trainer.strategy", "trainer.precision"
@@ -112,9 +112,9 @@ class LightningArguments:
         return other if is_other else name
 
     def _value(self, name: str) -> Any:
-        said = arguments.read_text(self._edit.argv, Argument(name=f"--{name}"))
-        if said is not None:
-            return None if said.lower() in ("null", "none") else said
+        configured = arguments.read_text(self._edit.argv, Argument(name=f"--{name}"))
+        if configured is not None:
+            return None if configured.lower() in ("null", "none") else configured
         keys = ((file, key) for file in reversed(self._files) for key in (name, f"fit.{name}"))
         return next((file.get(key) for file, key in keys if file.has(key)), ABSENT)
 
@@ -122,14 +122,14 @@ class LightningArguments:
 # The rows
 
 
-def _write_strategy(draft: Draft) -> None:
-    layout = draft.candidate.layout
+def _write_strategy(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
     if layout.dp == 1:
         return  # a single rank: any strategy is the same
     stage = layout.zero_stage
-    draft.settings[STRATEGY] = "ddp" if stage == 0 else "fsdp" if stage == 3 else f"deepspeed_stage_{stage}"
+    builder.settings[STRATEGY] = "ddp" if stage == 0 else "fsdp" if stage == 3 else f"deepspeed_stage_{stage}"
     if stage and layout.dp_replicate > 1:
-        draft.refuse("layout.dp_replicate", "strategies that shard do so over all ranks")
+        builder.refuse("layout.dp_replicate", "strategies that shard do so over all ranks")
 
 
 def _read_strategy(found: Found) -> dict[str, Any]:
@@ -144,15 +144,17 @@ def _read_strategy(found: Found) -> dict[str, Any]:
     return {"layout.zero_stage": _STAGES[strategy], "layout.dp_replicate": 1}
 
 
-def _write_precision(draft: Draft) -> None:
-    precision = draft.candidate.precision
+def _write_precision(builder: SettingsBuilder) -> None:
+    precision = builder.candidate.precision
     name = _NAMES.get((precision.level, precision.dtype))
     if name is None:
-        draft.refuse("precision.level", "Lightning's 16-bit formats with fp32 weights are those of level O1")
+        builder.refuse("precision.level", "Lightning's 16-bit formats with fp32 weights are those of level O1")
         return
-    draft.settings[PRECISION] = name
-    if precision.loss_scale is not None and not takes_torch_scaler(draft):
-        draft.refuse("precision.loss_scale", "the scale is that of torch's GradScaler: 65536, doubled every 2000 steps")
+    builder.settings[PRECISION] = name
+    if precision.loss_scale is not None and not takes_torch_scaler(builder):
+        builder.refuse(
+            "precision.loss_scale", "the scale is that of torch's GradScaler: 65536, doubled every 2000 steps"
+        )
 
 
 def _read_precision(found: Found) -> dict[str, Any]:
@@ -177,8 +179,8 @@ def _read_workers(found: Found) -> dict[str, Any]:
     return {"loader.num_workers": workers, **ahead}
 
 
-def _write_batch(draft: Draft) -> None:
-    draft.settings[ACCUMULATED] = num_microbatches(draft)
+def _write_batch(builder: SettingsBuilder) -> None:
+    builder.settings[ACCUMULATED] = num_microbatches(builder)
 
 
 def _read_batch(found: Found) -> dict[str, Any]:
@@ -307,12 +309,12 @@ def _needs_what_is_off(callback: Any) -> bool:
 def _expected(request: OverlayRequest) -> Expected:
     """What can be seen from inside; a rank's samples only where the command says its batch."""
     candidate, layout = request.candidate, request.candidate.layout
-    says = request.reading.values
+    configured = request.reading.values
     return Expected(
         world_size=request.world_size,
-        micro_batch_size=candidate.micro_batch_size if "micro_batch_size" in says else None,
+        micro_batch_size=candidate.micro_batch_size if "micro_batch_size" in configured else None,
         num_microbatches=request.num_microbatches,
-        dtype=candidate.precision.dtype if "precision.dtype" in says else None,
+        dtype=candidate.precision.dtype if "precision.dtype" in configured else None,
         parameter_shards=layout.dp_shard if layout.zero_stage == 3 and layout.dp_shard > 1 else None,
     )
 

@@ -13,7 +13,14 @@ from typing import Any
 
 from orchestrator.frameworks.arguments import Words
 from orchestrator.frameworks.edit import Overlay, OverlayRequest, Reading, Run, Training
-from orchestrator.frameworks.launchers import Program, imports, program_of, python_beside, script_text, without_launcher
+from orchestrator.frameworks.launchers import (
+    Program,
+    imports,
+    program_of,
+    python_next_to,
+    script_text,
+    without_launcher,
+)
 from orchestrator.frameworks.trainer_arguments import Dialect, find_files
 from orchestrator.frameworks.transformers import expected_of, table, trial_of_trainer
 from trials.script.command import LogFormat
@@ -48,7 +55,7 @@ def _plain(run: Run) -> Run:
     if program.name not in (*_COMMANDS, "llamafactory.cli"):
         return dataclasses.replace(run, argv=argv)
     words = program.arguments[1:] if program.arguments[:1] == ("train",) else program.arguments
-    head = (*program.head[:-2], "-m") if program.module else (python_beside(program.head[-1]), "-m")
+    head = (*program.head[:-2], "-m") if program.module else (python_next_to(program.head[-1]), "-m")
     return dataclasses.replace(run, argv=(*head, _MODULE, *words))
 
 
@@ -76,7 +83,7 @@ TRAINING = Training(
     package="llamafactory",
     releases=">=0.9.3,<0.10",
     takes_launchers=True,
-    takes_own_names=True,
+    takes_custom_names=True,
     log=LogFormat(name="llamafactory", files=("{out}/trainer_log.jsonl",)),
     recognises=_recognises,
     find_files=_find_files,

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Any
 
 from orchestrator.frameworks import arguments, shell
-from orchestrator.frameworks.arguments import Argument, Given
+from orchestrator.frameworks.arguments import Argument, ArgumentValue
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     REDUCES_EACH,
@@ -40,7 +40,17 @@ from orchestrator.frameworks.gaps import (
 )
 from orchestrator.frameworks.megatron_stages import CHUNK_LAYERS, CHUNKS, EXTRA, STAGES, UNEVEN, stage_layers
 from orchestrator.frameworks.shell import WORLD_SIZE
-from orchestrator.frameworks.spelling import Draft, Found, Recipe, Setting, Settings, custom, lacking, option, row
+from orchestrator.frameworks.spelling import (
+    Found,
+    Recipe,
+    Setting,
+    Settings,
+    SettingsBuilder,
+    custom,
+    lacking,
+    option,
+    row,
+)
 from trials.legality import FP32_TINY
 from trials.script.command import Expected, LogFormat
 from trials.spec import LlamaModel, LossScale, Recompute, SelectiveRecompute
@@ -110,14 +120,14 @@ _FRAME = {
 """Arguments for the runner's constant learning rate, without clipping or evaluation."""
 
 
-def _write_kind(draft: Draft) -> None:
-    draft.settings |= _FRAME
-    if isinstance(draft.workload.model, LlamaModel):
-        draft.settings |= _ARCHITECTURE
-        draft.settings["--max-position-embeddings"] = draft.workload.seq_length
+def _write_kind(builder: SettingsBuilder) -> None:
+    builder.settings |= _FRAME
+    if isinstance(builder.workload.model, LlamaModel):
+        builder.settings |= _ARCHITECTURE
+        builder.settings["--max-position-embeddings"] = builder.workload.seq_length
     else:
-        draft.refuse(
-            "workload.model", f"pretrain_gpt.py trains decoders, not models of kind {draft.workload.model.kind}"
+        builder.refuse(
+            "workload.model", f"pretrain_gpt.py trains decoders, not models of kind {builder.workload.model.kind}"
         )
 
 
@@ -126,11 +136,11 @@ def _read_kind(found: Found) -> dict[str, Any]:
     return {"workload.model.kind": "llama"} if "--swiglu" in found else {}
 
 
-def _write_vocab(draft: Draft) -> None:
+def _write_vocab(builder: SettingsBuilder) -> None:
     """Write the padded size, which counts: versions differ on whether the tokenizer adds an id to the other one."""
-    if isinstance(draft.workload.model, LlamaModel):
-        size = draft.workload.model.vocab_size
-        draft.settings |= {"--vocab-size": size - 1, "--padded-vocab-size": size}
+    if isinstance(builder.workload.model, LlamaModel):
+        size = builder.workload.model.vocab_size
+        builder.settings |= {"--vocab-size": size - 1, "--padded-vocab-size": size}
 
 
 def _read_vocab(found: Found) -> dict[str, Any]:
@@ -138,20 +148,20 @@ def _read_vocab(found: Found) -> dict[str, Any]:
     return {f"{LLAMA}.vocab_size": int(found[name])} if name in found else {}
 
 
-def _write_rope(draft: Draft) -> None:
-    if isinstance(draft.workload.model, LlamaModel):
-        base = draft.workload.model.rope_theta
-        draft.settings["--rotary-base"] = int(base)
+def _write_rope(builder: SettingsBuilder) -> None:
+    if isinstance(builder.workload.model, LlamaModel):
+        base = builder.workload.model.rope_theta
+        builder.settings["--rotary-base"] = int(base)
         if base != int(base):
-            draft.refuse(f"{LLAMA}.rope_theta", "--rotary-base takes whole numbers")
+            builder.refuse(f"{LLAMA}.rope_theta", "--rotary-base takes whole numbers")
 
 
 def _read_rope(found: Found) -> dict[str, Any]:
     return {f"{LLAMA}.rope_theta": float(found["--rotary-base"])} if "--rotary-base" in found else {}
 
 
-def _write_length(draft: Draft) -> None:
-    draft.settings["--seq-length"] = draft.workload.seq_length
+def _write_length(builder: SettingsBuilder) -> None:
+    builder.settings["--seq-length"] = builder.workload.seq_length
 
 
 def _read_length(found: Found) -> dict[str, Any]:
@@ -159,8 +169,8 @@ def _read_length(found: Found) -> dict[str, Any]:
     return {"workload.seq_length": length}
 
 
-def _write_batch(draft: Draft) -> None:
-    draft.settings[GLOBAL] = draft.workload.global_batch_size
+def _write_batch(builder: SettingsBuilder) -> None:
+    builder.settings[GLOBAL] = builder.workload.global_batch_size
 
 
 def _read_batch(found: Found) -> dict[str, Any]:
@@ -168,8 +178,8 @@ def _read_batch(found: Found) -> dict[str, Any]:
     return {"workload.global_batch_size": found.whole(MICRO_PATH, GLOBAL)}
 
 
-def _write_micro_batch(draft: Draft) -> None:
-    draft.settings[MICRO] = draft.candidate.micro_batch_size
+def _write_micro_batch(builder: SettingsBuilder) -> None:
+    builder.settings[MICRO] = builder.candidate.micro_batch_size
 
 
 def _read_micro_batch(found: Found) -> dict[str, Any]:
@@ -178,16 +188,16 @@ def _read_micro_batch(found: Found) -> dict[str, Any]:
     return {MICRO_PATH: found.whole(MICRO_PATH, MICRO)}
 
 
-def _write_seed(draft: Draft) -> None:
-    draft.settings["--seed"] = draft.values["workload.seed"]
+def _write_seed(builder: SettingsBuilder) -> None:
+    builder.settings["--seed"] = builder.values["workload.seed"]
 
 
 def _read_seed(found: Found) -> dict[str, Any]:
     return {"workload.seed": found.whole("workload", "--seed", 1234)}
 
 
-def _write_data(draft: Draft) -> None:
-    draft.warn("workload.data", "convert your tokens with tools/preprocess_data.py and name the result in DATA_PATH")
+def _write_data(builder: SettingsBuilder) -> None:
+    builder.warn("workload.data", "convert your tokens with tools/preprocess_data.py and name the result in DATA_PATH")
 
 
 def _note_unread(found: Found) -> dict[str, Any]:
@@ -206,31 +216,31 @@ def _note_unread(found: Found) -> dict[str, Any]:
 
 
 def _degree(path: str, name: str) -> Setting:
-    def write(draft: Draft) -> None:
-        draft.settings[name] = draft.values[path]
+    def write(builder: SettingsBuilder) -> None:
+        builder.settings[name] = builder.values[path]
 
     return row(path, name, write, lambda found: {path: found.whole(path, name, 1)})
 
 
-def _write_data_parallel(draft: Draft) -> None:
-    layout = draft.candidate.layout
+def _write_data_parallel(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
     stage = layout.zero_stage
-    if draft.is_export and layout.dp * layout.cp > 1:
-        draft.settings["--overlap-grad-reduce"] = True
-    is_new = draft.changed("layout.zero_stage")
+    if builder.is_export and layout.dp * layout.cp > 1:
+        builder.settings["--overlap-grad-reduce"] = True
+    is_new = builder.changed("layout.zero_stage")
     if is_new:
-        draft.drop(FSDP, STRATEGY)
+        builder.drop(FSDP, STRATEGY)
     if is_new and stage == 0:
-        draft.drop(OPTIMIZER, INSTANCES, "--overlap-param-gather", "--overlap-param-gather-with-optimizer-step")
+        builder.drop(OPTIMIZER, INSTANCES, "--overlap-param-gather", "--overlap-param-gather-with-optimizer-step")
     elif is_new:
-        draft.settings[OPTIMIZER] = True
-    if stage and draft.is_export:
-        draft.settings["--overlap-param-gather"] = True
-    if stage and (draft.is_export or str(draft.given(INSTANCES) or "1") != str(layout.dp_replicate)):
-        draft.settings[INSTANCES] = layout.dp_replicate
+        builder.settings[OPTIMIZER] = True
+    if stage and builder.is_export:
+        builder.settings["--overlap-param-gather"] = True
+    if stage and (builder.is_export or str(builder.current(INSTANCES) or "1") != str(layout.dp_replicate)):
+        builder.settings[INSTANCES] = layout.dp_replicate
     if is_new and stage >= 2:
-        draft.settings |= {FSDP: True, STRATEGY: STRATEGIES[stage]}
-        draft.settings |= {"--no-gradient-accumulation-fusion": True, "--ckpt-format": "fsdp_dtensor"}
+        builder.settings |= {FSDP: True, STRATEGY: STRATEGIES[stage]}
+        builder.settings |= {"--no-gradient-accumulation-fusion": True, "--ckpt-format": "fsdp_dtensor"}
 
 
 def _read_data_parallel(found: Found) -> dict[str, Any]:
@@ -255,51 +265,51 @@ def _read_data_parallel(found: Found) -> dict[str, Any]:
     return values
 
 
-def _write_sequence_parallel(draft: Draft) -> None:
-    if draft.candidate.layout.sequence_parallel:
-        draft.settings[SEQUENCE] = True
+def _write_sequence_parallel(builder: SettingsBuilder) -> None:
+    if builder.candidate.layout.sequence_parallel:
+        builder.settings[SEQUENCE] = True
     else:
-        draft.drop(SEQUENCE, "--tp-comm-overlap")
+        builder.drop(SEQUENCE, "--tp-comm-overlap")
 
 
-def _write_cp_method(draft: Draft) -> None:
-    if draft.candidate.layout.cp > 1:
-        draft.settings[CP_METHOD] = METHODS[draft.candidate.layout.cp_method]
+def _write_cp_method(builder: SettingsBuilder) -> None:
+    if builder.candidate.layout.cp > 1:
+        builder.settings[CP_METHOD] = METHODS[builder.candidate.layout.cp_method]
 
 
 def _read_cp_method(found: Found) -> dict[str, Any]:
     if found.is_export and CP_METHOD not in found:
         return {}
-    said = _text(found.get(CP_METHOD)) or "p2p"
+    configured = _text(found.get(CP_METHOD)) or "p2p"
     names = {"allgather": "all_gather", **{theirs: ours for ours, theirs in METHODS.items()}}
-    if said not in names and found.fields.get("layout.cp", 1) > 1:
-        found.unread("layout.cp_method", f"{CP_METHOD} {said}")
-    return {"layout.cp_method": names.get(said)}
+    if configured not in names and found.fields.get("layout.cp", 1) > 1:
+        found.unread("layout.cp_method", f"{CP_METHOD} {configured}")
+    return {"layout.cp_method": names.get(configured)}
 
 
-def _write_pipeline(draft: Draft) -> None:
-    layout = draft.candidate.layout
-    if not draft.is_export and draft.changed("layout.pp"):
-        draft.settings[PP] = layout.pp
-    draft.drop(CHUNK_LAYERS, CHUNKS, STAGES, *UNEVEN, *EXTRA)
+def _write_pipeline(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
+    if not builder.is_export and builder.changed("layout.pp"):
+        builder.settings[PP] = layout.pp
+    builder.drop(CHUNK_LAYERS, CHUNKS, STAGES, *UNEVEN, *EXTRA)
     if layout.pp == 1:
         return
     if layout.schedule == "zbv":
-        draft.refuse("layout.schedule", "Megatron-LM has no zero-bubble schedule")
-        refuse_stages(draft, "stages in a V need the zero-bubble schedule")
+        builder.refuse("layout.schedule", "Megatron-LM has no zero-bubble schedule")
+        refuse_stages(builder, "stages in a V need the zero-bubble schedule")
     elif layout.schedule == "gpipe":
         kind = "interleaved 1F1B" if layout.num_virtual_stages > 1 else "1F1B"
-        draft.warn("layout.schedule", f"Megatron-LM runs {kind}: the same bubble, fewer activations in flight")
-    if layout.schedule == "gpipe" and not draft.is_export:
-        draft.refuse("layout.schedule", "Megatron-LM has 1f1b and interleaved only")
-    number = num_microbatches(draft)
+        builder.warn("layout.schedule", f"Megatron-LM runs {kind}: the same bubble, fewer activations in flight")
+    if layout.schedule == "gpipe" and not builder.is_export:
+        builder.refuse("layout.schedule", "Megatron-LM has 1f1b and interleaved only")
+    number = num_microbatches(builder)
     if layout.num_virtual_stages > 1 and number % layout.pp:
-        draft.refuse("layout.num_virtual_stages", f"{number} micro-batches do not come in rounds of pp {layout.pp}")
+        builder.refuse("layout.num_virtual_stages", f"{number} micro-batches do not come in rounds of pp {layout.pp}")
     if not is_uniform(layout.stage_layers):
-        stages = [f"t*{count}" if count else "" for count in in_model_order(layout, draft.workload.num_layers)]
-        draft.settings[STAGES] = "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
+        stages = [f"t*{count}" if count else "" for count in in_model_order(layout, builder.workload.num_layers)]
+        builder.settings[STAGES] = "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
     elif layout.num_virtual_stages > 1:
-        draft.settings[CHUNKS] = layout.num_virtual_stages
+        builder.settings[CHUNKS] = layout.num_virtual_stages
 
 
 def _read_pipeline(found: Found) -> dict[str, Any]:
@@ -322,38 +332,38 @@ def _read_pipeline(found: Found) -> dict[str, Any]:
 # Recompute.
 
 
-def _write_recompute(draft: Draft) -> None:
-    recompute, held = draft.candidate.recompute, present(draft)
-    draft.drop(GRANULARITY, METHOD, NUMBER, MODULES, "--recompute-activations")
+def _write_recompute(builder: SettingsBuilder) -> None:
+    recompute, held = builder.candidate.recompute, present(builder)
+    builder.drop(GRANULARITY, METHOD, NUMBER, MODULES, "--recompute-activations")
     if recompute.full:
         number = most(recompute.full)
-        draft.settings |= {GRANULARITY: "full", METHOD: "block", NUMBER: number}
+        builder.settings |= {GRANULARITY: "full", METHOD: "block", NUMBER: number}
         if not is_first_layers_everywhere(recompute.full, held):
-            draft.warn("recompute.full", f"one number for all stages: the first {number} layers of each, which fits")
+            builder.warn("recompute.full", f"one number for all stages: the first {number} layers of each, which fits")
     else:
-        draft.drop("--distribute-saved-activations")
+        builder.drop("--distribute-saved-activations")
     if recompute.selective:
-        _write_selective(draft)
-    said = Recompute(full=first_layers(most(recompute.full), held))
-    always = gathered_again(said, held) if draft.candidate.layout.sequence_parallel else ()
+        _write_selective(builder)
+    configured = Recompute(full=first_layers(most(recompute.full), held))
+    always = gathered_again(configured, held) if builder.candidate.layout.sequence_parallel else ()
     if recompute.communication != always:
-        draft.warn("recompute.communication", "Megatron-LM always gathers sequence shards again, in every layer")
+        builder.warn("recompute.communication", "Megatron-LM always gathers sequence shards again, in every layer")
 
 
-def _write_selective(draft: Draft) -> None:
-    recompute, held = draft.candidate.recompute, present(draft)
+def _write_selective(builder: SettingsBuilder) -> None:
+    recompute, held = builder.candidate.recompute, present(builder)
     if recompute.full:
-        draft.refuse("recompute.selective", "Megatron-LM recomputes whole layers or modules in all layers, not both")
+        builder.refuse("recompute.selective", "Megatron-LM recomputes whole layers or modules in all layers, not both")
         return
     everywhere = {part.pattern for part in recompute.selective if in_every_layer(part.num_layers, recompute, held)}
     modules = [module for module, patterns in PATTERNS.items() if everywhere.issuperset(patterns)]
-    said = {pattern for module in modules for pattern in PATTERNS[module]}
+    configured = {pattern for module in modules for pattern in PATTERNS[module]}
     if modules:
-        draft.settings |= {GRANULARITY: "selective", MODULES: modules}
-    left = [part.pattern for part in recompute.selective if part.pattern not in said]
+        builder.settings |= {GRANULARITY: "selective", MODULES: modules}
+    left = [part.pattern for part in recompute.selective if part.pattern not in configured]
     if left:
         known = ", ".join(pattern for patterns in PATTERNS.values() for pattern in patterns)
-        draft.refuse(
+        builder.refuse(
             "recompute.selective", f"{', '.join(left)}: only {known} (both norms), in all layers of all stages"
         )
 
@@ -405,41 +415,41 @@ _DTYPES = {"--bf16": "bfloat16", "--fp16": "float16"}
 _SCALE = ("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis", "--loss-scale")
 
 
-def _write_precision(draft: Draft) -> None:
-    refuse_fp8(draft, "--fp8-format hybrid --fp8-recipe tensorwise goes with 16-bit weights, as level O2 has")
-    precision, layout = draft.candidate.precision, draft.candidate.layout
+def _write_precision(builder: SettingsBuilder) -> None:
+    refuse_fp8(builder, "--fp8-format hybrid --fp8-recipe tensorwise goes with 16-bit weights, as level O2 has")
+    precision, layout = builder.candidate.precision, builder.candidate.layout
     if precision.level == "O1":
-        draft.refuse("precision.level", "Megatron-LM has no autocast; its 16-bit formats are those of level O2")
-    draft.drop(*(name for name, dtype in _DTYPES.items() if dtype != precision.dtype))
-    draft.settings |= {name: True for name, dtype in _DTYPES.items() if dtype == precision.dtype}
+        builder.refuse("precision.level", "Megatron-LM has no autocast; its 16-bit formats are those of level O2")
+    builder.drop(*(name for name, dtype in _DTYPES.items() if dtype != precision.dtype))
+    builder.settings |= {name: True for name, dtype in _DTYPES.items() if dtype == precision.dtype}
     reduces_fp32 = layout.zero_stage >= 2 or layout.replicate_with == "fsdp2"
     if precision.dtype != "bfloat16":
-        draft.drop("--grad-reduce-in-bf16")
-    elif draft.is_export and not reduces_fp32:
-        draft.settings["--grad-reduce-in-bf16"] = True
-    if precision.dtype == "float16" and draft.is_export and reduces_fp32:
-        draft.settings["--accumulate-allreduce-grads-in-fp32"] = True
+        builder.drop("--grad-reduce-in-bf16")
+    elif builder.is_export and not reduces_fp32:
+        builder.settings["--grad-reduce-in-bf16"] = True
+    if precision.dtype == "float16" and builder.is_export and reduces_fp32:
+        builder.settings["--accumulate-allreduce-grads-in-fp32"] = True
     if precision.dtype == "float16":
-        _write_loss_scale(draft, precision.loss_scale or LossScale())
+        _write_loss_scale(builder, precision.loss_scale or LossScale())
 
 
-def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
-    draft.drop("--loss-scale", "--initial-loss-scale", "--loss-scale-window", "--hysteresis")
+def _write_loss_scale(builder: SettingsBuilder, scale: LossScale) -> None:
+    builder.drop("--loss-scale", "--initial-loss-scale", "--loss-scale-window", "--hysteresis")
     if not scale.dynamic:
-        draft.settings["--loss-scale"] = scale.initial
+        builder.settings["--loss-scale"] = scale.initial
         return
-    draft.settings["--initial-loss-scale"] = scale.initial
-    if draft.is_export:
-        draft.settings["--min-loss-scale"] = FP32_TINY
-    draft.settings |= {"--loss-scale-window": scale.growth_interval, "--hysteresis": scale.backoff_interval}
-    if not draft.is_export:
+    builder.settings["--initial-loss-scale"] = scale.initial
+    if builder.is_export:
+        builder.settings["--min-loss-scale"] = FP32_TINY
+    builder.settings |= {"--loss-scale-window": scale.growth_interval, "--hysteresis": scale.backoff_interval}
+    if not builder.is_export:
         return
     default = LossScale()
     for name in ("growth_factor", "backoff_factor"):
         if getattr(scale, name) != getattr(default, name):
-            draft.refuse(f"precision.loss_scale.{name}", f"always {getattr(default, name)}")
+            builder.refuse(f"precision.loss_scale.{name}", f"always {getattr(default, name)}")
     if scale.backoff_interval > 1:
-        draft.warn("precision.loss_scale.backoff_interval", "overflows need not be in a row to shrink the scale")
+        builder.warn("precision.loss_scale.backoff_interval", "overflows need not be in a row to shrink the scale")
 
 
 def _read_precision(found: Found) -> dict[str, Any]:
@@ -461,21 +471,21 @@ def _read_precision(found: Found) -> dict[str, Any]:
     return values | {f"precision.loss_scale.{name}": value for name, value in dataclasses.asdict(scale).items()}
 
 
-def _write_workers(draft: Draft) -> None:
-    if draft.candidate.loader.tuning is None or not draft.is_export:
-        draft.settings[WORKERS] = draft.candidate.loader.num_workers
+def _write_workers(builder: SettingsBuilder) -> None:
+    if builder.candidate.loader.tuning is None or not builder.is_export:
+        builder.settings[WORKERS] = builder.candidate.loader.num_workers
 
 
 def _read_workers(found: Found) -> dict[str, Any]:
     return {"loader.num_workers": found.whole("loader.num_workers", WORKERS, 0 if found.is_export else 2)}
 
 
-def _note_persistent(draft: Draft) -> None:
-    loader = draft.candidate.loader
+def _note_persistent(builder: SettingsBuilder) -> None:
+    loader = builder.candidate.loader
     if not loader.persistent_workers and (loader.num_workers or loader.tuning):
-        draft.warn("loader.persistent_workers", "workers always stay from one epoch to the next")
+        builder.warn("loader.persistent_workers", "workers always stay from one epoch to the next")
     elif loader.persistent_workers and loader.tuning:
-        draft.warn("loader.persistent_workers", "workers stay once --num-workers is set")
+        builder.warn("loader.persistent_workers", "workers stay once --num-workers is set")
 
 
 def _read_persistent(found: Found) -> dict[str, Any]:
@@ -483,14 +493,14 @@ def _read_persistent(found: Found) -> dict[str, Any]:
     return {} if workers is None else {"loader.persistent_workers": workers > 0}
 
 
-def _write_attention(draft: Draft) -> None:
-    wanted = draft.candidate.kernels.attention
+def _write_attention(builder: SettingsBuilder) -> None:
+    wanted = builder.candidate.kernels.attention
     if wanted in BACKENDS:
-        draft.settings[ATTENTION] = BACKENDS[wanted]
-    elif draft.is_export:
-        draft.warn("kernels.attention", f"there is no {wanted} attention; Transformer Engine chooses")
+        builder.settings[ATTENTION] = BACKENDS[wanted]
+    elif builder.is_export:
+        builder.warn("kernels.attention", f"there is no {wanted} attention; Transformer Engine chooses")
     else:
-        draft.refuse("kernels.attention", f"there is no {wanted} attention")
+        builder.refuse("kernels.attention", f"there is no {wanted} attention")
 
 
 def _read_attention(found: Found) -> dict[str, Any]:
@@ -632,11 +642,11 @@ _START = """torchrun --nnodes "$NUM_NODES" --nproc-per-node "$PROCESSES_PER_NODE
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
-def _render(draft: Draft) -> dict[str, str]:
+def _render(builder: SettingsBuilder) -> dict[str, str]:
     """One hardware queue keeps collectives of tp and cp ahead of what they overlap; Megatron-FSDP needs several."""
-    layout = draft.candidate.layout
+    layout = builder.candidate.layout
     needs_one = layout.zero_stage < 2 and layout.tp * layout.cp > 1
-    return {FILE: shell.script(draft, exports={_QUEUES: "1"} if needs_one else {}, start=_START)}
+    return {FILE: shell.script(builder, exports={_QUEUES: "1"} if needs_one else {}, start=_START)}
 
 
 def _load(files: Mapping[str, str]) -> Settings:
@@ -671,7 +681,7 @@ class MegatronArguments:
 
     def put(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
-            given: Given = value if isinstance(value, bool) else str(value)
+            given: ArgumentValue = value if isinstance(value, bool) else str(value)
             if name in _LISTS:
                 given = (value,) if isinstance(value, str) else tuple(value)
             self._edit.argv = arguments.write(self._edit.argv, _argument(name), given)
@@ -780,8 +790,8 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
 
 def _check_dimensions(edit: Edit, found: Found, request: OverlayRequest, shape: LlamaModel) -> None:
     layout, length = request.candidate.layout, request.reading.seq_length
-    said = found.get("--ffn-hidden-size", "")
-    width = int(said) if said.isdigit() else shape.ffn_hidden_size
+    configured = found.get("--ffn-hidden-size", "")
+    width = int(configured) if configured.isdigit() else shape.ffn_hidden_size
     for what, count in (("heads", shape.num_heads), ("width of the feed-forward part", width)):
         if count % layout.tp:
             edit.refuse("layout.tp", f"{what} {count} is no multiple of tp {layout.tp}")
@@ -795,14 +805,14 @@ def _check_dimensions(edit: Edit, found: Found, request: OverlayRequest, shape: 
 def _check_queues(edit: Edit, found: Found, request: OverlayRequest) -> None:
     """One hardware queue keeps collectives of tp and cp ahead of what they overlap; FSDP needs several."""
     layout = request.candidate.layout
-    said = edit.given_env.get(_QUEUES, os.environ.get(_QUEUES))
+    configured = edit.command_env.get(_QUEUES, os.environ.get(_QUEUES))
     shards = found.is_on(FSDP) or found.is_on("--use-torch-fsdp2")
-    if shards and said == "1":
+    if shards and configured == "1":
         edit.refuse("layout.zero_stage", f"FSDP takes {_QUEUES} above 1 or unset, and env says 1")
-    elif not shards and layout.tp * layout.cp > 1 and said is None:
+    elif not shards and layout.tp * layout.cp > 1 and configured is None:
         edit.env[_QUEUES] = "1"
-    elif not shards and layout.tp * layout.cp > 1 and said != "1":
-        edit.warn("layout.tp", f"{_QUEUES} is {said}: before Blackwell tp and cp need 1")
+    elif not shards and layout.tp * layout.cp > 1 and configured != "1":
+        edit.warn("layout.tp", f"{_QUEUES} is {configured}: before Blackwell tp and cp need 1")
     if layout.zero_stage >= 2 and layout.tp * layout.cp > 1:
         edit.warn("layout.zero_stage", "FSDP beside tp or cp: Megatron-LM advises against it before Blackwell")
 

@@ -27,11 +27,11 @@ from orchestrator.frameworks.gaps import (
     without_pipeline,
 )
 from orchestrator.frameworks.spelling import (
-    Draft,
     Found,
     Recipe,
     Setting,
     Settings,
+    SettingsBuilder,
     comments,
     custom,
     lacking,
@@ -131,12 +131,12 @@ _ARCHITECTURE = {
 }
 
 
-def _write_kind(draft: Draft) -> None:
-    draft.settings |= _FRAME
-    if isinstance(draft.workload.model, LlamaModel):
-        draft.settings |= _ARCHITECTURE
+def _write_kind(builder: SettingsBuilder) -> None:
+    builder.settings |= _FRAME
+    if isinstance(builder.workload.model, LlamaModel):
+        builder.settings |= _ARCHITECTURE
     else:
-        draft.refuse("workload.model", f"this recipe is for Llama, not models of kind {draft.workload.model.kind}")
+        builder.refuse("workload.model", f"this recipe is for Llama, not models of kind {builder.workload.model.kind}")
 
 
 def _read_kind(found: Found) -> dict[str, Any]:
@@ -144,27 +144,27 @@ def _read_kind(found: Found) -> dict[str, Any]:
     return {"workload.model.kind": "llama"} if "model.arch.type" in found else {}
 
 
-def _write_data(draft: Draft) -> None:
-    draft.warn("workload.data", "convert your tokens to MindRecord (seq_length + 1 per sample) and set dataset_dir")
+def _write_data(builder: SettingsBuilder) -> None:
+    builder.warn("workload.data", "convert your tokens to MindRecord (seq_length + 1 per sample) and set dataset_dir")
 
 
 # The layout and the batch.
 
 
-def _write_data_parallel(draft: Draft) -> None:
-    layout, before = draft.candidate.layout, draft.given(DP) or 1
-    draft.settings[DP] = layout.dp
-    if draft.is_export or (draft.changed("layout.zero_stage") and layout.dp > 1):
-        draft.settings[SHARDS] = layout.zero_stage > 0
+def _write_data_parallel(builder: SettingsBuilder) -> None:
+    layout, before = builder.candidate.layout, builder.current(DP) or 1
+    builder.settings[DP] = layout.dp
+    if builder.is_export or (builder.changed("layout.zero_stage") and layout.dp > 1):
+        builder.settings[SHARDS] = layout.zero_stage > 0
         if layout.zero_stage:
-            draft.settings[LEVEL] = f"level{layout.zero_stage}"
-    if layout.zero_stage and (draft.is_export or draft.given(SHARD_SIZE) is not None or layout.dp_replicate > 1):
-        draft.settings[SHARD_SIZE] = layout.dp_shard * layout.cp
-    if layout.zero_stage >= 2 and draft.is_export:
-        draft.settings[SHARDS_SUMS] = layout.gradient_reduction == "each"
-    rows = draft.given(STRATEGY)
+            builder.settings[LEVEL] = f"level{layout.zero_stage}"
+    if layout.zero_stage and (builder.is_export or builder.current(SHARD_SIZE) is not None or layout.dp_replicate > 1):
+        builder.settings[SHARD_SIZE] = layout.dp_shard * layout.cp
+    if layout.zero_stage >= 2 and builder.is_export:
+        builder.settings[SHARDS_SUMS] = layout.gradient_reduction == "each"
+    rows = builder.current(STRATEGY)
     if layout.dp != before and isinstance(rows, list):
-        draft.settings[STRATEGY] = [_split(one, before, layout.dp) for one in rows]
+        builder.settings[STRATEGY] = [_split(one, before, layout.dp) for one in rows]
 
 
 def _split(one: Any, before: int, now: int) -> Any:
@@ -188,18 +188,18 @@ def _read_data_parallel(found: Found) -> dict[str, Any]:
     return {**values, "layout.gradient_reduction": "each" if stage < 2 or found[SHARDS_SUMS] else "last"}
 
 
-def _write_embedding(draft: Draft) -> None:
+def _write_embedding(builder: SettingsBuilder) -> None:
     """Write the embedding split over the vocabulary, like the runner's, wherever there is tensor parallelism."""
-    draft.settings[EMBEDDING] = draft.candidate.layout.tp == 1
+    builder.settings[EMBEDDING] = builder.candidate.layout.tp == 1
 
 
-def _write_cp_method(draft: Draft) -> None:
-    layout = draft.candidate.layout
+def _write_cp_method(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
     if layout.cp == 1:
         return
-    draft.settings[CP_METHOD] = CP_METHODS.get(layout.cp_method, CP_METHODS["all_gather"])
+    builder.settings[CP_METHOD] = CP_METHODS.get(layout.cp_method, CP_METHODS["all_gather"])
     if layout.cp_method not in CP_METHODS:
-        draft.refuse("layout.cp_method", f"there is no {layout.cp_method}; this file says all_gather")
+        builder.refuse("layout.cp_method", f"there is no {layout.cp_method}; this file says all_gather")
 
 
 def _read_cp_method(found: Found) -> dict[str, Any]:
@@ -209,29 +209,29 @@ def _read_cp_method(found: Found) -> dict[str, Any]:
     return {"layout.cp_method": ours.get(str(found.get(CP_METHOD)))}
 
 
-def _write_pipeline(draft: Draft) -> None:
-    layout = draft.candidate.layout
-    chunks, number_of_batches = layout.num_virtual_stages, num_microbatches(draft)
+def _write_pipeline(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
+    chunks, number_of_batches = layout.num_virtual_stages, num_microbatches(builder)
     if layout.pp > 1:
-        share = draft.workload.num_layers // (layout.pp * chunks)
+        share = builder.workload.num_layers // (layout.pp * chunks)
         rows = [[count - share for count in each] for each in layout.stage_layers]
         offset = rows[0] if len(rows) == 1 else rows
-    if not draft.is_export:
-        draft.settings[PP] = layout.pp
+    if not builder.is_export:
+        builder.settings[PP] = layout.pp
         if layout.pp == 1:
-            draft.drop(CHUNKS, OFFSET, INTERLEAVE, SCHEDULER)
+            builder.drop(CHUNKS, OFFSET, INTERLEAVE, SCHEDULER)
             return
-        draft.settings[OFFSET] = offset if any(map(any, rows)) else 0
-        if chunks > 1 or draft.given(CHUNKS) is not None:
-            draft.settings |= {CHUNKS: chunks, INTERLEAVE: chunks > 1}
-        draft.settings[SCHEDULER] = SCHEDULERS[layout.schedule]
+        builder.settings[OFFSET] = offset if any(map(any, rows)) else 0
+        if chunks > 1 or builder.current(CHUNKS) is not None:
+            builder.settings |= {CHUNKS: chunks, INTERLEAVE: chunks > 1}
+        builder.settings[SCHEDULER] = SCHEDULERS[layout.schedule]
     elif layout.pp > 1:
-        draft.settings |= {INTERLEAVE: chunks > 1, SCHEDULER: SCHEDULERS[layout.schedule]}
-        draft.settings |= {CHUNKS: chunks, OFFSET: offset}
+        builder.settings |= {INTERLEAVE: chunks > 1, SCHEDULER: SCHEDULERS[layout.schedule]}
+        builder.settings |= {CHUNKS: chunks, OFFSET: offset}
         if _has_gap(layout.stage_layers):
-            draft.refuse("layout.stage_layers", _GAP)
+            builder.refuse("layout.stage_layers", _GAP)
         if number_of_batches < layout.pp:
-            draft.refuse("layout.pp", f"MindFormers needs a micro-batch per stage: {number_of_batches}")
+            builder.refuse("layout.pp", f"MindFormers needs a micro-batch per stage: {number_of_batches}")
 
 
 _GAP = "only the first and the last stage may be without layers"
@@ -271,11 +271,11 @@ def _held(offset: Any, layers: int, pp: int, chunks: int) -> Counts | None:
     return held if sum(map(sum, held)) == layers and len(held) == chunks else None
 
 
-def _write_micro_batch(draft: Draft) -> None:
-    copies = draft.candidate.layout.num_copies
-    if draft.changed("layout.num_copies"):
-        draft.settings[COPIES] = copies
-    draft.settings[BATCH] = draft.candidate.micro_batch_size // copies
+def _write_micro_batch(builder: SettingsBuilder) -> None:
+    copies = builder.candidate.layout.num_copies
+    if builder.changed("layout.num_copies"):
+        builder.settings[COPIES] = copies
+    builder.settings[BATCH] = builder.candidate.micro_batch_size // copies
 
 
 def _read_micro_batch(found: Found) -> dict[str, Any]:
@@ -283,8 +283,8 @@ def _read_micro_batch(found: Found) -> dict[str, Any]:
     return {"layout.num_copies": copies, "micro_batch_size": size * copies} if size and copies else {}
 
 
-def _write_batch(draft: Draft) -> None:
-    draft.settings[MICRO_BATCHES if draft.candidate.layout.pp > 1 else ACCUMULATED] = num_microbatches(draft)
+def _write_batch(builder: SettingsBuilder) -> None:
+    builder.settings[MICRO_BATCHES if builder.candidate.layout.pp > 1 else ACCUMULATED] = num_microbatches(builder)
 
 
 def _read_batch(found: Found) -> dict[str, Any]:
@@ -318,19 +318,21 @@ PATTERNS = {
 """Operators and modules of the runner's layers, and what MindFormers' Llama calls them."""
 
 
-def _write_recompute(draft: Draft) -> None:
-    recompute = draft.candidate.recompute
-    draft.settings |= {FULL: _rows(recompute.full), SELECT: False, COMMUNICATION: False}
-    said = {PATTERNS[part.pattern]: _rows(part.num_layers) for part in recompute.selective if part.pattern in PATTERNS}
+def _write_recompute(builder: SettingsBuilder) -> None:
+    recompute = builder.candidate.recompute
+    builder.settings |= {FULL: _rows(recompute.full), SELECT: False, COMMUNICATION: False}
+    configured = {
+        PATTERNS[part.pattern]: _rows(part.num_layers) for part in recompute.selective if part.pattern in PATTERNS
+    }
     unknown = [part.pattern for part in recompute.selective if part.pattern not in PATTERNS]
-    if said:
-        draft.settings[SELECT] = said
+    if configured:
+        builder.settings[SELECT] = configured
     if unknown:
-        draft.refuse("recompute.selective", f"{', '.join(unknown)}: known are {', '.join(PATTERNS)}")
+        builder.refuse("recompute.selective", f"{', '.join(unknown)}: known are {', '.join(PATTERNS)}")
     if recompute.communication:
-        draft.settings[COMMUNICATION] = {GATHERS: _rows(recompute.communication)}
-    if not draft.is_export and recompute.full == layers_of(draft.candidate.layout, draft.workload.num_layers):
-        draft.settings[FULL] = True  # as people write it
+        builder.settings[COMMUNICATION] = {GATHERS: _rows(recompute.communication)}
+    if not builder.is_export and recompute.full == layers_of(builder.candidate.layout, builder.workload.num_layers):
+        builder.settings[FULL] = True  # as people write it
 
 
 def _rows(counts: Counts) -> Any:
@@ -359,14 +361,14 @@ def _read_recompute(found: Found) -> dict[str, Any]:
     return values
 
 
-def _counts(said: Any, held: Counts, found: Found) -> Counts | None:
+def _counts(configured: Any, held: Counts, found: Found) -> Counts | None:
     """Layers per chunk and stage of true, false, numbers per stage, or lists of them per chunk; a command may
     name more layers than there are."""
-    if isinstance(said, bool):
-        return all_of(held) if said else ()
-    if not isinstance(said, list) or not said:
+    if isinstance(configured, bool):
+        return all_of(held) if configured else ()
+    if not isinstance(configured, list) or not configured:
         return None
-    rows = said if isinstance(said[0], list) else [said]
+    rows = configured if isinstance(configured[0], list) else [configured]
     shape = [len(row) for row in held]
     if [len(row) if isinstance(row, list) else -1 for row in rows] != shape:
         return None
@@ -379,17 +381,17 @@ def _counts(said: Any, held: Counts, found: Found) -> Counts | None:
     return counts if any(map(any, counts)) else ()
 
 
-def _patterns(said: Any, held: Counts, found: Found) -> dict[str, Counts] | None:
+def _patterns(configured: Any, held: Counts, found: Found) -> dict[str, Counts] | None:
     """Numbers of layers by pattern; of a plain list of patterns, all layers."""
-    if said in (False, None, {}, []):
+    if configured in (False, None, {}, []):
         return {}
-    pairs = dict.fromkeys(said, True) if isinstance(said, list) else said
+    pairs = dict.fromkeys(configured, True) if isinstance(configured, list) else configured
     if not isinstance(pairs, dict):
-        found.unread("recompute.selective", f"recompute: {said}")
+        found.unread("recompute.selective", f"recompute: {configured}")
         return None
     made = {str(name): _counts(value, held, found) for name, value in pairs.items()}
     if any(counts is None for counts in made.values()):
-        found.unread("recompute.selective", f"recompute: {said}")
+        found.unread("recompute.selective", f"recompute: {configured}")
         return None
     return {name: counts for name, counts in made.items() if counts}
 
@@ -400,30 +402,30 @@ _BY_MODULE = "formats are set for kinds of modules, not by lists of operators"
 _DTYPES = {"float16": "float16", "fp16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32"}
 
 
-def _write_precision(draft: Draft) -> None:
+def _write_precision(builder: SettingsBuilder) -> None:
     """Write number formats: weights stay fp32, as masters do; O1 keeps norms, softmax and residuals in fp32, too."""
-    precision = draft.candidate.precision
-    if draft.is_export:
-        refuse_fp8(draft)
+    precision = builder.candidate.precision
+    if builder.is_export:
+        refuse_fp8(builder)
     parts = precision.dtype if precision.level == "O2" else "float32"
-    draft.settings[COMPUTE] = precision.dtype
-    if draft.is_export:
-        draft.settings[WEIGHTS] = "float32"
-    draft.settings[RESIDUAL] = parts
-    if draft.is_export:
-        draft.settings |= dict.fromkeys(PARTS, parts)
-    draft.settings[SCALE] = 1.0
-    if precision.level == "O1" and draft.is_export:
-        draft.warn("precision.level", _BY_MODULE)
+    builder.settings[COMPUTE] = precision.dtype
+    if builder.is_export:
+        builder.settings[WEIGHTS] = "float32"
+    builder.settings[RESIDUAL] = parts
+    if builder.is_export:
+        builder.settings |= dict.fromkeys(PARTS, parts)
+    builder.settings[SCALE] = 1.0
+    if precision.level == "O1" and builder.is_export:
+        builder.warn("precision.level", _BY_MODULE)
     if precision.loss_scale is not None:
-        _write_loss_scale(draft, precision.loss_scale)
+        _write_loss_scale(builder, precision.loss_scale)
 
 
-def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
+def _write_loss_scale(builder: SettingsBuilder, scale: LossScale) -> None:
     if not scale.dynamic:
-        draft.settings[SCALE] = scale.initial
+        builder.settings[SCALE] = scale.initial
         return
-    draft.settings |= {
+    builder.settings |= {
         SCALE: {
             "type": "DynamicLossScaleUpdateCell",
             "loss_scale_value": scale.initial,
@@ -431,14 +433,14 @@ def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
             "scale_window": scale.growth_interval,
         }
     }
-    if not draft.is_export:
+    if not builder.is_export:
         return
     if scale.growth_factor != int(scale.growth_factor):
-        draft.refuse("precision.loss_scale.growth_factor", "whole numbers only")
+        builder.refuse("precision.loss_scale.growth_factor", "whole numbers only")
     if scale.backoff_factor * scale.growth_factor != 1.0:
-        draft.refuse("precision.loss_scale.backoff_factor", "always the inverse of growth_factor")
+        builder.refuse("precision.loss_scale.backoff_factor", "always the inverse of growth_factor")
     if scale.backoff_interval != 1:
-        draft.warn("precision.loss_scale.backoff_interval", "the scale shrinks after every overflow")
+        builder.warn("precision.loss_scale.backoff_interval", "the scale shrinks after every overflow")
 
 
 def _read_precision(found: Found) -> dict[str, Any]:
@@ -471,20 +473,20 @@ def _loss_scale(theirs: Any) -> LossScale:
     )
 
 
-def _write_loader(draft: Draft) -> None:
-    loader, settings = draft.candidate.loader, draft.settings
-    if not draft.is_export:
-        if draft.changed("loader.num_workers"):
+def _write_loader(builder: SettingsBuilder) -> None:
+    loader, settings = builder.candidate.loader, builder.settings
+    if not builder.is_export:
+        if builder.changed("loader.num_workers"):
             settings[WORKERS] = loader.num_workers
-        if loader.num_workers and draft.changed("loader.prefetch_factor"):
+        if loader.num_workers and builder.changed("loader.prefetch_factor"):
             settings[PREFETCH] = loader.prefetch_factor
         if not loader.num_workers:
-            draft.refuse("loader.num_workers", "MindSpore always reads beside the training process")
+            builder.refuse("loader.num_workers", "MindSpore always reads beside the training process")
     elif loader.tuning is None:
         settings |= {WORKERS: max(1, loader.num_workers), PREFETCH: max(1, loader.prefetch_factor)}
         if loader.num_workers == 0:
-            draft.warn("loader.num_workers", "MindSpore always reads beside the training process")
-            draft.warn("loader.prefetch_factor", "MindSpore always reads ahead")
+            builder.warn("loader.num_workers", "MindSpore always reads beside the training process")
+            builder.warn("loader.prefetch_factor", "MindSpore always reads ahead")
 
 
 def _read_loader(found: Found) -> dict[str, Any]:
@@ -497,19 +499,19 @@ def _read_loader(found: Found) -> dict[str, Any]:
     return {path: value for path, value in values.items() if value is not None}
 
 
-def _write_full_batch(draft: Draft) -> None:
-    full = draft.candidate.loader.full_batch
-    draft.settings |= {FULL_BATCH: full, STRATEGY: "full_batch" if full else [[draft.settings[DP], 1]]}
+def _write_full_batch(builder: SettingsBuilder) -> None:
+    full = builder.candidate.loader.full_batch
+    builder.settings |= {FULL_BATCH: full, STRATEGY: "full_batch" if full else [[builder.settings[DP], 1]]}
 
 
-def _write_attention(draft: Draft) -> None:
-    wanted = draft.candidate.kernels.attention
-    flash = wanted != "math" or (draft.is_export and draft.candidate.layout.cp > 1)
-    draft.settings[FLASH] = flash
-    if draft.is_export and wanted != ("flash" if flash else "math"):
-        draft.warn("kernels.attention", "flash attention; context parallelism takes no other")
+def _write_attention(builder: SettingsBuilder) -> None:
+    wanted = builder.candidate.kernels.attention
+    flash = wanted != "math" or (builder.is_export and builder.candidate.layout.cp > 1)
+    builder.settings[FLASH] = flash
+    if builder.is_export and wanted != ("flash" if flash else "math"):
+        builder.warn("kernels.attention", "flash attention; context parallelism takes no other")
     elif wanted not in ("flash", "math"):
-        draft.refuse("kernels.attention", "flash and math only")
+        builder.refuse("kernels.attention", "flash and math only")
 
 
 def _read_attention(found: Found) -> dict[str, Any]:
@@ -603,10 +605,10 @@ ROWS: tuple[Setting, ...] = (
 # Exports.
 
 
-def _render(draft: Draft) -> dict[str, str]:
-    content = tree({f"{FILE}:{name}": value for name, value in draft.settings.items()}, FILE)
+def _render(builder: SettingsBuilder) -> dict[str, str]:
+    content = tree({f"{FILE}:{name}": value for name, value in builder.settings.items()}, FILE)
     text = yaml.safe_dump(content, sort_keys=False, width=120)
-    return {FILE: "\n".join([*comments(draft.notes), text])}
+    return {FILE: "\n".join([*comments(builder.notes), text])}
 
 
 def _load(files: Mapping[str, str]) -> Settings:
@@ -618,8 +620,8 @@ def _load(files: Mapping[str, str]) -> Settings:
     return found | {name.partition(":")[2]: value for name, value in settings_of(FILE, content).items()}
 
 
-def _command(draft: Draft) -> str:
-    size = draft.candidate.layout.world_size
+def _command(builder: SettingsBuilder) -> str:
+    size = builder.candidate.layout.world_size
     return f'bash scripts/msrun_launcher.sh "run_mindformer.py --config {FILE} --use_parallel True" {size}'
 
 
@@ -670,7 +672,7 @@ class MindFormersSettings:
 
     def put(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
-            if name == BATCH and arguments.is_given(self._edit.argv, _BATCH_SIZE):
+            if name == BATCH and arguments.is_specified(self._edit.argv, _BATCH_SIZE):
                 self._edit.argv = arguments.write(self._edit.argv, _BATCH_SIZE, str(value))
                 continue
             self._config.put({name: value})
@@ -695,7 +697,7 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
         found.refuse("workload", f"no YAML found: write {SCRIPT} --config FILE, each word by itself")
         return None
     found.num_layers = found.whole("workload", _name_of(config, "num_layers"))
-    found.say({"workload.seq_length": found.whole("workload", _name_of(config, "seq_length"))})
+    found.add({"workload.seq_length": found.whole("workload", _name_of(config, "seq_length"))})
     keys = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size")
     numbers = {key: found.whole("workload.model", _name_of(config, key)) for key in keys}
     missing = [key for key, number in numbers.items() if number is None]
@@ -820,9 +822,9 @@ def _msrun(argv: Words) -> Words:
     return (*arguments.write(head, JOIN, "True"), *argv[at:])
 
 
-def _callbacks(said: Any) -> list[Any]:
+def _callbacks(configured: Any) -> list[Any]:
     """The user's callbacks without those that save or send, with the one that prints every step."""
-    kept = [one for one in said or [] if isinstance(one, dict) and not _saves(str(one.get("type", "")))]
+    kept = [one for one in configured or [] if isinstance(one, dict) and not _saves(str(one.get("type", "")))]
     monitors = [{**one, "per_print_times": 1} for one in kept if one.get("type") == _LOSS_MONITOR]
     others = [one for one in kept if one.get("type") != _LOSS_MONITOR]
     return [*(monitors or [{"type": _LOSS_MONITOR, "per_print_times": 1}]), *others]

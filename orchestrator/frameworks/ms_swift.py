@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.frameworks import documents
 from orchestrator.frameworks.arguments import Words
 from orchestrator.frameworks.edit import Overlay, OverlayRequest, Reading, Run, Training
-from orchestrator.frameworks.launchers import count, program_of, python_beside, without_launcher
+from orchestrator.frameworks.launchers import count, program_of, python_next_to, without_launcher
 from orchestrator.frameworks.trainer_arguments import ARGS, Dialect, find_files
 from orchestrator.frameworks.transformers import expected_of, table, trial_of_trainer
 from trials.script.command import LogFormat
@@ -60,7 +60,7 @@ def _plain(run: Run) -> Run:
     words, env = program.arguments, dict(run.env)
     head = program.head
     if program.name == "swift":
-        head = (python_beside(program.head[-1]), "-m", f"swift.cli.{method}")
+        head = (python_next_to(program.head[-1]), "-m", f"swift.cli.{method}")
         words = words[1:]
     name = words[0].strip("{}") if words else ""
     name = name if name in run.files else ARGS if words and words[0].endswith((".yaml", ".yml", ".json")) else name
@@ -122,7 +122,7 @@ TRAINING = Training(
     package="ms-swift",
     releases=">=4.0,<5",
     takes_launchers=True,
-    takes_own_names=True,
+    takes_custom_names=True,
     log=LogFormat(name="ms_swift", files=("{out}/logging.jsonl",)),
     recognises=_recognises,
     find_files=_find_files,

@@ -32,11 +32,11 @@ from orchestrator.frameworks.gaps import (
 )
 from orchestrator.frameworks.shell import WORLD_SIZE
 from orchestrator.frameworks.spelling import (
-    Draft,
     Found,
     Recipe,
     Setting,
     Settings,
+    SettingsBuilder,
     custom,
     lacking,
     number,
@@ -110,15 +110,15 @@ _DIMENSIONS = {
 """Names of the dimensions of a decoder in its ``config.json``."""
 
 
-def _write_kind(draft: Draft) -> None:
-    draft.settings |= _FRAME
-    draft.settings["max_seq_length"] = draft.workload.seq_length
-    if isinstance(draft.workload.model, LlamaModel):
-        draft.settings |= _ARCHITECTURE
-        draft.settings[f"{MODEL}max_position_embeddings"] = draft.workload.seq_length
+def _write_kind(builder: SettingsBuilder) -> None:
+    builder.settings |= _FRAME
+    builder.settings["max_seq_length"] = builder.workload.seq_length
+    if isinstance(builder.workload.model, LlamaModel):
+        builder.settings |= _ARCHITECTURE
+        builder.settings[f"{MODEL}max_position_embeddings"] = builder.workload.seq_length
     else:
-        draft.refuse(
-            "workload.model", f"run_pretrain.py trains decoders, not models of kind {draft.workload.model.kind}"
+        builder.refuse(
+            "workload.model", f"run_pretrain.py trains decoders, not models of kind {builder.workload.model.kind}"
         )
 
 
@@ -129,10 +129,10 @@ def _read_kind(found: Found) -> dict[str, Any]:
     return {**kind, "workload.seq_length": found.whole("workload", "max_seq_length")}
 
 
-def _write_data(draft: Draft) -> None:
-    draft.warn("workload.data", "make a data set of .bin and .idx with PaddleNLP's tools and set input_dir")
-    if isinstance(draft.workload.model, LlamaModel):
-        draft.warn(f"{LLAMA}.vocab_size", "run_pretrain.py rounds the tokenizer's size up to a multiple of 128")
+def _write_data(builder: SettingsBuilder) -> None:
+    builder.warn("workload.data", "make a data set of .bin and .idx with PaddleNLP's tools and set input_dir")
+    if isinstance(builder.workload.model, LlamaModel):
+        builder.warn(f"{LLAMA}.vocab_size", "run_pretrain.py rounds the tokenizer's size up to a multiple of 128")
 
 
 # The layout and the batch.
@@ -147,13 +147,13 @@ def _data_parallel(found: Settings) -> int:
     return int(found[WORLD_SIZE] // (found[TP] * found[PP] * _cp(found)))
 
 
-def _write_cp(draft: Draft) -> None:
-    layout = draft.candidate.layout
-    draft.drop(RING, ULYSSES)
+def _write_cp(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
+    builder.drop(RING, ULYSSES)
     if layout.cp > 1:
-        draft.settings[ULYSSES if layout.cp_method == "ulysses" else RING] = layout.cp
-    if draft.is_export and layout.cp > 1 and layout.cp_method == "all_gather":
-        draft.warn("layout.cp_method", "keys and values go round a ring instead of being gathered at once")
+        builder.settings[ULYSSES if layout.cp_method == "ulysses" else RING] = layout.cp
+    if builder.is_export and layout.cp > 1 and layout.cp_method == "all_gather":
+        builder.warn("layout.cp_method", "keys and values go round a ring instead of being gathered at once")
 
 
 def _read_cp(found: Found) -> dict[str, Any]:
@@ -167,19 +167,19 @@ def _read_cp(found: Found) -> dict[str, Any]:
     return {"layout.cp": max(ring, ulysses), "layout.cp_method": method}
 
 
-def _write_data_parallel(draft: Draft) -> None:
-    layout = draft.candidate.layout
+def _write_data_parallel(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
     if layout.zero_stage == 0:
-        draft.drop(SHARDING, SHARDS)
+        builder.drop(SHARDING, SHARDS)
         return
-    if draft.changed("layout.zero_stage"):
-        draft.settings[SHARDING] = f"stage{layout.zero_stage}"
-    if draft.is_export or layout.dp_replicate > 1 or draft.given(SHARDS) is not None:
-        draft.settings[SHARDS] = layout.dp_shard
+    if builder.changed("layout.zero_stage"):
+        builder.settings[SHARDING] = f"stage{layout.zero_stage}"
+    if builder.is_export or layout.dp_replicate > 1 or builder.current(SHARDS) is not None:
+        builder.settings[SHARDS] = layout.dp_shard
     if layout.zero_stage > 1 and layout.pp > 1:
-        draft.refuse("layout.zero_stage", "PaddleNLP takes stage1 only beside pipeline stages")
-    if draft.is_export and layout.cp > 1:
-        draft.refuse("layout.dp_shard", "states are not sharded over context-parallel ranks too: more memory")
+        builder.refuse("layout.zero_stage", "PaddleNLP takes stage1 only beside pipeline stages")
+    if builder.is_export and layout.cp > 1:
+        builder.refuse("layout.dp_shard", "states are not sharded over context-parallel ranks too: more memory")
 
 
 def _read_data_parallel(found: Found) -> dict[str, Any]:
@@ -195,26 +195,26 @@ def _read_data_parallel(found: Found) -> dict[str, Any]:
     return values if shards else {**values, "layout.dp_replicate": 1}
 
 
-def _write_pipeline(draft: Draft) -> None:
-    layout = draft.candidate.layout
-    if layout.pp == 1 and draft.is_export:
+def _write_pipeline(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
+    if layout.pp == 1 and builder.is_export:
         return
-    draft.settings |= {PP: layout.pp, CHUNKS: layout.num_virtual_stages}
+    builder.settings |= {PP: layout.pp, CHUNKS: layout.num_virtual_stages}
     if layout.pp == 1:
         return
     if layout.schedule == "zbv":
-        draft.refuse("layout.schedule", "PaddleNLP has no such zero-bubble schedule")
-        refuse_stages(draft, "stages in a V need the zero-bubble schedule")
+        builder.refuse("layout.schedule", "PaddleNLP has no such zero-bubble schedule")
+        refuse_stages(builder, "stages in a V need the zero-bubble schedule")
     elif layout.schedule == "gpipe":
         kind = "interleaved 1F1B" if layout.num_virtual_stages > 1 else "1F1B"
-        draft.warn("layout.schedule", f"Paddle runs {kind}: the same bubble, fewer activations in flight")
-    if layout.schedule == "gpipe" and not draft.is_export:
-        draft.refuse("layout.schedule", "Paddle has 1f1b and interleaved only")
+        builder.warn("layout.schedule", f"Paddle runs {kind}: the same bubble, fewer activations in flight")
+    if layout.schedule == "gpipe" and not builder.is_export:
+        builder.refuse("layout.schedule", "Paddle has 1f1b and interleaved only")
     if layout.schedule != "zbv" and not is_uniform(layout.stage_layers):
-        refuse_stages(draft, "every stage holds the same number of layers")
-    batches = num_microbatches(draft)
+        refuse_stages(builder, "every stage holds the same number of layers")
+    batches = num_microbatches(builder)
     if layout.num_virtual_stages > 1 and batches % layout.pp:
-        draft.refuse("layout.num_virtual_stages", f"{batches} micro-batches do not come in rounds of pp {layout.pp}")
+        builder.refuse("layout.num_virtual_stages", f"{batches} micro-batches do not come in rounds of pp {layout.pp}")
 
 
 def _read_pipeline(found: Found) -> dict[str, Any]:
@@ -236,8 +236,8 @@ def _read_pipeline(found: Found) -> dict[str, Any]:
     return values
 
 
-def _write_batch(draft: Draft) -> None:
-    draft.settings[ACCUMULATED] = num_microbatches(draft)
+def _write_batch(builder: SettingsBuilder) -> None:
+    builder.settings[ACCUMULATED] = num_microbatches(builder)
 
 
 def _read_batch(found: Found) -> dict[str, Any]:
@@ -252,40 +252,40 @@ def _read_batch(found: Found) -> dict[str, Any]:
 _GATHERED = "gathered sequence shards are kept: more memory"
 
 
-def _write_recompute(draft: Draft) -> None:
-    recompute = draft.candidate.recompute
+def _write_recompute(builder: SettingsBuilder) -> None:
+    recompute = builder.candidate.recompute
     if recompute.full:
-        _write_granularity(draft, "recompute.full", "full", recompute.full)
+        _write_granularity(builder, "recompute.full", "full", recompute.full)
         if recompute.selective:
-            draft.refuse("recompute.selective", "whole layers or attention are recomputed, not both")
+            builder.refuse("recompute.selective", "whole layers or attention are recomputed, not both")
     elif recompute.selective:
         granularities = {pattern: name for name, pattern in PATTERNS.items()}
         first, *others = recompute.selective
         if others or first.pattern not in granularities:
-            draft.refuse("recompute.selective", f"one of {', '.join(granularities)} is recomputed, nothing else")
+            builder.refuse("recompute.selective", f"one of {', '.join(granularities)} is recomputed, nothing else")
         else:
-            _write_granularity(draft, "recompute.selective", granularities[first.pattern], first.num_layers)
-    if draft.is_export:
+            _write_granularity(builder, "recompute.selective", granularities[first.pattern], first.num_layers)
+    if builder.is_export:
         return
-    draft.settings.setdefault(RECOMPUTE, False)
+    builder.settings.setdefault(RECOMPUTE, False)
     if recompute.communication:
-        draft.refuse("recompute.communication", _GATHERED)
+        builder.refuse("recompute.communication", _GATHERED)
 
 
-def _write_granularity(draft: Draft, knob: str, granularity: str, counts: Counts) -> None:
-    layout, num_layers = draft.candidate.layout, draft.workload.num_layers
+def _write_granularity(builder: SettingsBuilder, knob: str, granularity: str, counts: Counts) -> None:
+    layout, num_layers = builder.candidate.layout, builder.workload.num_layers
     again = layer_ids(counts, layout, num_layers)
     kept = [layer for layer in range(num_layers) if layer not in again]
     if kept and granularity == "full" and layout.pp > 1:
-        draft.warn(
+        builder.warn(
             knob, "beside pipeline stages every layer is recomputed in full, or none: here every one, which fits"
         )
         kept = []
-    draft.settings |= {RECOMPUTE: True, GRANULARITY: granularity}
-    if kept or draft.is_export:
-        draft.settings[KEPT] = kept
+    builder.settings |= {RECOMPUTE: True, GRANULARITY: granularity}
+    if kept or builder.is_export:
+        builder.settings[KEPT] = kept
     else:
-        draft.drop(KEPT)
+        builder.drop(KEPT)
 
 
 def _read_recompute(found: Found) -> dict[str, Any]:
@@ -322,41 +322,41 @@ def _recomputed(kept: Any, held: Counts) -> Counts | None:
 _LISTS = {"precision.white": "amp_custom_white_list", "precision.black": "amp_custom_black_list"}
 
 
-def _write_precision(draft: Draft) -> None:
-    precision, layout = draft.candidate.precision, draft.candidate.layout
-    draft.settings |= {
+def _write_precision(builder: SettingsBuilder) -> None:
+    precision, layout = builder.candidate.precision, builder.candidate.layout
+    builder.settings |= {
         "bf16": precision.dtype == "bfloat16",
         "fp16": precision.dtype == "float16",
         "fp16_opt_level": precision.level,
     }
-    if draft.is_export:
-        refuse_fp8(draft)
+    if builder.is_export:
+        refuse_fp8(builder)
         reduces_fp32 = layout.zero_stage >= 2 or layout.replicate_with == "fsdp2"
-        draft.settings["amp_master_grad"] = precision.level == "O2" and reduces_fp32
-        _write_operators(draft)
+        builder.settings["amp_master_grad"] = precision.level == "O2" and reduces_fp32
+        _write_operators(builder)
     if precision.loss_scale is not None:
-        draft.settings["scale_loss"] = precision.loss_scale.initial
-    if precision.loss_scale is not None and draft.is_export:
-        _note_loss_scale(draft, precision.loss_scale)
+        builder.settings["scale_loss"] = precision.loss_scale.initial
+    if precision.loss_scale is not None and builder.is_export:
+        _note_loss_scale(builder, precision.loss_scale)
 
 
-def _write_operators(draft: Draft) -> None:
+def _write_operators(builder: SettingsBuilder) -> None:
     for path, name in _LISTS.items():
-        operators = draft.values[path]
+        operators = builder.values[path]
         unknown = [operator for operator in operators if operator not in OPERATORS]
         if unknown:
-            draft.refuse(path, f"no operators of Paddle are known for {', '.join(unknown)}")
-        draft.settings[name] = [OPERATORS[known] for known in operators if known in OPERATORS]
+            builder.refuse(path, f"no operators of Paddle are known for {', '.join(unknown)}")
+        builder.settings[name] = [OPERATORS[known] for known in operators if known in OPERATORS]
 
 
-def _note_loss_scale(draft: Draft, scale: LossScale) -> None:
+def _note_loss_scale(builder: SettingsBuilder, scale: LossScale) -> None:
     if not scale.dynamic:
-        draft.refuse("precision.loss_scale.dynamic", "the scale always changes")
+        builder.refuse("precision.loss_scale.dynamic", "the scale always changes")
     for name in ("growth_factor", "backoff_factor"):
         if getattr(scale, name) != getattr(LossScale(), name):
-            draft.refuse(f"precision.loss_scale.{name}", f"always {getattr(LossScale(), name)}")
+            builder.refuse(f"precision.loss_scale.{name}", f"always {getattr(LossScale(), name)}")
     for name in ("growth_interval", "backoff_interval"):
-        draft.warn(f"precision.loss_scale.{name}", "the default of your version of Paddle counts")
+        builder.warn(f"precision.loss_scale.{name}", "the default of your version of Paddle counts")
 
 
 def _read_precision(found: Found) -> dict[str, Any]:
@@ -377,18 +377,18 @@ def _read_precision(found: Found) -> dict[str, Any]:
     return values | {path: tuple(names[theirs] for theirs in found.get(name, ())) for path, name in _LISTS.items()}
 
 
-def _write_workers(draft: Draft) -> None:
-    if draft.candidate.loader.tuning is None or not draft.is_export:
-        draft.settings[WORKERS] = draft.candidate.loader.num_workers
+def _write_workers(builder: SettingsBuilder) -> None:
+    if builder.candidate.loader.tuning is None or not builder.is_export:
+        builder.settings[WORKERS] = builder.candidate.loader.num_workers
 
 
-def _write_attention(draft: Draft) -> None:
-    wanted = draft.candidate.kernels.attention
-    draft.settings[FLASH] = wanted == "flash" or (draft.is_export and wanted != "math")
-    if wanted not in ("flash", "math") and draft.is_export:
-        draft.warn("kernels.attention", "flash attention, for the number formats that it takes")
+def _write_attention(builder: SettingsBuilder) -> None:
+    wanted = builder.candidate.kernels.attention
+    builder.settings[FLASH] = wanted == "flash" or (builder.is_export and wanted != "math")
+    if wanted not in ("flash", "math") and builder.is_export:
+        builder.warn("kernels.attention", "flash attention, for the number formats that it takes")
     elif wanted not in ("flash", "math"):
-        draft.refuse("kernels.attention", "flash and math only")
+        builder.refuse("kernels.attention", "flash and math only")
 
 
 def _read_attention(found: Found) -> dict[str, Any]:
@@ -487,10 +487,10 @@ _START = """python -u -m paddle.distributed.launch --nnodes "$NUM_NODES" --nproc
   --master "${MASTER:-}" run_pretrain.py paddlenlp.json "$@\""""
 
 
-def _render(draft: Draft) -> dict[str, str]:
-    model = {n.removeprefix(MODEL): value for n, value in draft.settings.items() if n.startswith(MODEL)}
-    given = {n: value for n, value in draft.settings.items() if not n.startswith(MODEL) and n != WORLD_SIZE}
-    script = dataclasses.replace(draft, settings={WORLD_SIZE: draft.settings[WORLD_SIZE]})
+def _render(builder: SettingsBuilder) -> dict[str, str]:
+    model = {n.removeprefix(MODEL): value for n, value in builder.settings.items() if n.startswith(MODEL)}
+    given = {n: value for n, value in builder.settings.items() if not n.startswith(MODEL) and n != WORLD_SIZE}
+    script = dataclasses.replace(builder, settings={WORLD_SIZE: builder.settings[WORLD_SIZE]})
     return {
         FILE: json.dumps(given, indent=2) + "\n",
         MODEL_FILE: json.dumps(model, indent=2) + "\n",
@@ -558,10 +558,10 @@ def _model_folder(argv: Words, file: str | None) -> str | None:
     if given is not None or file is None:
         return given
     try:
-        said = json.loads(read_regular(Path(file))).get("model_name_or_path")
+        configured = json.loads(read_regular(Path(file))).get("model_name_or_path")
     except (OSError, ValueError, AttributeError):
         return None
-    return said if isinstance(said, str) else None
+    return configured if isinstance(configured, str) else None
 
 
 class PaddleArguments:
@@ -584,7 +584,7 @@ class PaddleArguments:
         """Write values where the command has them, else in its file, else as arguments."""
         for name, value in values.items():
             argument = either_dash(f"--{name}")
-            if self._file.exists and not arguments.is_given(self._edit.argv, argument):
+            if self._file.exists and not arguments.is_specified(self._edit.argv, argument):
                 self._file.put({name: value})
             else:
                 text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -641,11 +641,11 @@ def _write_devices(edit: Edit, world_size: int) -> None:
     if arguments.read_text(head, _NODES) not in (None, "1"):
         return
     for argument in _DEVICES:
-        said = arguments.read_text(head, argument)
-        if said is not None and "{" not in said and len(said.split(",")) != world_size:
+        configured = arguments.read_text(head, argument)
+        if configured is not None and "{" not in configured and len(configured.split(",")) != world_size:
             head = arguments.write(head, argument, ",".join(map(str, range(world_size))))
-    said = arguments.read_text(head, _PROCESSES)
-    if said is not None and "{" not in said and said != str(world_size):
+    configured = arguments.read_text(head, _PROCESSES)
+    if configured is not None and "{" not in configured and configured != str(world_size):
         head = arguments.write(head, _PROCESSES, str(world_size))
     edit.argv = (*head, *rest)
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from orchestrator.frameworks.spelling import Draft, Setting, Settings, comments, custom
+from orchestrator.frameworks.spelling import Setting, Settings, SettingsBuilder, comments, custom
 
 WORLD_SIZE = "WORLD_SIZE"
 """Setting that is no argument: the number of processes over all nodes."""
@@ -17,26 +17,26 @@ WORLD_SIZE = "WORLD_SIZE"
 def world_size() -> Setting:
     """The number of processes over all nodes."""
 
-    def write(draft: Draft) -> None:
-        draft.settings[WORLD_SIZE] = draft.candidate.layout.world_size
+    def write(builder: SettingsBuilder) -> None:
+        builder.settings[WORLD_SIZE] = builder.candidate.layout.world_size
 
     return custom((), (WORLD_SIZE,), write)
 
 
-def script(draft: Draft, *, exports: Mapping[str, str], start: str) -> str:
+def script(builder: SettingsBuilder, *, exports: Mapping[str, str], start: str) -> str:
     """Text of the script.
 
     ``start`` is its command; it refers to ``"${ARGS[@]}"``, and to ``NUM_NODES`` and ``PROCESSES_PER_NODE``.
     """
     lines = [
         "#!/usr/bin/env bash",
-        *comments(draft.notes),
+        *comments(builder.notes),
         "set -euo pipefail",
-        f"{WORLD_SIZE}={draft.settings[WORLD_SIZE]}",
+        f"{WORLD_SIZE}={builder.settings[WORLD_SIZE]}",
         "NUM_NODES=${NUM_NODES:-1}",
         f"PROCESSES_PER_NODE=$(({WORLD_SIZE} / NUM_NODES))",
         *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
-        *_block(draft.settings),
+        *_block(builder.settings),
         start,
     ]
     return "\n".join(lines) + "\n"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from trials.spec import Candidate, Counts, HuggingFaceModel, OwnModel, PythonModel, ScriptModel, Workload
+from trials.spec import Candidate, Counts, HuggingFaceModel, PythonModel, ScriptModel, UserModel, Workload
 
 WORKLOAD = "workload"
 
@@ -141,7 +141,7 @@ class CommandSettings(Protocol):
 
 
 @dataclass(slots=True)
-class Draft:
+class SettingsBuilder:
     """Settings in the making: an export's files, or what an overlay changes in a command."""
 
     candidate: Candidate
@@ -159,7 +159,7 @@ class Draft:
     def is_export(self) -> bool:
         return self.command is None
 
-    def given(self, name: str) -> Any:
+    def current(self, name: str) -> Any:
         """The command's value of a setting; None for an export."""
         return self.command.get(name) if self.command is not None else None
 
@@ -213,7 +213,7 @@ class Found(Mapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def say(self, values: Mapping[str, Any]) -> None:
+    def add(self, values: Mapping[str, Any]) -> None:
         """Add values by path; one of None could not be understood and is left out."""
         self.fields |= {path: value for path, value in values.items() if value is not None}
 
@@ -253,7 +253,7 @@ class Setting:
 
     paths: tuple[str, ...]
     names: tuple[str, ...]
-    write: Callable[[Draft], None]
+    write: Callable[[SettingsBuilder], None]
     read: Callable[[Found], Mapping[str, Any]]
     overlay: Literal["none", "read", "written"] = "none"
     """Whether overlays read and write the row, too, or only read it; ``none``: it is for exports alone."""
@@ -264,7 +264,7 @@ class Setting:
 def row(
     paths: str | Iterable[str],
     names: str | Iterable[str],
-    write: Callable[[Draft], None],
+    write: Callable[[SettingsBuilder], None],
     read: Callable[[Found], Mapping[str, Any]],
     **options: Any,
 ) -> Setting:
@@ -281,8 +281,8 @@ def row(
 def number(path: str, name: str, **options: Any) -> Setting:
     """A whole number of the same meaning."""
 
-    def write(draft: Draft) -> None:
-        draft.settings[name] = draft.values[path]
+    def write(builder: SettingsBuilder) -> None:
+        builder.settings[name] = builder.values[path]
 
     return row(path, name, write, lambda found: {path: found.whole(path, name)}, **options)
 
@@ -290,8 +290,8 @@ def number(path: str, name: str, **options: Any) -> Setting:
 def switch(path: str, name: str, **options: Any) -> Setting:
     """A truth value of the same meaning."""
 
-    def write(draft: Draft) -> None:
-        draft.settings[name] = draft.values[path]
+    def write(builder: SettingsBuilder) -> None:
+        builder.settings[name] = builder.values[path]
 
     return row(path, name, write, lambda found: {path: found.is_on(name)}, **options)
 
@@ -302,9 +302,9 @@ def option(path: str, name: str, *, to: Callable[[Any], Any] = lambda value: val
     A field without a value here (of an absent part) writes nothing.
     """
 
-    def write(draft: Draft) -> None:
-        if path in draft.values:
-            draft.settings[name] = to(draft.values[path])
+    def write(builder: SettingsBuilder) -> None:
+        if path in builder.values:
+            builder.settings[name] = to(builder.values[path])
 
     def read(settings: Settings) -> dict[str, Any]:
         return {path: of(settings[name]) if of else settings[name]} if name in settings else {}
@@ -315,8 +315,8 @@ def option(path: str, name: str, *, to: Callable[[Any], Any] = lambda value: val
 def fixed(name: str, value: Any) -> Setting:
     """A setting that every export needs: the runner always works so, and the framework's default differs."""
 
-    def write(draft: Draft) -> None:
-        draft.settings[name] = value
+    def write(builder: SettingsBuilder) -> None:
+        builder.settings[name] = value
 
     return Setting(paths=(), names=(name,), write=write, read=lambda _: {})
 
@@ -331,9 +331,9 @@ def lacking(
     """
     only = defaults().get(path) if means is None else means
 
-    def write(draft: Draft) -> None:
-        if any(value != only for known, value in draft.values.items() if is_at_or_below(known, path)):
-            draft.note(severity, path, message)
+    def write(builder: SettingsBuilder) -> None:
+        if any(value != only for known, value in builder.values.items() if is_at_or_below(known, path)):
+            builder.note(severity, path, message)
 
     return Setting(
         paths=(path,),
@@ -347,7 +347,7 @@ def lacking(
 def custom(
     paths: Iterable[str],
     names: Iterable[str],
-    write: Callable[[Draft], None],
+    write: Callable[[SettingsBuilder], None],
     read: Callable[[Found], Mapping[str, Any]] = lambda _: {},
     overlay: Literal["none", "read"] = "none",
 ) -> Setting:
@@ -355,26 +355,28 @@ def custom(
     return Setting(paths=tuple(paths), names=tuple(names), write=write, read=read, overlay=overlay)
 
 
-def _refuse_scripts(draft: Draft) -> None:
-    if draft.candidate.own:
-        draft.refuse("own", "knobs of one's own belong to one's own program")
-    if isinstance(draft.workload.model, ScriptModel):
-        draft.refuse("workload.model.script", "the program is one's own: its export is the command with its files")
+def _refuse_scripts(builder: SettingsBuilder) -> None:
+    if builder.candidate.own:
+        builder.refuse("own", "knobs of one's own belong to one's own program")
+    if isinstance(builder.workload.model, ScriptModel):
+        builder.refuse("workload.model.script", "the program is one's own: its export is the command with its files")
 
 
 SCRIPTS = custom(("own", "workload.model.script", "workload.data.script"), (), _refuse_scripts)
-"""Setting of every recipe: a program of the user's own is not written anew for any framework."""
+"""Setting of every recipe: a user's program is not written again for any framework."""
 
 
-def _name_code(draft: Draft) -> None:
-    model = draft.workload.model
+def _name_code(builder: SettingsBuilder) -> None:
+    model = builder.workload.model
     if isinstance(model, PythonModel):
-        draft.warn("workload.model.python", f"your own code builds it: {model.model} in {model.cwd}")
-        draft.warn("workload.data.python", "your own code reads it")
+        builder.warn("workload.model.python", f"your own code builds it: {model.model} in {model.cwd}")
+        builder.warn("workload.data.python", "your own code reads it")
     if isinstance(model, HuggingFaceModel):
-        draft.warn("workload.model.huggingface", "transformers builds it, from the config.json of the sweep")
-    if isinstance(model, OwnModel) and draft.workload.seq_length > 1:
-        draft.warn("workload.seq_length", f"samples have {draft.workload.seq_length} tokens, as your data gives them")
+        builder.warn("workload.model.huggingface", "transformers builds it, from the config.json of the sweep")
+    if isinstance(model, UserModel) and builder.workload.seq_length > 1:
+        builder.warn(
+            "workload.seq_length", f"samples have {builder.workload.seq_length} tokens, as your data gives them"
+        )
 
 
 MODULES = custom(("workload.model.python", "workload.model.huggingface", "workload.data.python"), (), _name_code)
@@ -390,9 +392,9 @@ class Recipe:
     title: str
     """The framework's own name."""
     settings: tuple[Setting, ...]
-    render: Callable[[Draft], Mapping[str, str]]
+    render: Callable[[SettingsBuilder], Mapping[str, str]]
     load: Callable[[Mapping[str, str]], Settings]
-    command: Callable[[Draft], str]
+    command: Callable[[SettingsBuilder], str]
     defaults: Settings = field(default_factory=dict)
     """What the framework does without a setting."""
 
@@ -402,10 +404,12 @@ class Recipe:
 
     def export(self, candidate: Candidate, workload: Workload) -> Export:
         """Files and command for one configuration, with notes on what they do not say."""
-        draft = Draft(candidate, workload, flatten(candidate, workload))
+        builder = SettingsBuilder(candidate, workload, flatten(candidate, workload))
         for setting in self.all_settings:
-            setting.write(draft)
-        return Export(format=self.name, files=self.render(draft), command=self.command(draft), notes=tuple(draft.notes))
+            setting.write(builder)
+        return Export(
+            format=self.name, files=self.render(builder), command=self.command(builder), notes=tuple(builder.notes)
+        )
 
     def parse(self, files: Mapping[str, str]) -> Parsed:
         """Read files back that :meth:`export` made."""
@@ -420,8 +424,8 @@ def audited(recipe: Recipe, candidate: Candidate, workload: Workload) -> Export:
     export = recipe.export(candidate, workload)
     parsed = recipe.parse(export.files).values
     extra = [
-        Note(knob=path, message=_difference(asked, said), severity="error")
-        for path, (asked, said) in differences(flatten(candidate, workload), parsed).items()
+        Note(knob=path, message=_difference(requested, parsed_values), severity="error")
+        for path, (requested, parsed_values) in differences(flatten(candidate, workload), parsed).items()
         if not any(is_at_or_below(path, note.knob) for note in export.notes)
     ]
     return dataclasses.replace(export, notes=(*export.notes, *extra))
@@ -431,18 +435,18 @@ ABSENT = "nothing"
 """Value of a path that one side does not have, in messages."""
 
 
-def differences(asked: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(requested: Mapping[str, Any], parsed_values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What was asked for and what was said instead, by path; a candidate's field that is not said is the default."""
-    known = {**defaults(), **said}
+    known = {**defaults(), **parsed_values}
     return {
-        path: (asked.get(path, ABSENT), known.get(path, ABSENT))
-        for path in sorted({*asked, *said})
-        if asked.get(path, ABSENT) != known.get(path, ABSENT)
+        path: (requested.get(path, ABSENT), known.get(path, ABSENT))
+        for path in sorted({*requested, *parsed_values})
+        if requested.get(path, ABSENT) != known.get(path, ABSENT)
     }
 
 
-def _difference(asked: Any, said: Any) -> str:
-    return f"asked for {asked}, but these files say {said}"
+def _difference(requested: Any, parsed_values: Any) -> str:
+    return f"asked for {requested}, but these files say {parsed_values}"
 
 
 def comments(notes: Iterable[Note], mark: str = "#") -> list[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.frameworks.spelling import WORKLOAD, Draft, Recipe, Setting, Settings, custom, flatten
+from orchestrator.frameworks.spelling import WORKLOAD, Recipe, Setting, Settings, SettingsBuilder, custom, flatten
 from trials.accelerator.kinds import FAMILIES
 from trials.files import from_json, to_json
 from trials.spec import Candidate, TrialSpec, Workload
@@ -38,9 +38,9 @@ _TOOLS = tuple(
 """Lines that find the kind of device by the tools that are there; the last one that is there counts."""
 
 
-def _write(draft: Draft) -> None:
-    draft.settings["candidate"] = to_json(draft.candidate)
-    draft.settings["workload"] = to_json(draft.workload)
+def _write(builder: SettingsBuilder) -> None:
+    builder.settings["candidate"] = to_json(builder.candidate)
+    builder.settings["workload"] = to_json(builder.workload)
 
 
 def _read(settings: Settings) -> dict[str, Any]:
@@ -53,12 +53,12 @@ SETTINGS: tuple[Setting, ...] = (
 )
 
 
-def _render(draft: Draft) -> dict[str, str]:
-    trial = TrialSpec(workload=draft.workload, candidate=draft.candidate)
+def _render(builder: SettingsBuilder) -> dict[str, str]:
+    trial = TrialSpec(workload=builder.workload, candidate=builder.candidate)
     script = _RUN.format(
-        short=f"{draft.workload.model.kind}, configuration {draft.candidate.config_key[:12]},",
-        world_size=draft.candidate.layout.world_size,
-        key=draft.candidate.config_key[:12],
+        short=f"{builder.workload.model.kind}, configuration {builder.candidate.config_key[:12]},",
+        world_size=builder.candidate.layout.world_size,
+        key=builder.candidate.config_key[:12],
         spec=SPEC,
         kinds=", ".join(FAMILIES),
         tools="\n".join(_TOOLS),

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from orchestrator.frameworks import arguments
-from orchestrator.frameworks.arguments import Argument, Given, Words, either_dash, is_given
+from orchestrator.frameworks.arguments import Argument, ArgumentValue, Words, either_dash, is_specified
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     all_of,
@@ -29,10 +29,10 @@ from orchestrator.frameworks.gaps import (
     without_pipeline,
 )
 from orchestrator.frameworks.spelling import (
-    Draft,
     Found,
     Recipe,
     Setting,
+    SettingsBuilder,
     comments,
     custom,
     fixed,
@@ -122,13 +122,16 @@ def _truth(found: Found, name: str) -> bool | None:
 # The model and the run.
 
 
-def _write_kind(draft: Draft) -> None:
-    model = draft.workload.model
-    draft.settings[LENGTH] = draft.workload.seq_length
+def _write_kind(builder: SettingsBuilder) -> None:
+    model = builder.workload.model
+    builder.settings[LENGTH] = builder.workload.seq_length
     if not isinstance(model, LlamaModel):
-        draft.refuse("workload.model", f"torchtitan has no model like this {model.kind}")
+        builder.refuse("workload.model", f"torchtitan has no model like this {model.kind}")
         return
-    draft.settings |= {"model_spec.max_seq_len": draft.workload.seq_length, "loss.global_vocab_size": model.vocab_size}
+    builder.settings |= {
+        "model_spec.max_seq_len": builder.workload.seq_length,
+        "loss.global_vocab_size": model.vocab_size,
+    }
 
 
 def _read_kind(found: Found) -> dict[str, Any]:
@@ -138,8 +141,8 @@ def _read_kind(found: Found) -> dict[str, Any]:
     return {"workload.seq_length": _whole(found, "workload", LENGTH), **kind}
 
 
-def _write_seed(draft: Draft) -> None:
-    draft.settings[SEED] = draft.values["workload.seed"]
+def _write_seed(builder: SettingsBuilder) -> None:
+    builder.settings[SEED] = builder.values["workload.seed"]
 
 
 def _note_unread(found: Found) -> dict[str, Any]:
@@ -154,27 +157,27 @@ def _note_unread(found: Found) -> dict[str, Any]:
 # Number formats, kernels, data loading.
 
 
-def _write_precision(draft: Draft) -> None:
-    precision = draft.candidate.precision
-    if draft.is_export:
-        refuse_fp8(draft, "the float8 converter goes with weights gathered in 16 bits, as level O2 has")
+def _write_precision(builder: SettingsBuilder) -> None:
+    precision = builder.candidate.precision
+    if builder.is_export:
+        refuse_fp8(builder, "the float8 converter goes with weights gathered in 16 bits, as level O2 has")
         compute = "float32" if precision.level == "O0" else "bfloat16"
-        draft.settings |= {DTYPE: "float32", COMPUTE: compute, "training.mixed_precision_reduce": "float32"}
+        builder.settings |= {DTYPE: "float32", COMPUTE: compute, "training.mixed_precision_reduce": "float32"}
         if precision.dtype == "float16":
-            draft.refuse(
+            builder.refuse(
                 "precision", "torchtitan computes in bfloat16 or fp32, without loss scaling; this file says bfloat16"
             )
         elif precision.level == "O1":
-            draft.refuse(
+            builder.refuse(
                 "precision.level", "torchtitan has no autocast; this file says O2: weights are gathered in 16 bits"
             )
         return
     if precision.level == "O1":
-        draft.refuse("precision.level", "torchtitan has no level O1; its 16-bit format is that of level O2")
+        builder.refuse("precision.level", "torchtitan has no level O1; its 16-bit format is that of level O2")
     if precision.dtype == "float16":
-        draft.refuse("precision.dtype", "torchtitan computes in bfloat16 or float32")
+        builder.refuse("precision.dtype", "torchtitan computes in bfloat16 or float32")
     else:
-        draft.settings[COMPUTE] = precision.dtype
+        builder.settings[COMPUTE] = precision.dtype
 
 
 def _read_precision(found: Found) -> dict[str, Any]:
@@ -188,20 +191,20 @@ def _read_precision(found: Found) -> dict[str, Any]:
     return {}
 
 
-def _write_compile(draft: Draft) -> None:
-    kernels = draft.candidate.kernels
-    draft.settings[COMPILE] = kernels.compile != "off"
+def _write_compile(builder: SettingsBuilder) -> None:
+    kernels = builder.candidate.kernels
+    builder.settings[COMPILE] = kernels.compile != "off"
     by_blocks = "each block is compiled by itself, not the model as a whole"
     if kernels.compile == "model":
-        draft.note("warning" if draft.is_export else "error", "kernels.compile", by_blocks)
-    if not draft.is_export:
-        if kernels.compile != "off" and draft.changed("kernels.backend"):
-            draft.settings[COMPILER] = kernels.backend
+        builder.note("warning" if builder.is_export else "error", "kernels.compile", by_blocks)
+    if not builder.is_export:
+        if kernels.compile != "off" and builder.changed("kernels.backend"):
+            builder.settings[COMPILER] = kernels.backend
         return
     is_known = kernels.backend in COMPILERS
-    draft.settings |= {COMPONENTS: ["model"], COMPILER: kernels.backend if is_known else "inductor"}
+    builder.settings |= {COMPONENTS: ["model"], COMPILER: kernels.backend if is_known else "inductor"}
     if not is_known:
-        draft.refuse(
+        builder.refuse(
             "kernels.backend", f"FlexAttention compiles with {' or '.join(COMPILERS)} only; this file says inductor"
         )
 
@@ -219,14 +222,14 @@ def _read_compile(found: Found) -> dict[str, Any]:
 _LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 
 
-def _write_loader(draft: Draft) -> None:
-    loader = draft.candidate.loader
+def _write_loader(builder: SettingsBuilder) -> None:
+    loader = builder.candidate.loader
     for name in _LOADER:
         if name == "prefetch_factor":
-            if not loader.num_workers or draft.changed("loader.prefetch_factor"):
-                draft.settings["dataloader.prefetch_factor"] = loader.prefetch_factor or None
-        elif draft.changed(f"loader.{name}"):
-            draft.settings[f"dataloader.{name}"] = getattr(loader, name)
+            if not loader.num_workers or builder.changed("loader.prefetch_factor"):
+                builder.settings["dataloader.prefetch_factor"] = loader.prefetch_factor or None
+        elif builder.changed(f"loader.{name}"):
+            builder.settings[f"dataloader.{name}"] = getattr(loader, name)
 
 
 def _read_loader(found: Found) -> dict[str, Any]:
@@ -241,32 +244,32 @@ def _read_loader(found: Found) -> dict[str, Any]:
 # The layout, the batch, recompute.
 
 
-def _write_data_parallel(draft: Draft) -> None:
-    layout, stage = draft.candidate.layout, draft.candidate.layout.zero_stage
-    if draft.changed("layout.dp_replicate"):
-        draft.settings[REPLICAS] = layout.dp_replicate
-    if draft.changed("layout.dp_shard") or stage == 0:
-        draft.settings[SHARDS] = layout.dp_shard
-    if stage == 1 and not draft.is_export:
-        draft.refuse("layout.zero_stage", "FSDP2 has no stage 1")
-    elif draft.is_export or (stage and draft.changed("layout.zero_stage")):
-        draft.settings[RESHARD] = "always" if stage == 3 else "never"
-    if draft.is_export:
-        _note_data_parallel(draft)
+def _write_data_parallel(builder: SettingsBuilder) -> None:
+    layout, stage = builder.candidate.layout, builder.candidate.layout.zero_stage
+    if builder.changed("layout.dp_replicate"):
+        builder.settings[REPLICAS] = layout.dp_replicate
+    if builder.changed("layout.dp_shard") or stage == 0:
+        builder.settings[SHARDS] = layout.dp_shard
+    if stage == 1 and not builder.is_export:
+        builder.refuse("layout.zero_stage", "FSDP2 has no stage 1")
+    elif builder.is_export or (stage and builder.changed("layout.zero_stage")):
+        builder.settings[RESHARD] = "always" if stage == 3 else "never"
+    if builder.is_export:
+        _note_data_parallel(builder)
 
 
-def _note_data_parallel(draft: Draft) -> None:
-    layout = draft.candidate.layout
+def _note_data_parallel(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
     if layout.zero_stage == 1:
-        draft.warn("layout.zero_stage", "FSDP2 has no stage 1; this is stage 2, which computes the same")
+        builder.warn("layout.zero_stage", "FSDP2 has no stage 1; this is stage 2, which computes the same")
     if layout.cp > 1 and layout.dp_shard == 1:
-        draft.warn("layout.zero_stage", "weights are sharded over the cp ranks, where replicas were measured")
+        builder.warn("layout.zero_stage", "weights are sharded over the cp ranks, where replicas were measured")
     if _chooses_engine(layout) and layout.replicate_with == "ddp":
-        draft.warn("layout.replicate_with", "replicas are FSDP2's, not DDP's")
+        builder.warn("layout.replicate_with", "replicas are FSDP2's, not DDP's")
     if layout.dp_shard > 1 and not layout.shard_embedding:
-        draft.warn("layout.shard_embedding", "embedding and head are FSDP units of their own, gathered for each use")
+        builder.warn("layout.shard_embedding", "embedding and head are FSDP units of their own, gathered for each use")
     elif layout.shard_embedding and (layout.dp_shard == 1 or layout.dp_replicate > 1):
-        draft.refuse("layout.shard_embedding", f"embedding and head are sharded over {layout.dp_shard} ranks only")
+        builder.refuse("layout.shard_embedding", f"embedding and head are sharded over {layout.dp_shard} ranks only")
 
 
 def _chooses_engine(layout: Layout) -> bool:
@@ -293,12 +296,12 @@ def _read_data_parallel(found: Found) -> dict[str, Any]:
     return values
 
 
-def _write_reduction(draft: Draft) -> None:
-    layout = draft.candidate.layout
+def _write_reduction(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
     if layout.gradient_reduction == _reduction(layout.pp, layout.dp_shard):
         return
     when = "after a pipeline's last micro-batch" if layout.pp > 1 else "after every micro-batch"
-    draft.warn("layout.gradient_reduction", f"gradients are always reduced {when}")
+    builder.warn("layout.gradient_reduction", f"gradients are always reduced {when}")
 
 
 def _reduction(pp: int, dp_shard: int) -> Literal["each", "last"]:
@@ -307,38 +310,38 @@ def _reduction(pp: int, dp_shard: int) -> Literal["each", "last"]:
 
 
 def _degree(path: str, name: str, **always: Any) -> Setting:
-    def write(draft: Draft) -> None:
-        draft.settings[name] = draft.values[path]
+    def write(builder: SettingsBuilder) -> None:
+        builder.settings[name] = builder.values[path]
 
     fields = {f"layout.{knob}": value for knob, value in always.items()}
     return row(path, name, write, lambda found: {path: _whole(found, path, name), **fields})
 
 
-def _write_sequence_parallel(draft: Draft) -> None:
-    draft.settings[SEQUENCE] = draft.candidate.layout.sequence_parallel
+def _write_sequence_parallel(builder: SettingsBuilder) -> None:
+    builder.settings[SEQUENCE] = builder.candidate.layout.sequence_parallel
 
 
-def _write_engine(draft: Draft) -> None:
-    draft.settings[BACKEND] = ENGINES[draft.candidate.layout.tp_engine]
+def _write_engine(builder: SettingsBuilder) -> None:
+    builder.settings[BACKEND] = ENGINES[builder.candidate.layout.tp_engine]
 
 
 def _read_engine(found: Found) -> dict[str, Any]:
     return {"layout.tp_engine": next(ours for ours, theirs in ENGINES.items() if theirs == found[BACKEND])}
 
 
-def _write_pipeline(draft: Draft) -> None:
-    layout = draft.candidate.layout
-    draft.settings[PP] = layout.pp
+def _write_pipeline(builder: SettingsBuilder) -> None:
+    layout = builder.candidate.layout
+    builder.settings[PP] = layout.pp
     if layout.pp == 1:
         return
-    chunks = all_chunks(layout, draft.workload.num_layers)
+    chunks = all_chunks(layout, builder.workload.num_layers)
     parts = [[f"layers.{layer}" for layer in chunk.layer_ids] for chunk in chunks]
     parts[0].insert(0, "tok_embeddings")
     parts[-1] += ["norm", "lm_head"]
     is_looped_gpipe = layout.schedule == "gpipe" and layout.num_virtual_stages > 1
-    draft.settings |= {SCHEDULE: LOOPED_GPIPE if is_looped_gpipe else SCHEDULES[layout.schedule], PARTS: parts}
+    builder.settings |= {SCHEDULE: LOOPED_GPIPE if is_looped_gpipe else SCHEDULES[layout.schedule], PARTS: parts}
     if not all(parts):
-        draft.refuse("layout.stage_layers", "torchtitan cannot run a stage without a layer, between first and last")
+        builder.refuse("layout.stage_layers", "torchtitan cannot run a stage without a layer, between first and last")
 
 
 def _read_pipeline(found: Found) -> dict[str, Any]:
@@ -373,16 +376,16 @@ def _names(part: Any) -> list[str]:
     return part.split(",") if isinstance(part, str) else list(part)
 
 
-def _write_batch(draft: Draft) -> None:
+def _write_batch(builder: SettingsBuilder) -> None:
     """Write the batch: a rank's is one micro-batch, in a pipeline all those of a step."""
-    layout, micro, number = draft.candidate.layout, draft.candidate.micro_batch_size, num_microbatches(draft)
-    if draft.given(PP) == UNKNOWN:
-        draft.settings[PP] = layout.pp
-    draft.settings[LOCAL] = micro if layout.pp == 1 else micro * number
-    if draft.is_export or layout.pp > 1 or number != 1 or draft.given(GLOBAL) != -1:
-        draft.settings[GLOBAL] = draft.workload.global_batch_size
+    layout, micro, number = builder.candidate.layout, builder.candidate.micro_batch_size, num_microbatches(builder)
+    if builder.current(PP) == UNKNOWN:
+        builder.settings[PP] = layout.pp
+    builder.settings[LOCAL] = micro if layout.pp == 1 else micro * number
+    if builder.is_export or layout.pp > 1 or number != 1 or builder.current(GLOBAL) != -1:
+        builder.settings[GLOBAL] = builder.workload.global_batch_size
     if layout.pp > 1:
-        draft.settings[MICRO] = micro
+        builder.settings[MICRO] = micro
 
 
 def _read_batch(found: Found) -> dict[str, Any]:
@@ -392,19 +395,19 @@ def _read_batch(found: Found) -> dict[str, Any]:
     micro = local if pp == 1 else _whole(found, knob, MICRO)
     if total == -1 and local and micro and pp is not None:
         found.num_microbatches = local // micro
-    is_given = total is not None and total > 0
-    return {knob: None if pp is None else micro, "workload.global_batch_size": total if is_given else None}
+    is_specified = total is not None and total > 0
+    return {knob: None if pp is None else micro, "workload.global_batch_size": total if is_specified else None}
 
 
-def _write_recompute(draft: Draft) -> None:
-    recompute = draft.candidate.recompute
-    is_partial = recompute.full not in ((), present(draft))
-    if not draft.is_export and (recompute.selective or is_partial):
-        draft.refuse("recompute", "torchtitan recomputes all layers or none; selective has a list of its own")
+def _write_recompute(builder: SettingsBuilder) -> None:
+    recompute = builder.candidate.recompute
+    is_partial = recompute.full not in ((), present(builder))
+    if not builder.is_export and (recompute.selective or is_partial):
+        builder.refuse("recompute", "torchtitan recomputes all layers or none; selective has a list of its own")
         return
-    draft.settings[ACTIVATION_CHECKPOINT] = "full" if recompute.full else "none"
+    builder.settings[ACTIVATION_CHECKPOINT] = "full" if recompute.full else "none"
     if is_partial:
-        draft.warn("recompute.full", "it is all layers or none: this file says all, to be on the safe side of memory")
+        builder.warn("recompute.full", "it is all layers or none: this file says all, to be on the safe side of memory")
 
 
 def _read_recompute(found: Found) -> dict[str, Any]:
@@ -518,13 +521,13 @@ ROWS: tuple[Setting, ...] = (
 # Exports.
 
 
-def _command(draft: Draft) -> str:
-    world_size, module = draft.candidate.layout.world_size, FILE.removesuffix(".py")
+def _command(builder: SettingsBuilder) -> str:
+    world_size, module = builder.candidate.layout.world_size, FILE.removesuffix(".py")
     return f"torchrun --nproc-per-node {world_size} -m torchtitan.train --module {module} --config {FUNCTION}"
 
 
-def _render(draft: Draft) -> Mapping[str, str]:
-    return {FILE: module_text(draft.settings, comments(draft.notes), _command(draft))}
+def _render(builder: SettingsBuilder) -> Mapping[str, str]:
+    return {FILE: module_text(builder.settings, comments(builder.notes), _command(builder))}
 
 
 RECIPE = Recipe(
@@ -615,7 +618,7 @@ class TitanArguments:
             if name == ACTIVATION_CHECKPOINT:
                 self._put_policy(value)
                 continue
-            given: Given = value if isinstance(value, bool) else str(value)
+            given: ArgumentValue = value if isinstance(value, bool) else str(value)
             if name == PARTS:
                 given = tuple(",".join(part) for part in value)
             head = arguments.write(self.options, _argument(name), given)
@@ -638,7 +641,7 @@ def _is_policy(word: str) -> bool:
 def recognises(run: Run) -> bool:
     words = run.argv
     is_script = any(word.endswith("torchtitan/train.py") for word in words)
-    return "torchtitan.train" in words or is_script or is_given(words, _OLD)
+    return "torchtitan.train" in words or is_script or is_specified(words, _OLD)
 
 
 def find_files(argv: Words, cwd: str) -> Mapping[str, str]:
@@ -653,13 +656,13 @@ def find_files(argv: Words, cwd: str) -> Mapping[str, str]:
 def _model(edit: Edit, found: Found) -> LlamaModel | None:
     """The decoder, where the command names one of torchtitan's own."""
     given = TitanArguments(edit)
-    if is_given(edit.argv, _OLD):
+    if is_specified(edit.argv, _OLD):
         found.refuse("workload", "--job.config_file: torchtitan before 0.3 has other names; only 0.3 is known here")
     elif given.config is None:
         found.warn("workload", "the configuration function was not found or not understood: only arguments are read")
     flavor = given.get(MODEL)
     is_llama = any(word.rpartition("=")[2] in ("llama3", "torchtitan.models.llama3") for word in edit.argv)
-    if not (is_given(edit.argv, _MODULE) and is_llama and flavor in _LLAMA3):
+    if not (is_specified(edit.argv, _MODULE) and is_llama and flavor in _LLAMA3):
         return None
     hidden, layers, heads, groups, width = _LLAMA3[flavor]
     found.num_layers = layers

@@ -109,14 +109,14 @@ class TrainerArguments:
     def _place(self, name: str) -> None:
         """Give a configuration written in place of a path a file of its own; one that a file of arguments points to
         is put in the path's place, because no copy of another file can be named there."""
-        given = self.given(name)
+        given = self.current(name)
         if not isinstance(given, str):
             return
-        in_words = read(self.words, self._argument(name)) is not None
-        if in_words and given.lstrip().startswith("{") and _placeholder(given) == given:
+        is_in_command = read(self.words, self._argument(name)) is not None
+        if is_in_command and given.lstrip().startswith("{") and _placeholder(given) == given:
             self.edit.files[name], self.edit.names[name] = given, f"{name}.json"
             self.put({name: f"{{{name}}}"})
-        elif not in_words and name in self.edit.files and PurePath(given).name == self.edit.names.get(name):
+        elif not is_in_command and name in self.edit.files and PurePath(given).name == self.edit.names.get(name):
             self._document.put({name: documents.load(self.edit.files[name], given)})
 
     # ---- where they stand ----
@@ -131,16 +131,16 @@ class TrainerArguments:
 
     # ---- reading ----
 
-    def given(self, name: str) -> Any:
+    def current(self, name: str) -> Any:
         """An argument as it is given, or :data:`ABSENT`."""
-        said = read(self.words, self._argument(name))
-        return self._document.get(name, ABSENT) if said is None else said
+        configured = read(self.words, self._argument(name))
+        return self._document.get(name, ABSENT) if configured is None else configured
 
     def get(self, name: str, default: Any = None) -> Any:
         """A setting as it is given; ``default`` where it is not."""
         if is_of_engine(name):
             return self.engine.get(name, default)
-        given = self.given(name)
+        given = self.current(name)
         return default if given is ABSENT or given in (None, "None", "null", "") else given
 
     def is_on(self, name: str) -> bool:
@@ -148,7 +148,7 @@ class TrainerArguments:
 
     def section(self, name: str) -> FileSection | None:
         """The mapping that an argument gives, in the file of arguments or one of its own; None where there is none."""
-        given = self.given(name)
+        given = self.current(name)
         if isinstance(given, Mapping):
             return FileSection(self._document, name)
         placed = _placeholder(given) if isinstance(given, str) else ""
@@ -312,7 +312,7 @@ class ShardingEngine:
             self.put_config({"zero_optimization.stage": stage})
 
     def variable(self, name: str) -> str | None:
-        return self.edit.env.get(name, self.edit.given_env.get(name))
+        return self.edit.env.get(name, self.edit.command_env.get(name))
 
     def is_set(self, name: str) -> bool:
         return as_truth(self.variable(name)) is True
@@ -324,14 +324,14 @@ class ShardingEngine:
         """The engine that the Trainer's arguments ask for."""
         if self._arguments is None:
             return None
-        if self._is_given("deepspeed"):
+        if self._is_specified("deepspeed"):
             return "deepspeed"
-        return "fsdp" if self._is_given("fsdp") else None
+        return "fsdp" if self._is_specified("fsdp") else None
 
     @property
     def kind(self) -> Literal["ddp", "deepspeed", "fsdp"]:
-        if (asked := self.by_arguments) is not None:
-            return asked
+        if (requested := self.by_arguments) is not None:
+            return requested
         if self.is_set(USE_DEEPSPEED):
             return "deepspeed"
         return "fsdp" if self.is_set(USE_FSDP) else "ddp"
@@ -339,12 +339,14 @@ class ShardingEngine:
     @property
     def is_on_cpu(self) -> bool:
         """Whether the command asks for the CPU."""
-        asked = self._arguments is not None and (self._arguments.is_on("use_cpu") or self._arguments.is_on("no_cuda"))
-        return asked or self.is_set("ACCELERATE_USE_CPU")
+        requested = self._arguments is not None and (
+            self._arguments.is_on("use_cpu") or self._arguments.is_on("no_cuda")
+        )
+        return requested or self.is_set("ACCELERATE_USE_CPU")
 
-    def _is_given(self, name: str) -> bool:
+    def _is_specified(self, name: str) -> bool:
         assert self._arguments is not None
-        given = self._arguments.given(name)
+        given = self._arguments.current(name)
         if name == "fsdp" and given == "":
             return True  # --fsdp without a value
         return given not in (ABSENT, None, "", "None", "null", "no", [], {}) and as_truth(_plain(given)) is not False
@@ -364,7 +366,7 @@ class ShardingEngine:
         """The stage of a configuration that ms-swift has a name for."""
         if self._arguments is None or not self._arguments.dialect.presets:
             return None
-        return _PRESETS.get(str(self._arguments.given("deepspeed")))
+        return _PRESETS.get(str(self._arguments.current("deepspeed")))
 
     @property
     def stage(self) -> int | None:
@@ -397,7 +399,7 @@ class ShardingEngine:
     def put_preset(self, stage: int) -> None:
         """Name ms-swift's configuration for a stage, with offloading where the one before had it."""
         assert self._arguments is not None
-        offload = "_offload" if str(self._arguments.given("deepspeed")).endswith("_offload") and stage > 1 else ""
+        offload = "_offload" if str(self._arguments.current("deepspeed")).endswith("_offload") and stage > 1 else ""
         self._arguments.put({"deepspeed": f"zero{stage}{offload}"})
 
     # ---- FSDP ----
@@ -421,15 +423,15 @@ class ShardingEngine:
 
     def _fsdp_stage(self) -> int | None:
         """3 where weights are given back after the forward pass, else 2."""
-        words = str(self._arguments.given("fsdp")) if self.by_arguments and self._arguments is not None else ""
+        words = str(self._arguments.current("fsdp")) if self.by_arguments and self._arguments is not None else ""
         if "shard_grad_op" in words:
             return 2
         if "hybrid" in words or "no_shard" in words:
             return None
         given = (self.fsdp("reshard_after_forward"), self.fsdp("sharding_strategy"), True)
-        said = str(next(value for value in given if value not in (None, "None"))).lower()
+        configured = str(next(value for value in given if value not in (None, "None"))).lower()
         stages = {"true": 3, "1": 3, "full_shard": 3, "false": 2, "0": 2, "shard_grad_op": 2}
-        return stages.get(said)
+        return stages.get(configured)
 
     def leave(self) -> None:
         """Turn off DeepSpeed or FSDP, which leaves DDP."""
@@ -483,7 +485,7 @@ _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backen
 
 
 def find_launch_files(argv: Words, cwd: str) -> dict[str, str]:
-    """Path by placeholder of the launcher's YAML, the user's own default one included, and of DeepSpeed's JSON."""
+    """Path by placeholder of the launcher's YAML, the user's default one included, and of DeepSpeed's JSON."""
     launched = without_launcher(argv)
     if launched.launcher != "accelerate":
         return {}
@@ -515,8 +517,8 @@ def environment(options: Words, edit: Edit) -> dict[str, str]:
         edit.notes.append(
             Note(knob="layout", message=f"accelerate launch with {kind} is not supported", severity="error")
         )
-    env = {"ACCELERATE_MIXED_PRECISION": str(_said(options, config, "mixed_precision", "no")).lower()}
-    if as_truth(_said(options, config, "cpu", False)) or as_truth(config.get("use_cpu", False)):
+    env = {"ACCELERATE_MIXED_PRECISION": str(_configured(options, config, "mixed_precision", "no")).lower()}
+    if as_truth(_configured(options, config, "cpu", False)) or as_truth(config.get("use_cpu", False)):
         env["ACCELERATE_USE_CPU"] = "true"
     env |= dict(_dynamo(options, config))
     if kind == "FSDP":
@@ -552,11 +554,11 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _kind(options: Words, config: Mapping[str, Any]) -> str:
     """The distributed type, whose options win over the file."""
     names = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "megatron-lm": "MEGATRON_LM"}
-    asked = [kind for name, kind in names.items() if read(options, either_dash(f"--use-{name}", "flag"))]
-    return asked[0] if asked else str(config.get("distributed_type", "NO"))
+    requested = [kind for name, kind in names.items() if read(options, either_dash(f"--use-{name}", "flag"))]
+    return requested[0] if requested else str(config.get("distributed_type", "NO"))
 
 
-def _said(options: Words, config: Mapping[str, Any], name: str, default: Any) -> Any:
+def _configured(options: Words, config: Mapping[str, Any], name: str, default: Any) -> Any:
     """What an option says, else the file."""
     flag = name in ("cpu", "use_fullgraph")
     given = read(options, either_dash(f"--{name}", "flag" if flag else "value"))

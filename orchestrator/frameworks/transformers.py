@@ -23,7 +23,7 @@ from orchestrator.frameworks.documents import ABSENT
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import TORCH_SCALER, num_microbatches, without_pipeline
 from orchestrator.frameworks.launchers import count, imports, program_of, script_text, without_launcher
-from orchestrator.frameworks.spelling import Draft, Found, Setting, custom, number, row, switch
+from orchestrator.frameworks.spelling import Found, Setting, SettingsBuilder, custom, number, row, switch
 from orchestrator.frameworks.trainer_arguments import (
     CONFIGURATION,
     ENGINE,
@@ -97,10 +97,10 @@ def _is_on(found: Found, knob: str, name: str) -> bool | None:
 # Batch
 
 
-def _write_batch(draft: Draft) -> None:
-    if draft.changed("micro_batch_size"):
-        draft.settings[_BATCH] = draft.candidate.micro_batch_size
-    draft.settings[_ACCUMULATION] = num_microbatches(draft)
+def _write_batch(builder: SettingsBuilder) -> None:
+    if builder.changed("micro_batch_size"):
+        builder.settings[_BATCH] = builder.candidate.micro_batch_size
+    builder.settings[_ACCUMULATION] = num_microbatches(builder)
 
 
 def _read_batch(found: Found) -> dict[str, Any]:
@@ -137,23 +137,23 @@ def write_batch_of_deepspeed(engine: ShardingEngine, request: OverlayRequest) ->
 # Layout
 
 
-def _write_stage(draft: Draft) -> None:
-    stage = draft.candidate.layout.zero_stage
-    if draft.given(ENGINE) == "fsdp" and stage == 1:
-        draft.refuse("layout.zero_stage", "FSDP has no stage 1: DeepSpeed has")
+def _write_stage(builder: SettingsBuilder) -> None:
+    stage = builder.candidate.layout.zero_stage
+    if builder.current(ENGINE) == "fsdp" and stage == 1:
+        builder.refuse("layout.zero_stage", "FSDP has no stage 1: DeepSpeed has")
     else:
-        draft.settings[STAGE] = stage
+        builder.settings[STAGE] = stage
 
 
 def _read_layout(found: Found) -> dict[str, Any]:
     """Degrees; how many ranks data parallelism has is nothing that the program is told."""
     fixed = {"layout.cp": 1, "layout.sequence_parallel": False, "layout.shard_embedding": False, "layout.num_copies": 1}
-    said = {**without_pipeline(), **fixed, "layout.tp": _tensor_parallel(found)}
+    configured = {**without_pipeline(), **fixed, "layout.tp": _tensor_parallel(found)}
     stage = found.get(STAGE)
     if stage is None:
         found.unread("layout.zero_stage", f"the configuration of {found.get(ENGINE)}")
-        return said
-    return {**said, "layout.zero_stage": stage, "layout.replicate_with": "ddp"}
+        return configured
+    return {**configured, "layout.zero_stage": stage, "layout.replicate_with": "ddp"}
 
 
 def _tensor_parallel(found: Found) -> int | None:
@@ -215,49 +215,49 @@ def read_precision(found: Found, short: str) -> dict[str, Any]:
     if short not in _DTYPES:
         found.unread("precision.dtype", f"mixed precision {short}")
         return {}
-    said = {"precision.level": "O0" if short == "no" else level, "precision.dtype": _DTYPES[short]}
+    configured = {"precision.level": "O0" if short == "no" else level, "precision.dtype": _DTYPES[short]}
     if short != "fp16":
-        return said
-    return said | (scale_of_deepspeed(config.get) if config is not None and level == "O2" else TORCH_SCALER)
+        return configured
+    return configured | (scale_of_deepspeed(config.get) if config is not None and level == "O2" else TORCH_SCALER)
 
 
-def _deepspeed_dtype(config: FileSection, asked: str) -> str:
+def _deepspeed_dtype(config: FileSection, requested: str) -> str:
     """What DeepSpeed computes in: its own word, or the arguments' where it says ``auto`` or nothing."""
     for name in ("bf16", "fp16"):
-        said = config.get(f"{name}.enabled")
-        if said is True or (said in ("auto", None) and asked == name):
+        configured = config.get(f"{name}.enabled")
+        if configured is True or (configured in ("auto", None) and requested == name):
             return name
     return "no"
 
 
-def _write_precision(draft: Draft) -> None:
+def _write_precision(builder: SettingsBuilder) -> None:
     """Autocast by the Trainer's flags under DDP; by DeepSpeed's configuration under DeepSpeed."""
-    precision = draft.candidate.precision
+    precision = builder.candidate.precision
     short = SHORT.get(precision.dtype)
-    is_autocast = precision.level == "O1" and draft.given(CONFIGURATION) is not None
+    is_autocast = precision.level == "O1" and builder.current(CONFIGURATION) is not None
     for name in ("bf16", "fp16"):
         is_on = name == short and not is_autocast
-        if truth(draft.given(name)) is not is_on:
-            draft.settings[name] = is_on
-    if draft.given(_PRECISION) is not None:
-        draft.settings[_PRECISION] = "no" if is_autocast else short or "no"
-    write_precision_of_engine(draft)
+        if truth(builder.current(name)) is not is_on:
+            builder.settings[name] = is_on
+    if builder.current(_PRECISION) is not None:
+        builder.settings[_PRECISION] = "no" if is_autocast else short or "no"
+    write_precision_of_engine(builder)
 
 
-def write_precision_of_engine(draft: Draft) -> None:
+def write_precision_of_engine(builder: SettingsBuilder) -> None:
     """What DeepSpeed's configuration says of number formats, and what the others cannot do."""
-    precision, kind, config = draft.candidate.precision, draft.given(ENGINE), draft.given(CONFIGURATION)
+    precision, kind, config = builder.candidate.precision, builder.current(ENGINE), builder.current(CONFIGURATION)
     if kind == "ddp" and precision.level == "O2":
-        draft.refuse("precision.level", "DDP has autocast (O1), but no 16-bit weights with fp32 masters")
+        builder.refuse("precision.level", "DDP has autocast (O1), but no 16-bit weights with fp32 masters")
     elif kind == "fsdp" and precision.level == "O1":
-        draft.refuse("precision.level", "FSDP itself computes in 16 bits (O2), without autocast")
+        builder.refuse("precision.level", "FSDP itself computes in 16 bits (O2), without autocast")
     elif kind == "deepspeed" and precision.level == "O1" and config is None:
-        draft.refuse("precision.level", "autocast needs a configuration file of DeepSpeed, and there is none")
+        builder.refuse("precision.level", "autocast needs a configuration file of DeepSpeed, and there is none")
     if precision.loss_scale is not None and not (kind == "deepspeed" and precision.level == "O2"):
-        draft.warn(_SCALE, "torch's GradScaler is taken as it is")
+        builder.warn(_SCALE, "torch's GradScaler is taken as it is")
     if config is not None:
         changes = _precision_in_deepspeed(config, precision)
-        draft.settings |= {f"deepspeed:{key}": value for key, value in changes.items()}
+        builder.settings |= {f"deepspeed:{key}": value for key, value in changes.items()}
 
 
 _SCALE = "precision.loss_scale"
@@ -270,8 +270,8 @@ def _precision_in_deepspeed(config: FileSection, precision: Precision) -> dict[s
     changes: dict[str, Any] = {}
     short = SHORT.get(precision.dtype) if precision.level == "O2" else None
     for name in ("bf16", "fp16"):
-        said = config.get(f"{name}.enabled")
-        if said not in (None, "auto", name == short) or (said is None and name == short):
+        configured = config.get(f"{name}.enabled")
+        if configured not in (None, "auto", name == short) or (configured is None and name == short):
             changes[f"{name}.enabled"] = name == short
     if precision.level == "O1":
         changes |= {"torch_autocast.enabled": True, "torch_autocast.dtype": precision.dtype}
@@ -322,18 +322,18 @@ def _recompute(name: str) -> Setting:
             **full_recompute(found, any(on) or fsdp_recomputes(found)),
         }
 
-    def write(draft: Draft) -> None:
-        is_on = bool(draft.candidate.recompute.full)
-        if is_on and sum(map(sum, draft.candidate.recompute.full)) != draft.workload.num_layers:
-            draft.refuse("recompute.full", "it is all layers or none")
-        spelled = other if not is_off and draft.given(other) is not None else name
-        draft.settings[spelled] = is_on is not is_off
-        is_fsdp = draft.given(ENGINE) == "fsdp"
-        has_kwargs = any(draft.given(f"{stem}_checkpointing_kwargs") for stem in ("gradient", "activation"))
+    def write(builder: SettingsBuilder) -> None:
+        is_on = bool(builder.candidate.recompute.full)
+        if is_on and sum(map(sum, builder.candidate.recompute.full)) != builder.workload.num_layers:
+            builder.refuse("recompute.full", "it is all layers or none")
+        spelled = other if not is_off and builder.current(other) is not None else name
+        builder.settings[spelled] = is_on is not is_off
+        is_fsdp = builder.current(ENGINE) == "fsdp"
+        has_kwargs = any(builder.current(f"{stem}_checkpointing_kwargs") for stem in ("gradient", "activation"))
         if is_on and spelled == "gradient_checkpointing" and not has_kwargs and not is_fsdp:
-            draft.settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-        if is_fsdp and draft.given(_FSDP_RECOMPUTE) is not None:
-            draft.settings[_FSDP_RECOMPUTE] = is_on
+            builder.settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+        if is_fsdp and builder.current(_FSDP_RECOMPUTE) is not None:
+            builder.settings[_FSDP_RECOMPUTE] = is_on
 
     return row("recompute.full", (name, other, "gradient_checkpointing_kwargs", _FSDP_RECOMPUTE), write, read)
 
@@ -355,9 +355,9 @@ def _read_ahead(found: Found) -> dict[str, Any]:
     return {} if workers is None else {"loader.prefetch_factor": (ahead or 2) if workers else 0}
 
 
-def _write_ahead(draft: Draft) -> None:
-    if draft.candidate.loader.num_workers:
-        draft.settings[_AHEAD] = draft.candidate.loader.prefetch_factor
+def _write_ahead(builder: SettingsBuilder) -> None:
+    if builder.candidate.loader.num_workers:
+        builder.settings[_AHEAD] = builder.candidate.loader.prefetch_factor
 
 
 def _read_pinned(found: Found) -> dict[str, Any]:
@@ -380,31 +380,31 @@ def _read_compile(found: Found) -> dict[str, Any]:
     if not is_on and dynamo != "no":
         is_on, backend, mode = True, dynamo, found.get(_DYNAMO_MODE)
         what = "block" if truth(found.get(_REGIONAL)) is True else "model"
-    said = {"kernels.compile": what if is_on else "off", "kernels.backend": backend or "inductor"}
+    configured = {"kernels.compile": what if is_on else "off", "kernels.backend": backend or "inductor"}
     if (mode or "default") in MODES:
-        said["kernels.compile_mode"] = mode or "default"
+        configured["kernels.compile_mode"] = mode or "default"
     else:
         found.unread("kernels.compile_mode", f"torch_compile_mode {mode}")
     tf32 = _is_on(found, "kernels.matmul_precision", "tf32")
     if tf32 is not None or not is_on:  # the Trainer may turn it on by itself when it compiles
-        said["kernels.matmul_precision"] = "high" if tf32 else "highest"
-    return said
+        configured["kernels.matmul_precision"] = "high" if tf32 else "highest"
+    return configured
 
 
-def _write_compile(draft: Draft) -> None:
-    kernels = draft.candidate.kernels
-    if any(map(draft.changed, _COMPILE)):
+def _write_compile(builder: SettingsBuilder) -> None:
+    kernels = builder.candidate.kernels
+    if any(map(builder.changed, _COMPILE)):
         if kernels.compile == "block":
-            draft.refuse("kernels.compile", "the Trainer compiles the whole model")
-        draft.drop("torch_compile_backend", "torch_compile_mode")
-        draft.settings["torch_compile"] = is_on = kernels.compile != "off"
+            builder.refuse("kernels.compile", "the Trainer compiles the whole model")
+        builder.drop("torch_compile_backend", "torch_compile_mode")
+        builder.settings["torch_compile"] = is_on = kernels.compile != "off"
         if is_on and (kernels.backend, kernels.compile_mode) != ("inductor", "default"):
-            draft.settings["torch_compile_backend"] = kernels.backend
-            draft.settings["torch_compile_mode"] = kernels.compile_mode
-    if draft.changed("kernels.matmul_precision"):
+            builder.settings["torch_compile_backend"] = kernels.backend
+            builder.settings["torch_compile_mode"] = kernels.compile_mode
+    if builder.changed("kernels.matmul_precision"):
         if kernels.matmul_precision == "medium":
-            draft.refuse("kernels.matmul_precision", "the Trainer has TF32 (high) or not (highest)")
-        draft.settings["tf32"] = kernels.matmul_precision != "highest"
+            builder.refuse("kernels.matmul_precision", "the Trainer has TF32 (high) or not (highest)")
+        builder.settings["tf32"] = kernels.matmul_precision != "highest"
 
 
 _COMPILE = ("kernels.compile", "kernels.backend", "kernels.compile_mode")
@@ -422,14 +422,14 @@ def _attention(dialect: Dialect) -> Setting:
             found.unread("kernels.attention", f"{name} {theirs}")
         return {"kernels.attention": ours}
 
-    def write(draft: Draft) -> None:
-        wanted = draft.candidate.kernels.attention
+    def write(builder: SettingsBuilder) -> None:
+        wanted = builder.candidate.kernels.attention
         if wanted not in known:
-            draft.refuse("kernels.attention", f"{name} has no {wanted}: it has {', '.join(known)}")
-        elif dialect.attention is None and draft.given(name) not in known.values():
-            draft.refuse("kernels.attention", f"the command has no --{name}: write it there if your script has it")
+            builder.refuse("kernels.attention", f"{name} has no {wanted}: it has {', '.join(known)}")
+        elif dialect.attention is None and builder.current(name) not in known.values():
+            builder.refuse("kernels.attention", f"the command has no --{name}: write it there if your script has it")
         else:
-            draft.settings[name] = known[wanted]
+            builder.settings[name] = known[wanted]
 
     return row("kernels.attention", name, write, read)
 
@@ -463,7 +463,7 @@ def _shape(edit: Edit, found: Found) -> LlamaModel | None:
     shape = next((shape for shape in shapes if shape is not None), None)
     found.num_layers = shape.num_layers if shape else None
     lengths = (found.whole("workload.seq_length", name) for name in _LENGTHS)
-    found.say({"workload.seq_length": next((size for size in lengths if size and size > 0), None)})
+    found.add({"workload.seq_length": next((size for size in lengths if size and size > 0), None)})
     return shape
 
 
@@ -478,12 +478,12 @@ def _note_unread(edit: Edit, found: Found) -> None:
     arguments = typing.cast(TrainerArguments, found.command)
     script = program_of(edit.argv).script
     if script is not None and Path(edit.cwd, script).with_suffix(".args").is_file():
-        beside = Path(script).with_suffix(".args").name
-        found.unread("workload", f"{beside}, which transformers reads beside the script")
+        sibling = Path(script).with_suffix(".args").name
+        found.unread("workload", f"{sibling}, which transformers reads beside the script")
     if any(word.startswith("@") for word in arguments.words):
         found.unread("workload", "a file of arguments (@...)")
     for name in ("deepspeed", "fsdp_config"):
-        given = arguments.given(name)
+        given = arguments.current(name)
         is_path = isinstance(given, str) and given and "{" not in given and not arguments.dialect.presets
         if is_path and arguments.section(name) is None:
             found.unread("layout.zero_stage", f"{name} {given}: there is no such file")
@@ -552,7 +552,7 @@ TRIAL: Mapping[str, Any] = {
 not."""
 
 
-_OFF_WHERE_GIVEN = ("do_eval", "do_predict", "eval_on_start", "plot_loss", "auto_find_batch_size")
+_OFF_IF_SPECIFIED = ("do_eval", "do_predict", "eval_on_start", "plot_loss", "auto_find_batch_size")
 
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -592,12 +592,12 @@ def trial_of_trainer(
     """
     edit = edit_of(overlay)
     arguments = TrainerArguments(edit, dialect)
-    old_name = arguments.given("evaluation_strategy") is not ABSENT
+    old_name = arguments.current("evaluation_strategy") is not ABSENT
     for name, value in {**TRIAL, **(more or {})}.items():
         arguments.put({"evaluation_strategy" if old_name and name == "eval_strategy" else name: value})
-    arguments.put({name: False for name in _OFF_WHERE_GIVEN if arguments.given(name) is not ABSENT})
+    arguments.put({name: False for name in _OFF_IF_SPECIFIED if arguments.current(name) is not ABSENT})
     arguments.drop("resume_from_checkpoint")
-    if arguments.given("logging_dir") is not ABSENT:
+    if arguments.current("logging_dir") is not ABSENT:
         arguments.put({"logging_dir": OUT})
     limit = str(arguments.get("max_steps"))
     if limit.isdigit() and 0 < int(limit) < last_step:
@@ -635,7 +635,7 @@ TRAINING = Training(
     package="transformers",
     releases=">=4.46,<6",
     takes_launchers=True,
-    takes_own_names=True,
+    takes_custom_names=True,
     log=LogFormat(name="transformers"),
     recognises=_recognises,
     find_files=_find_files,

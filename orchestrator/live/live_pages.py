@@ -16,17 +16,17 @@ from orchestrator import statistics, units
 from orchestrator.errors import ConfigError
 from orchestrator.objective import unit_legend
 from orchestrator.process_support import Invocation
-from orchestrator.report import words
+from orchestrator.report import descriptions
 from orchestrator.report.curves import Finalist
+from orchestrator.report.descriptions import CommandPurpose, findings_lines
 from orchestrator.report.page import page as offline
 from orchestrator.report.report import clock_parts, make_short_report, next_commands
 from orchestrator.report.summary import headline, speedup
 from orchestrator.report.tables import change_table, make_trial_table, progress_cell
 from orchestrator.report.view import Cell, Column, ShownRow, cell_of, table_of
-from orchestrator.report.words import CommandPurpose, findings_lines
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.status.explanation import AttemptExplanation, Explanation, RankLog, attempt_logs, explain
-from orchestrator.status.overview import Fact, age_words, eta_s, facts, running_table, summary_of
+from orchestrator.status.overview import Fact, age_text, eta_s, facts, running_table, summary_of
 from orchestrator.sweep.checkpoint import FAULTS, RETRIABLE
 from orchestrator.sweep.ledger import FILE_NAME, LedgerError
 from orchestrator.sweep.snapshot import AT_REST, Home, Phase, Snapshot
@@ -133,7 +133,7 @@ def static(name: str) -> tuple[str, bytes] | None:
     return ("text/javascript; charset=utf-8", files[name].read_bytes()) if name in files else None
 
 
-class SweepLook:
+class SweepView:
     """Reads one sweep. Its rows are made again only when an event or a running trial's progress requires it."""
 
     def __init__(self, home: Home, name: str, invocation: Invocation, links: Links) -> None:
@@ -173,10 +173,10 @@ class SweepLook:
             return dict.fromkeys(("html/verdict", "html/confirmation", "html/commands", "intervals"))
         report = make_short_report(sweep.state, summary)
         is_early = not report.shown and not sweep.state.is_over
-        said = "Nothing has been measured yet." if is_early else report.headline
+        sentence = "Nothing has been measured yet." if is_early else report.headline
         proof = report.proof
         return {
-            "html/verdict": fragment("result", report, said, self._to),
+            "html/verdict": fragment("result", report, sentence, self._to),
             "html/confirmation": fragment("confirmation", proof, self._to) if proof.finalists else None,
             "intervals": [_interval(one) for one in proof.finalists],
             "html/commands": fragment("commands", _commands(sweep, self._invocation)),
@@ -195,7 +195,7 @@ class SweepLook:
         hidden, hidden_checks = state.num_searched - len(table.rows), state.num_checks - len(checks.rows)
         rows = {f"trial/{trial.number}": row for row, trial in zip(table.rows, table.trials, strict=True)}
         for row, trial in zip(checks.rows, checks.trials, strict=True):
-            what = {"what": Cell(words.check_words(trial.check))}
+            what = {"what": Cell(descriptions.check_text(trial.check))}
             rows[f"check/{trial.number}"] = replace(row, cells={**row.cells, **what}, mood="")
         gone = dict.fromkeys(self._rows.keys() - rows.keys())
         for name in gone:
@@ -280,7 +280,7 @@ def heading(sweep: Snapshot) -> dict[str, Any]:
         "status": status_line(sweep),
         "is_virtual": sweep.is_virtual,
         "actions": allowed,
-        "retriable": [[kind, units.status_words(kind), number, kind in FAULTS] for kind, number in retriable.items()],
+        "retriable": [[kind, units.status_label(kind), number, kind in FAULTS] for kind, number in retriable.items()],
     }
 
 
@@ -312,7 +312,7 @@ def _commands(sweep: Snapshot, invocation: Invocation) -> list[tuple[str, str]]:
     if sweep.state.is_over:
         purposes += ["promote", "rollback", "confirm"]
     found = {one.purpose: one.command for one in next_commands(sweep.state, invocation)}
-    return [(words.PURPOSE_WORDS[purpose], found[purpose]) for purpose in purposes if purpose in found]
+    return [(descriptions.PURPOSE_LABELS[purpose], found[purpose]) for purpose in purposes if purpose in found]
 
 
 def _interval(one: Finalist) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def _interval(one: Finalist) -> dict[str, Any]:
     return {
         "id": units.trial_id(one.trial),
         "outcome": one.outcome,
-        "title": f"{units.ratio(overall.value, overall) if overall else units.DASH}, {words.finalist_words(one)}",
+        "title": f"{units.ratio(overall.value, overall) if overall else units.DASH}, {descriptions.finalist_text(one)}",
         "value": overall.value if overall else None,
         "low": overall.low if overall else None,
         "high": overall.high if overall else None,
@@ -353,20 +353,20 @@ def _point(trial: Trial, row: ShownRow, state: SweepState) -> dict[str, Any] | N
     return found
 
 
-class IndexLook:
+class IndexView:
     """Reads all sweeps of a home."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self._seen: dict[str, tuple[int, Snapshot]] = {}
-        self._told: set[str] = set()
+        self._published: set[str] = set()
 
     def parts(self) -> Mapping[str, Any]:
         """A row for each sweep that can be read."""
         rows = [row for name in self._home.all_names() if (row := self._row(name))]
         found = {f"sweep/{row.cells['sweep'].text}": _index_part(row) for row in rows}
-        gone = dict.fromkeys(self._told - found.keys())
-        self._told = set(found)
+        gone = dict.fromkeys(self._published - found.keys())
+        self._published = set(found)
         return {"html/table": fragment("frame", "All sweeps", INDEX_COLUMNS, "state"), **found, **gone}
 
     def _row(self, name: str) -> ShownRow | None:
@@ -394,7 +394,7 @@ def _index_row(sweep: Snapshot, home: Home) -> ShownRow:
     state, summary, began_at_s = sweep.state, summary_of(sweep, home), sweep.began_at_s or 0.0
     compared = speedup(state.best, state.baseline, state.objective)
     limit = state.created.budget.max_trials if state.created else None
-    age = age_words(sweep.at_s - began_at_s) if began_at_s else ""
+    age = age_text(sweep.at_s - began_at_s) if began_at_s else ""
     cells = {
         "sweep": Cell(sweep.name, below=watermark(state.virtual)),
         "state": Cell(sweep.phase, 1e12 * int(sweep.phase in AT_REST) - began_at_s, below=plain(sweep.reason)),
@@ -425,25 +425,25 @@ def trial_document(home: Home, sweep: str, number: int, invocation: Invocation) 
     found = explain(sweep, str(number), home)
     trial, measurement = found.trial, found.measurement
     evidence = found.attempts[-1].evidence if found.attempts and measurement is None else None
-    knobs = {name: units.value_words(value) for name, value in flat_params(trial.candidate).items()}
+    knobs = {name: units.value_text(value) for name, value in flat_params(trial.candidate).items()}
     lines = [*found.proof, *(findings_lines(measurement.findings) if measurement else ())]
     is_measured = measurement is not None or lines
     attempts = table_of(ATTEMPT_COLUMNS, map(_attempt, found.attempts), "Attempts")
     html = {
-        "why": fragment("why", trial, change_table(found.changed), _predicted(found)),
+        "origin": fragment("origin", trial, change_table(found.changed), _predicted(found)),
         "failed": fragment("failed", found, evidence),
         "measured": fragment("measured", *_measured(found), lines) if is_measured else "",
         "attempts": fragment("attempts", attempts),
         "configuration": fragment("configuration", knobs),
         "commands": fragment("commands", list(_trial_commands(found, invocation))),
     }
-    state = units.status_words(trial.status)
+    state = units.status_label(trial.status)
     return {
         "title": f"{units.trial_id(number)} of {sweep}: {state}",
         "name": short_name(trial.candidate),
         "state": state,
         "class": STATUS_CLASSES.get(trial.status, "bad"),
-        "status": "; ".join(filter(None, (words.check_words(trial.check), *map(plain, found.pending)))),
+        "status": "; ".join(filter(None, (descriptions.check_text(trial.check), *map(plain, found.pending)))),
         "html": html,
         "curves": _curves(measurement) if measurement else {},
         "attempts": [[one.number, _ended(one), len(one.attempt.ranks)] for one in found.attempts],
@@ -455,18 +455,18 @@ def _measured(found: Explanation) -> tuple[dict[str, str], list[str]]:
     measurement = found.measurement
     if measurement is None:
         return {}, []
-    graph, peak = measurement.findings.graph, words.peak_memory(measurement)
+    graph, peak = measurement.findings.graph, descriptions.peak_memory(measurement)
     rows = {
         "speed": found.figures,
-        "spread of the step time": words.spread(measurement),
+        "spread of the step time": descriptions.spread(measurement),
         "peak memory": f"{peak} on the fullest rank" if measurement.peak_bytes else "",
         "steps": f"{len(measurement.step_times_s)} measured after {measurement.num_warmup_steps} of warm-up",
-        "of which": words.peak_memory_parts(measurement),
-        "model FLOPs utilisation": "" if measurement.mfu is None else f"{100 * measurement.mfu:.1f} %",
-        "machine": words.usage(measurement),
-        "busy machine": words.disturbed(measurement),
-        "trend": words.trend(measurement),
-        "compilation": words.compilation(graph) if graph is not None and graph.compile_s else "",
+        "of which": descriptions.peak_memory_parts(measurement),
+        "model FLOPs utilisation": "" if measurement.mfu is None else f"{100 * measurement.mfu:.1f}%",
+        "machine": descriptions.usage(measurement),
+        "busy machine": descriptions.disturbed(measurement),
+        "trend": descriptions.trend(measurement),
+        "compilation": descriptions.compilation(graph) if graph is not None and graph.compile_s else "",
     }
     step = clock_parts(found.trial.number, measurement)
     parts = [
@@ -491,7 +491,7 @@ def _curves(measurement: Measurement) -> dict[str, list[float]]:
 
 def _ended(one: AttemptExplanation) -> str:
     outcome = one.attempt.outcome
-    return units.status_words(outcome.kind if outcome else "running")
+    return units.status_label(outcome.kind if outcome else "running")
 
 
 def _attempt(one: AttemptExplanation) -> Sequence[str]:

@@ -381,7 +381,9 @@ class Archive:
         return sweep_links(base, sweep.recorded.experiment_id, sweep.recorded.run_id, sweep.name) if base else {}
 
 
-def serve(home: Home, what: Served, *, invocation: Invocation, announce: Announce, tell: Callable[[str], None]) -> None:
+def serve(
+    home: Home, what: Served, *, invocation: Invocation, announce: Announce, notify: Callable[[str], None]
+) -> None:
     """Serve until Ctrl-C or SIGTERM, which end everything.
 
     Args:
@@ -396,7 +398,7 @@ def serve(home: Home, what: Served, *, invocation: Invocation, announce: Announc
     with interruptible(), PageServer(home, what.port, invocation=invocation, links=archive.links) as pages:
         announce({"page": pages.url(what.sweep)}, not what.with_mlflow)
         try:
-            if what.with_mlflow and _serve_mlflow(home, what, archive, store, announce, tell):
+            if what.with_mlflow and _serve_mlflow(home, what, archive, store, announce, notify):
                 return
             while True:
                 signal.pause()
@@ -405,7 +407,7 @@ def serve(home: Home, what: Served, *, invocation: Invocation, announce: Announc
 
 
 def _serve_mlflow(
-    home: Home, what: Served, archive: Archive, store: str, announce: Announce, tell: Callable[[str], None]
+    home: Home, what: Served, archive: Archive, store: str, announce: Announce, notify: Callable[[str], None]
 ) -> bool:
     """Serve the MLflow UI until interrupted; whether that was so. Where there is nothing to serve, or it ends by
     itself, the live page goes on without it.
@@ -416,11 +418,11 @@ def _serve_mlflow(
     path = sqlite_path(store)
     if path is None:
         announce(archive.links(home.read(what.sweep)) if what.sweep else {}, True)
-        tell(f"MLflow: {public_uri(store)}")
+        notify(f"MLflow: {public_uri(store)}")
         return False
     if not path.exists():
         announce({}, True)
-        tell("MLflow has nothing to show yet; start this again when the first trial has ended")
+        notify("MLflow has nothing to show yet; start this again when the first trial has ended")
         return False
     port = what.mlflow_port or _free_port(what.mlflow_host)
 
@@ -434,11 +436,11 @@ def _serve_mlflow(
         if what.mlflow_port is not None:
             raise
         announce({}, True)
-        tell(f"the page goes on without MLflow: {first_line(error)}")
+        notify(f"the page goes on without MLflow: {first_line(error)}")
         return False
     archive.base = ""
     if status:
-        tell("the page goes on without MLflow, whose server ended by itself; its own message stands above")
+        notify("the page goes on without MLflow, whose server ended by itself; its own message stands above")
     return status == 0
 
 

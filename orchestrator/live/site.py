@@ -29,7 +29,7 @@ from cluster.processes import python_module
 from orchestrator.commands import steering
 from orchestrator.commands.submission import submission_of_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.live.live_pages import IndexLook, Links, SweepLook, log_document, render, static, trial_document
+from orchestrator.live.live_pages import IndexView, Links, SweepView, log_document, render, static, trial_document
 from orchestrator.process_support import Invocation
 from orchestrator.sweep.checkpoint import RETRIABLE
 from orchestrator.sweep.events import Action
@@ -49,7 +49,7 @@ HEARTBEAT_S = 15.0
 POLL_S = 1.0
 """Time between two looks at a sweep."""
 IDLE_S = 10.0
-"""For how long a sweep is still read after the last window that showed it was closed: pages are loaded anew."""
+"""For how long a sweep is still read after the last window that showed it was closed: pages are loaded again."""
 TROUBLE = "trouble"
 """Part that says why nothing newer is shown; empty while all is well."""
 
@@ -146,7 +146,7 @@ class Feed:
             listener()
 
 
-class Look(Protocol):
+class View(Protocol):
     """What is looked at again and again."""
 
     def parts(self) -> Mapping[str, Any]:
@@ -161,9 +161,9 @@ class Look(Protocol):
 class Watch:
     """A thread that looks and publishes, from the first client until :data:`IDLE_S` after the last."""
 
-    def __init__(self, look: Callable[[], Look], *, poll_s: float = POLL_S, idle_s: float = IDLE_S) -> None:
+    def __init__(self, view: Callable[[], View], *, poll_s: float = POLL_S, idle_s: float = IDLE_S) -> None:
         self.feed = Feed()
-        self._make_look = look
+        self._make_view = view
         self._poll_s, self._idle_s = poll_s, idle_s
         self._num_clients = 0
         self._lock = threading.Lock()
@@ -199,9 +199,9 @@ class Watch:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        look, idle_for_s, is_first = self._make_look(), 0.0, True
+        view, idle_for_s, is_first = self._make_view(), 0.0, True
         while True:
-            is_first = not self._publish(look, is_first=is_first) and is_first
+            is_first = not self._publish(view, is_first=is_first) and is_first
             self._wake.wait(self._poll_s)
             self._wake.clear()
             with self._lock:
@@ -210,11 +210,11 @@ class Watch:
                     self._thread = None
                     return
 
-    def _publish(self, look: Look, *, is_first: bool) -> bool:
+    def _publish(self, view: View, *, is_first: bool) -> bool:
         """One look; whether it went well. What goes wrong is shown on the page, and tried again: a network disk may be
         away for a while."""
         try:
-            self.feed.publish({**look.parts(), TROUBLE: ""}, is_all=is_first)
+            self.feed.publish({**view.parts(), TROUBLE: ""}, is_all=is_first)
             return True
         except (ConfigError, LedgerError, OSError) as error:
             self.feed.publish({TROUBLE: f"Shown is what was last read; trying again: {first_line(error)}"})
@@ -232,11 +232,11 @@ class Hub:
         self._lock = threading.Lock()
         self._watches: dict[str, Watch] = {}
 
-    def watch(self, key: str, look: Callable[[], Look]) -> Watch:
-        """The watch of this key; ``look`` makes what it looks with where there is none yet."""
+    def watch(self, key: str, view: Callable[[], View]) -> Watch:
+        """The watch of this key; ``view`` makes what it looks with where there is none yet."""
         with self._lock:
             if key not in self._watches:
-                self._watches[key] = Watch(look, poll_s=self._poll_s)
+                self._watches[key] = Watch(view, poll_s=self._poll_s)
             return self._watches[key]
 
     def nudge(self, key: str) -> None:
@@ -264,7 +264,7 @@ RETRY_MS = 2000
 ACTIONS = (*get_args(Action), "retry", "resume")
 """What may be asked for."""
 
-Tell = Callable[[str, bool], None]
+Notify = Callable[[str, bool], None]
 """Gets a sentence for people, and whether it is bad news."""
 
 
@@ -278,25 +278,25 @@ class Actions:
         self._starting: set[str] = set()
         self._lock = threading.Lock()
 
-    def carry_out(self, sweep: str, action: str, body: Mapping[str, Any], tell: Tell) -> str:
-        """Do it; the answer is a sentence. What takes longer goes on, and ``tell`` gets what came of it.
+    def carry_out(self, sweep: str, action: str, body: Mapping[str, Any], notify: Notify) -> str:
+        """Do it; the answer is a sentence. What takes longer goes on, and ``notify`` gets what came of it.
 
         Raises:
             ConfigError: it cannot be done.
             LedgerError: the sweep cannot be read or written.
         """
         if action in get_args(Action):
-            receipt = steering.ask(sweep, self._home, action)  # type: ignore[arg-type]  # one of its names
+            receipt = steering.request_action(sweep, self._home, action)  # type: ignore[arg-type]  # one of its names
             return f"asked to {action}" if receipt.is_controlled else f"now {receipt.state}"
         if action == "retry":
             receipt = steering.retry(sweep, self._home, _kinds(body))
             numbers = ", ".join(trial_id(number) for number in receipt.trials)
             if receipt.is_controlled:
                 return f"to be launched again: {numbers}"
-            return f"to be launched again: {numbers}; {self._resume(sweep, tell)}"
-        return self._resume(sweep, tell)
+            return f"to be launched again: {numbers}; {self._resume(sweep, notify)}"
+        return self._resume(sweep, notify)
 
-    def _resume(self, sweep: str, tell: Tell) -> str:
+    def _resume(self, sweep: str, notify: Notify) -> str:
         """Start a controller, and wait for it in a thread: a cluster may take minutes to answer."""
         submission = submission_of_sweep(sweep, self._home, address=None, mode=None)
         if submission.is_over:
@@ -307,21 +307,21 @@ class Actions:
             self._starting.add(sweep)
         detach = [] if submission.address else ["--detach"]
         argv = python_module("orchestrator", "resume", sweep, "--home", str(self._home.path.absolute()), *detach)
-        threading.Thread(target=self._start, args=(sweep, argv, tell), name="live-start", daemon=True).start()
+        threading.Thread(target=self._start, args=(sweep, argv, notify), name="live-start", daemon=True).start()
         return "its controller is being started"
 
-    def _start(self, sweep: str, argv: list[str], tell: Tell) -> None:
+    def _start(self, sweep: str, argv: list[str], notify: Notify) -> None:
         """The command for it, in a process of its own, which leaves no child to this one."""
         try:
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-            said = [line for line in done.stderr.splitlines() if line.strip()]
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
             if done.returncode == 0:
-                tell("its controller is at work", False)
+                notify("its controller is at work", False)
             else:
                 command = self._invocation.command("logs", sweep)
-                tell(f"{plain(said[-1]) if said else 'its controller ended at once'}; `{command}` says more", True)
+                notify(f"{plain(lines[-1]) if lines else 'its controller ended at once'}; `{command}` says more", True)
         except OSError as error:
-            tell(f"its controller could not be started: {first_line(error)}", True)
+            notify(f"its controller could not be started: {first_line(error)}", True)
         finally:
             with self._lock:
                 self._starting.discard(sweep)
@@ -367,9 +367,9 @@ def json_answer(value: Any, status: int = 200) -> Response:
     return Response(json.dumps(redact_all(value)), status, media_type="application/json")
 
 
-def refusal(status: int, why: str, headers: Mapping[str, str] | None = None) -> Response:
+def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> Response:
     """A plain sentence in the place of the page."""
-    return PlainTextResponse(f"{why}\n", status, headers)
+    return PlainTextResponse(f"{reason}\n", status, headers)
 
 
 def make_site(home: Home, hub: Hub, invocation: Invocation, csrf: str, links: Links) -> ASGIApp:
@@ -434,7 +434,7 @@ class _Pages:
 
     def index_events(self, request: Request) -> Response:
         """What changes in the list of all sweeps."""
-        return _stream(self._hub.watch(INDEX, lambda: IndexLook(self._home)), request)
+        return _stream(self._hub.watch(INDEX, lambda: IndexView(self._home)), request)
 
     def sweep_events(self, request: Request) -> Response:
         """What changes in a sweep."""
@@ -453,7 +453,7 @@ class _Pages:
         return json_answer(log_document(self._home, sweep, trial, attempt=attempt, rank=rank or 0, after=after))
 
     async def act(self, request: Request) -> Response:
-        """Do something: ``{"said": SENTENCE}`` or ``{"error": SENTENCE}``."""
+        """Do something: ``{"message": SENTENCE}`` or ``{"error": SENTENCE}``."""
         length = request.headers.get("Content-Length")  # its digits are checked by h11
         if length is None:
             return refusal(400, "The request has no valid Content-Length.", {"Connection": "close"})
@@ -471,16 +471,16 @@ class _Pages:
         if not isinstance(found, dict):
             return json_answer({"error": "the request is no JSON object"}, 400)
 
-        def tell(said: str, is_bad: bool) -> None:
-            watch.feed.publish({"notice": {"text": said, "is_bad": is_bad}})
+        def notify(message: str, is_bad: bool) -> None:
+            watch.feed.publish({"notice": {"text": message, "is_bad": is_bad}})
             watch.nudge()
 
         try:
-            said = self._actions.carry_out(sweep, action, found, tell)
+            message = self._actions.carry_out(sweep, action, found, notify)
         except (ConfigError, LedgerError, OSError) as error:
             return json_answer({"error": first_line(error)}, 409)
         watch.nudge()
-        return json_answer({"said": f"{sweep}: {said}"})
+        return json_answer({"message": f"{sweep}: {message}"})
 
     async def not_found(self, request: Request, error: Exception) -> Response:
         """What is asked for does not exist."""
@@ -511,7 +511,7 @@ class _Pages:
 
     def _watch(self, sweep: str) -> Watch:
         self._home.open(sweep, begun=False).close()
-        return self._hub.watch(sweep, lambda: SweepLook(self._home, sweep, self._invocation, self._links))
+        return self._hub.watch(sweep, lambda: SweepView(self._home, sweep, self._invocation, self._links))
 
 
 def _number(request: Request, name: str) -> int | None:

@@ -79,13 +79,13 @@ def profile_key(spec: SweepSpec, topology: Topology) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileStore:
+class HardwareProfileStore:
     """Profiles of clusters, one JSON file per key in ``folder``."""
 
     folder: Path
 
     @classmethod
-    def of(cls, home: Home) -> ProfileStore:
+    def of(cls, home: Home) -> HardwareProfileStore:
         return cls(home.profiles)
 
     def path(self, key: str) -> Path:
@@ -115,7 +115,7 @@ def load_profile(spec: SweepSpec, topology: Topology | None, home: Home) -> Prof
     """What probes measured of the nodes of ``topology``; None where none of them was probed."""
     if topology is None:
         return None
-    known = ProfileStore.of(home).get(profile_key(spec, topology))
+    known = HardwareProfileStore.of(home).get(profile_key(spec, topology))
     found = known.only({node.name for node in topology.nodes}) if known is not None else None
     return found if found is not None and found.measured else None
 
@@ -228,7 +228,7 @@ def _excluded(spec: SweepSpec, home: Home | None) -> Excluded | None:
 
 
 def _slow_nodes(spec: SweepSpec, topology: Topology, home: Home) -> tuple[str, ...]:
-    profile = ProfileStore.of(home).get(profile_key(spec, topology))
+    profile = HardwareProfileStore.of(home).get(profile_key(spec, topology))
     if profile is None:
         logger.warning("cluster.exclude_slow_nodes: no profile of this cluster; `tune-cluster probe` makes one")
         return ()
@@ -363,8 +363,11 @@ class DryRunEstimates:
         estimate = self.by_candidate.get(candidate)
         if estimate is None:
             return {}
-        told = {"predicted_peak_bytes": estimate.peak_bytes, "predicted_needed_bytes": self.needed_bytes(candidate)}
-        return told | ({"predicted_host_bytes": estimate.host_bytes} if estimate.host_bytes else {})
+        predicted = {
+            "predicted_peak_bytes": estimate.peak_bytes,
+            "predicted_needed_bytes": self.needed_bytes(candidate),
+        }
+        return predicted | ({"predicted_host_bytes": estimate.host_bytes} if estimate.host_bytes else {})
 
     def rule(self, baseline: Candidate) -> Rule:
         """A rule that rejects candidates that would not fit, but never the baseline: that one is known to run."""
@@ -553,11 +556,11 @@ def _simulate(requests: list[DryRunRequest], progress: Progress | None) -> Itera
     replies: dict[int, Reply] = {}
     if not requests:
         return
-    tell = progress or _say_nothing
-    tell(0, len(requests))
+    report_progress = progress or _ignore_progress
+    report_progress(0, len(requests))
     for index, reply in _batch(requests):
         replies[index] = reply
-        tell(len(replies), len(requests))
+        report_progress(len(replies), len(requests))
         yield replies
 
 
@@ -573,13 +576,13 @@ def _batch(requests: list[DryRunRequest]) -> Iterator[tuple[int, Reply]]:
         "max_children": os.cpu_count() or 1,
     }
     num_replies = 0
-    with tempfile.TemporaryFile("w+") as words, tempfile.TemporaryFile("w+") as asked:
-        json.dump(body, asked)
-        asked.seek(0)
+    with tempfile.TemporaryFile("w+") as words, tempfile.TemporaryFile("w+") as requested:
+        json.dump(body, requested)
+        requested.seek(0)
         command = python_module("trials.dryrun")
         environment = without_devices(os.environ)
         with subprocess.Popen(
-            command, stdin=asked, stdout=subprocess.PIPE, stderr=words, text=True, env=environment
+            command, stdin=requested, stdout=subprocess.PIPE, stderr=words, text=True, env=environment
         ) as process:
             assert process.stdout is not None
             try:
@@ -598,7 +601,7 @@ def _batch(requests: list[DryRunRequest]) -> Iterator[tuple[int, Reply]]:
             )
 
 
-def _say_nothing(_done: int, _total: int) -> None:
+def _ignore_progress(_done: int, _total: int) -> None:
     pass
 
 

@@ -311,7 +311,7 @@ class Plan:
     defaults: tuple[Default, ...] = ()
     """Variables that ranks get where neither the file nor their host says otherwise."""
     notes: tuple[str, ...] = ()
-    """What was not understood of the user's own training program, or is to be known of it."""
+    """What was not understood of the user's training program, or is to be known of it."""
 
     @property
     def too_large(self) -> str:
@@ -330,8 +330,8 @@ class Plan:
             "unbalanced": self.unbalanced,
             "devices": self.devices,
             "environment": {
-                "given": dict(self.env),
-                "defaults": [{"name": one.name, "value": one.value, "why": one.why} for one in self.defaults],
+                "variables": dict(self.env),
+                "defaults": [{"name": one.name, "value": one.value, "reason": one.why} for one in self.defaults],
             },
             "notes": list(self.notes),
             "rejected": [
@@ -474,7 +474,7 @@ def _drawn_by_model(space: Space, sorter: _Sorter, objective: Objective) -> Cand
 
 def _space(spec: SweepSpec) -> Space:
     try:
-        return make_space(spec.choices, spec.to_workload().model, spec.own_knobs)
+        return make_space(spec.choices, spec.to_workload().model, spec.custom_knobs)
     except SpaceTooLargeError as error:
         raise spec.error(("space",), str(error), error.remedy) from None
 

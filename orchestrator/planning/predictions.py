@@ -161,7 +161,7 @@ def predict_plan(
 
 
 def _second_starts_s(predictor: Predictor, rows: Sequence[int]) -> float:
-    """Device-seconds for starting compiled candidates once more, to compile from the warm cache, as if none found all
+    """Device-seconds for starting compiled candidates again, to compile from the warm cache, as if none found all
     of its code there in the first place. What compiling itself takes is in neither start."""
     compiled = [row for row in rows if predictor.candidates[row].kernels.compile != "off"]
     return float(TRIAL_OVERHEAD_S[predictor.device_kind] * predictor.inputs.world_size[compiled].sum())
@@ -240,9 +240,9 @@ def relative_predictor(
     Raises:
         UnpredictableError: there are too many candidates.
     """
-    asked = CandidateTable.of(candidates) if candidates else plan.candidates
-    if len(asked) > MAX_CANDIDATES:
-        raise UnpredictableError(f"{len(asked):,} candidates are too many to rank one by one")
+    requested = CandidateTable.of(candidates) if candidates else plan.candidates
+    if len(requested) > MAX_CANDIDATES:
+        raise UnpredictableError(f"{len(requested):,} candidates are too many to rank one by one")
     kind, limit_bytes = kind_of_device(None), math.inf
     if topology is not None:
         limit_bytes = float(min(node.device_memory_bytes for node in topology.nodes)) or math.inf
@@ -253,7 +253,7 @@ def relative_predictor(
             pass  # an accelerator like others
     return RelativePredictor(
         workload,
-        asked.followed_by((plan.baseline,)),
+        requested.followed_by((plan.baseline,)),
         baseline=plan.baseline,
         features=flat_params,
         kind=kind,
@@ -334,7 +334,7 @@ OPTION = "--why"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Why:
+class CandidateExplanation:
     """Explanation of one candidate of a plan."""
 
     candidate: Candidate
@@ -366,7 +366,9 @@ class Why:
         }
 
 
-def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None) -> Why:
+def explain(
+    text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None
+) -> CandidateExplanation:
     """Explain the candidate that ``text`` names; see :func:`find`.
 
     Raises:
@@ -393,10 +395,10 @@ def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, p
                 topology,
                 objective=objective,
                 candidates=(candidate,),
-                roles=roles_of(spec.own_knobs),
+                roles=roles_of(spec.custom_knobs),
             )
             usual = usual_gain(relative, 0)
-    return Why(
+    return CandidateExplanation(
         candidate=candidate,
         violations=violations,
         number=plan.candidates.index(candidate) + 1 if candidate in plan.candidates else None,

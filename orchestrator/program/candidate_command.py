@@ -26,7 +26,7 @@ from orchestrator.frameworks.spelling import Note
 from orchestrator.program.source_lines import source_lines
 from orchestrator.program.user_program import OUT, Script, filled, filled_run, names_in, placeholder_values
 from orchestrator.space.inside import knobs_set
-from orchestrator.space.knobs import INSIDE, OwnKnob, OwnScalar, argument_text, is_inside
+from orchestrator.space.knobs import INSIDE, CustomKnob, CustomScalar, argument_text, is_inside
 from orchestrator.space.rules import Case, Rule
 from trials import sizes
 from trials.profiling.traces import long_enough_program, program_ranks
@@ -41,14 +41,14 @@ HOOK = "inside"
 
 
 def request_of(script: Script, candidate: Candidate, device: str | None = None) -> OverlayRequest:
-    """What the recipe is to lay over the command: own knobs only as far as nobody else can."""
+    """What the recipe is to lay over the command: custom knobs only as far as nobody else can."""
     batch, is_unchanged = script.workload.global_batch_size, candidate == script.unchanged
     left = tuple(choice for choice in candidate.own if not is_settled(choice.name, script))
     return OverlayRequest(
         candidate=dataclasses.replace(candidate, own=left),
         reading=script.reading,
         named=frozenset() if is_unchanged else script.named,
-        told=script.told,
+        templated=script.templated,
         world_size=candidate.layout.world_size,
         global_batch_size=batch,
         num_microbatches=max(1, candidate.num_microbatches(batch)),
@@ -77,17 +77,17 @@ def render(
         ConfigError: a file of the user's that cannot be changed.
     """
     values = placeholder_values(candidate, script.workload, last_step=last_step)
-    run = filled_run(with_own(script, candidate), values)
-    laid = script.training.overlay(run, request_of(script, candidate, device))
+    run = filled_run(with_custom(script, candidate), values)
+    overlaid = script.training.overlay(run, request_of(script, candidate, device))
     if last_step is not None:
-        laid = script.training.trial_mode(laid, last_step)
-    env = {**run.env, **laid.env}
-    files = {**run.files, **laid.files}
+        overlaid = script.training.trial_mode(overlaid, last_step)
+    env = {**run.env, **overlaid.env}
+    files = {**run.files, **overlaid.files}
     if sets_inside and (knobs := knobs_set(candidate, script.inside)):
         env |= {KNOBS_VARIABLE: f"{{{INSIDE}}}"}
         files |= {INSIDE: knobs_file(knobs)}
-    used = [name for name in names_in((*laid.argv, *env.values())) if name in files]
-    return dataclasses.replace(laid, env=env, files={name: files[name] for name in used})
+    used = [name for name in names_in((*overlaid.argv, *env.values())) if name in files]
+    return dataclasses.replace(overlaid, env=env, files={name: files[name] for name in used})
 
 
 def knobs_file(knobs: Mapping[str, Any], seen: Mapping[str, Any] = MappingProxyType({})) -> str:
@@ -132,10 +132,10 @@ def problem(script: Script, candidate: Candidate, device: str | None = None) -> 
 
 def _problem(script: Script, candidate: Candidate, device: str | None) -> str | None:
     try:
-        laid = render(script, candidate, device=device)
+        overlaid = render(script, candidate, device=device)
     except ConfigError as error:
         return str(error)
-    return next((_sentence(note) for note in laid.notes if note.severity == "error"), None)
+    return next((_sentence(note) for note in overlaid.notes if note.severity == "error"), None)
 
 
 def rule_of(script: Script) -> Rule:
@@ -150,8 +150,8 @@ def rule_of(script: Script) -> Rule:
 
 def notes_of(script: Script, candidate: Candidate) -> tuple[str, ...]:
     """What was not understood of the command, and what the recipe has to say of this candidate."""
-    said = map(_sentence, render(script, candidate).notes)
-    return tuple(dict.fromkeys((*script.notes, *said)))
+    command_value = map(_sentence, render(script, candidate).notes)
+    return tuple(dict.fromkeys((*script.notes, *command_value)))
 
 
 def _sentence(note: Note) -> str:
@@ -163,13 +163,13 @@ def is_placeholder(name: str, run: Run) -> bool:
 
 
 def is_settled(name: str, script: Script) -> bool:
-    """Whether an own knob is laid over the command here; the others are the recipe's."""
-    if not script.training.takes_own_names or name.startswith(("-", "$")) or ":" in name:
+    """Whether a custom knob is laid over the command here; the others are the recipe's."""
+    if not script.training.takes_custom_names or name.startswith(("-", "$")) or ":" in name:
         return True
     return name in script.placeholders or any(knob.name == name and knob.flag for knob in script.own)
 
 
-def with_own(script: Script, candidate: Candidate) -> Run:
+def with_custom(script: Script, candidate: Candidate) -> Run:
     """The command with the candidate's own knobs; placeholders are left to be filled in.
 
     Raises:
@@ -179,7 +179,7 @@ def with_own(script: Script, candidate: Candidate) -> Run:
     if candidate == script.unchanged:
         return run
     flags = {knob.name: knob.flag for knob in script.own}
-    changes: dict[str, dict[str, OwnScalar]] = {}
+    changes: dict[str, dict[str, CustomScalar]] = {}
     for choice in candidate.own:
         name = choice.name
         if name.startswith("$"):
@@ -195,7 +195,7 @@ def with_own(script: Script, candidate: Candidate) -> Run:
     return _with_changes(run, changes) if changes else run
 
 
-def said(knob: OwnKnob, run: Run) -> OwnScalar | None:
+def command_value(knob: CustomKnob, run: Run) -> CustomScalar | None:
     """The one of a knob's values that the command has; None where it says something else, or nothing."""
     if knob.name.startswith("$"):
         given: object = run.env.get(knob.name[1:])
@@ -208,7 +208,7 @@ def said(knob: OwnKnob, run: Run) -> OwnScalar | None:
     return next((value for value in knob.values if _is_same(value, given)), None)
 
 
-def filled_in(knob: OwnKnob, run: Run) -> str | None:
+def filled_in(knob: CustomKnob, run: Run) -> str | None:
     """The placeholder in the value of the argument that a knob is; None where there is none."""
     if not knob.name.startswith("-"):
         return None
@@ -220,20 +220,20 @@ def _argument_name(name: str) -> str:
     return name if name.startswith("-") else f"--{name}"
 
 
-def _argument(name: str, knob: OwnKnob, run: Run) -> object:
+def _argument(name: str, knob: CustomKnob, run: Run) -> object:
     if all(isinstance(value, bool) for value in knob.values):
         found = as_truth(read(run.argv, either_dash(name, "switch")))
         return False if found is None else found
     return read(run.argv, either_dash(name))
 
 
-def _is_same(value: OwnScalar, given: object) -> bool:
+def _is_same(value: CustomScalar, given: object) -> bool:
     if isinstance(given, str) and not isinstance(value, str):
         return argument_text(value) == given
     return given == value and isinstance(given, bool) == isinstance(value, bool)
 
 
-def _with_argument(argv: tuple[str, ...], name: str, value: OwnScalar) -> tuple[str, ...]:
+def _with_argument(argv: tuple[str, ...], name: str, value: CustomScalar) -> tuple[str, ...]:
     """The words with an argument; true and false put it in without a value, or leave it out."""
     if value is False:
         return remove(argv, either_dash(name, "switch"))
@@ -242,7 +242,7 @@ def _with_argument(argv: tuple[str, ...], name: str, value: OwnScalar) -> tuple[
     return write(argv, either_dash(name), argument_text(value))
 
 
-def _with_changes(run: Run, changes: Mapping[str, Mapping[str, OwnScalar]]) -> Run:
+def _with_changes(run: Run, changes: Mapping[str, Mapping[str, CustomScalar]]) -> Run:
     """The command with changed copies of files, which its words name by placeholders; other files stay in place."""
     texts = dict(run.files)
     for file, values in changes.items():
@@ -315,14 +315,14 @@ def script_command(
     if profile is not None:
         protocol = long_enough_program(protocol, profile)
         profile = dataclasses.replace(profile, ranks=program_ranks(profile, world_size))
-    laid = render(script, candidate, last_step=last_step(protocol), device=device)
-    names = file_names(script, laid.files)
+    overlaid = render(script, candidate, last_step=last_step(protocol), device=device)
+    names = file_names(script, overlaid.files)
     return ScriptCommand(
-        argv=laid.argv,
+        argv=overlaid.argv,
         cwd=script.run.cwd,
-        env=tuple(sorted(laid.env.items())),
+        env=tuple(sorted(overlaid.env.items())),
         env_pass=(*script.env_pass, *env_pass),
-        files=tuple(CommandFile(name=name, file_name=names[name], text=text) for name, text in laid.files.items()),
+        files=tuple(CommandFile(name=name, file_name=names[name], text=text) for name, text in overlaid.files.items()),
         launcher=script.model.launcher,
         log=script.log,
         hook=script.hook,
@@ -343,7 +343,7 @@ def script_command(
 
 # ---- A candidate laid over a training command, as it is stored, exported and pasted: a script to start it, copies of
 # its
-# configuration files, and what differs from the user's own command.
+# configuration files, and what differs from the user's command.
 
 _OPTION = re.compile(r"--?[A-Za-z]")
 _PYTHON = frozenset({"python", "python3"})
@@ -355,7 +355,7 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 cd {cwd}
 """
-_GIVEN = {OUT: '"${OUT:-out}"', "steps": '"${STEPS:?number of optimiser steps}"'}
+_SHELL_DEFAULTS = {OUT: '"${OUT:-out}"', "steps": '"${STEPS:?number of optimiser steps}"'}
 """What whoever starts it says in the environment, by the placeholder."""
 _HOW_ENV = "NNODES: hosts, each running this; NODE_RANK: number of this one; MASTER_ADDR, MASTER_PORT: where rank 0 is."
 _HOW_OWN = "The command starts its own ranks: run it as you run your own, on every host."
@@ -371,7 +371,7 @@ class ScriptArtifact:
     files: Mapping[str, str]
     """Text by file name: the script that starts it, copies of configuration files, the diff."""
     changes: str
-    """The diff against the user's own command and files; empty where nothing is changed."""
+    """The diff against the user's command and files; empty where nothing is changed."""
     notes: tuple[str, ...] = ()
     """What the recipe has to say, as sentences."""
 
@@ -409,28 +409,28 @@ def artifact(
     Raises:
         ConfigError: a configuration file that cannot be changed.
     """
-    laid = render(script, candidate, sets_inside=not as_lines)
-    if INSIDE in laid.files:
+    overlaid = render(script, candidate, sets_inside=not as_lines)
+    if INSIDE in overlaid.files:
         text = knobs_file(knobs_set(candidate, script.inside), seen)
-        laid = dataclasses.replace(laid, files={**laid.files, INSIDE: text})
-    names = file_names(script, laid.files)
-    changes = _changes(script, laid)
-    copies = {names[name]: text for name, text in laid.files.items()}
-    files = {START: start_script(script, laid, names, candidate, name), **copies, CHANGES: changes}
+        overlaid = dataclasses.replace(overlaid, files={**overlaid.files, INSIDE: text})
+    names = file_names(script, overlaid.files)
+    changes = _changes(script, overlaid)
+    copies = {names[name]: text for name, text in overlaid.files.items()}
+    files = {START: start_script(script, overlaid, names, candidate, name), **copies, CHANGES: changes}
     if as_lines:
         files[LINES] = source_lines(knobs_set(candidate, script.inside))
-    elif INSIDE in laid.files:
+    elif INSIDE in overlaid.files:
         files |= {f"{HOOK}/{path}": text for path, text in hook_files().items()}
     return ScriptArtifact(
-        argv=laid.argv,
-        env=laid.env,
+        argv=overlaid.argv,
+        env=overlaid.env,
         files={name: text for name, text in files.items() if text},
         changes=changes,
-        notes=tuple(f"{note.knob}: {note.message}" if note.knob else note.message for note in laid.notes),
+        notes=tuple(f"{note.knob}: {note.message}" if note.knob else note.message for note in overlaid.notes),
     )
 
 
-def start_script(script: Script, laid: Overlay, names: Mapping[str, str], candidate: Candidate, name: str) -> str:
+def start_script(script: Script, overlaid: Overlay, names: Mapping[str, str], candidate: Candidate, name: str) -> str:
     """A shell script that starts the training from the folder in which it lies with the copies of the files."""
     is_env = script.model.launcher == "env"
     head = _HEAD.format(
@@ -440,10 +440,10 @@ def start_script(script: Script, laid: Overlay, names: Mapping[str, str], candid
         how=_HOW_ENV if is_env else _HOW_OWN,
         cwd=shlex.quote(script.run.cwd),
     )
-    exports = [f"export {key}={_word(value, names)}" for key, value in sorted(laid.env.items())]
-    if INSIDE in laid.files:
+    exports = [f"export {key}={_word(value, names)}" for key, value in sorted(overlaid.env.items())]
+    if INSIDE in overlaid.files:
         exports.append(f'export PYTHONPATH="$here"/{HOOK}/hook"${{PYTHONPATH:+:$PYTHONPATH}}"')
-    words = [_word(word, names) for word in laid.argv]
+    words = [_word(word, names) for word in overlaid.argv]
     command = [*_launcher(words, candidate.layout.world_size), ""] if is_env else [" ".join(words), ""]
     return head + "\n".join([*exports, *command])
 
@@ -462,17 +462,19 @@ def _launcher(words: list[str], world_size: int) -> list[str]:
 
 def _word(word: str, names: Mapping[str, str]) -> str:
     """The word for a shell: copies lie beside the script, and what it writes goes into ``$OUT``."""
-    marks = {name: f"\0here/{file}\0" for name, file in names.items()} | {name: f"\0{name}\0" for name in _GIVEN}
+    marks = {name: f"\0here/{file}\0" for name, file in names.items()} | {
+        name: f"\0{name}\0" for name in _SHELL_DEFAULTS
+    }
     parts = filled(word, marks).split("\0")  # text, mark, text, mark, ..., text
     texts = (_marked(part) if place % 2 else part and shlex.quote(part) for place, part in enumerate(parts))
     return "".join(texts) or "''"
 
 
 def _marked(mark: str) -> str:
-    return _GIVEN[mark] if mark in _GIVEN else f'"$here"/{shlex.quote(mark.removeprefix("here/"))}'
+    return _SHELL_DEFAULTS[mark] if mark in _SHELL_DEFAULTS else f'"$here"/{shlex.quote(mark.removeprefix("here/"))}'
 
 
-def _changes(script: Script, laid: Overlay) -> str:
+def _changes(script: Script, overlaid: Overlay) -> str:
     """A unified diff of arguments, environment and files; one argument with its values a line.
 
     What starts the ranks is no change of the candidate's: where the command can run as it stands, both are shown
@@ -480,11 +482,11 @@ def _changes(script: Script, laid: Overlay) -> str:
     """
     run = script.run
     today = run if script.unchanged is None else render(script, script.unchanged)
-    parts = [("command", "\n".join(_arguments(today.argv)), "\n".join(_arguments(laid.argv)))]
-    before, after = (_assignments(env) for env in (today.env, laid.env))
+    parts = [("command", "\n".join(_arguments(today.argv)), "\n".join(_arguments(overlaid.argv)))]
+    before, after = (_assignments(env) for env in (today.env, overlaid.env))
     parts.append(("environment", before, after))
-    names = file_names(script, laid.files)
-    for name, text in sorted(laid.files.items()):
+    names = file_names(script, overlaid.files)
+    for name, text in sorted(overlaid.files.items()):
         parts.append((names[name], _one_key_a_line(run.files.get(name, "")), _one_key_a_line(text)))
     return "".join(_diff(name, old, new) for name, old, new in parts if old != new)
 

@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.frameworks.edit import Reading, Run, Training
 from orchestrator.frameworks.spelling import WORKLOAD, candidate_of, flatten, is_at_or_below
 from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, StageSplit, even_split, layers_of
-from orchestrator.space.knobs import KNOB_NAMES, KNOBS, OwnKnob, argument_text
+from orchestrator.space.knobs import KNOB_NAMES, KNOBS, CustomKnob, argument_text
 from orchestrator.space.notation import flat_params
 from orchestrator.space.space import Rest
 from trials.files import digest
@@ -50,7 +50,7 @@ class Script:
     log: LogFormat
     hook: bool = True
     env_pass: tuple[str, ...] = ()
-    own: tuple[OwnKnob, ...] = ()
+    own: tuple[CustomKnob, ...] = ()
     inside: Mapping[str, Any] = field(default_factory=dict)
     """The baseline's value of every built-in knob that is set within the program; at this value it is not."""
     named: frozenset[str] = frozenset()
@@ -79,9 +79,9 @@ class Script:
         return frozenset(names_in((*self.run.argv, *self.run.env.values(), *self.run.files.values())))
 
     @functools.cached_property
-    def told(self) -> frozenset[str]:
+    def templated(self) -> frozenset[str]:
         """Paths of the fields that the command has placeholders for."""
-        return frozenset(path for name in knobs_told(self.placeholders) for path in paths_of(name))
+        return frozenset(path for name in templated_knobs(self.placeholders) for path in paths_of(name))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ def paths_of(knob: str) -> frozenset[str]:
     return frozenset(path for path in PATHS if is_at_or_below(path, above))
 
 
-def said_knobs(reading: Reading) -> frozenset[str]:
+def configured_knobs(reading: Reading) -> frozenset[str]:
     """Knobs of which the command says something."""
     return frozenset(knob.name for knob in KNOBS if not paths_of(knob.name).isdisjoint(reading.values))
 
@@ -137,12 +137,12 @@ def values_of(reading: Reading, *, num_layers: int, num_devices: int | None) -> 
             that is not known: then it has one replica.
     """
     candidate = candidate_of({path: value for path, value in reading.values.items() if path in PATHS})
-    said = said_knobs(reading)
+    configured = configured_knobs(reading)
     values = {knob.name: knob.read(candidate) for knob in KNOBS}
     values["stage_layers"] = _split(candidate.layout, num_layers)
     values["recompute"] = _policy(candidate, num_layers, knows_layers=reading.num_layers is not None)
     if num_devices is not None:
-        values |= {name: Rest(num_devices) for name in ("dp_shard", "dp_replicate") if name not in said}
+        values |= {name: Rest(num_devices) for name in ("dp_shard", "dp_replicate") if name not in configured}
     return values
 
 
@@ -172,8 +172,10 @@ def canonical_reading(reading: Reading, baseline: Candidate) -> Reading:
 
     So nothing is taken for a change which only spells the same in canonical form: ZeRO of stage 2 on one device.
     """
-    said = flat(baseline)
-    return dataclasses.replace(reading, values={path: said.get(path, value) for path, value in reading.values.items()})
+    configured = flat(baseline)
+    return dataclasses.replace(
+        reading, values={path: configured.get(path, value) for path, value in reading.values.items()}
+    )
 
 
 COUNTS = ("accumulation", "total_accumulation", "total_micro_batch_size", "world_size", "steps", "seed")
@@ -184,7 +186,7 @@ OUT = "out"
 _BRACED = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
 
-def knobs_told(placeholders: Iterable[str]) -> frozenset[str]:
+def templated_knobs(placeholders: Iterable[str]) -> frozenset[str]:
     """Knobs of ours that a command with these placeholders is given."""
     names = ("micro_batch_size" if name == "total_micro_batch_size" else name for name in placeholders)
     return frozenset(names) & frozenset(KNOB_NAMES)

@@ -21,7 +21,7 @@ from orchestrator.program.candidate_command import START, ScriptArtifact, artifa
 from orchestrator.program.user_program import Script, program_source
 from orchestrator.proof.loss_gate import trajectory
 from orchestrator.proof.progress import checks, confirmation, gate_runs
-from orchestrator.report import words
+from orchestrator.report import descriptions
 from orchestrator.report.summary import confirmed_figures, interval_json, result, speedup
 from orchestrator.space.knobs import INSIDE
 from orchestrator.space.notation import short_name
@@ -84,7 +84,7 @@ def choose(
         of = units.trial_id(chosen.check.of)
         raise ConfigError(f"{units.trial_id(chosen.number)} of {name} is a check of {of}", remedy=f"Promote {of}.")
     if chosen.measurement is None:
-        why = f"{units.status_words(chosen.status)}: {words.failure(chosen)}"
+        why = f"{units.status_label(chosen.status)}: {descriptions.failure(chosen)}"
         raise ConfigError(
             f"{units.trial_id(chosen.number)} of {name} was not measured ({why})", remedy="Choose another trial."
         )
@@ -352,22 +352,22 @@ def _exports(candidate: Candidate, workload: Workload, fingerprint: Mapping[str,
 
 
 def script_of(ledger: Ledger) -> Script | None:
-    """The user's own training program, as it was read when the sweep was created; None where ours trains."""
-    return script_said(ledger.document(SPEC))
+    """The user's training program, as it was read when the sweep was created; None where ours trains."""
+    return script_of_spec(ledger.document(SPEC))
 
 
-def script_said(spec: Mapping[str, Any] | None) -> Script | None:
-    """The user's own training program of a sweep that was stored or promoted; None where ours trains, or for none."""
+def script_of_spec(spec: Mapping[str, Any] | None) -> Script | None:
+    """The user's training program of a sweep that was stored or promoted; None where ours trains, or for none."""
     return SweepSpec.from_json(spec).script if spec and is_of_script(spec) else None
 
 
 def is_of_script(spec: Mapping[str, Any]) -> bool:
-    """Whether a sweep that was stored or promoted trains a program of the user's own."""
+    """Whether a sweep that was stored or promoted trains a user's program."""
     return "run" in spec.get("workload", {})
 
 
 def _command_files(made: ScriptArtifact, fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """The user's own command with the configuration laid over it, ready to start, and what differs from theirs."""
+    """The user's command with the configuration laid over it, ready to start, and what differs from theirs."""
     lines = [f"{COMMAND}: sh {START}", *(f"  {note}" for note in made.notes)]
     files = {f"exports/{COMMAND}/{path}": text for path, text in with_exports(made.files, fingerprint).items()}
     return files | {"exports/README.txt": "\n".join(lines) + "\n"}
@@ -376,10 +376,10 @@ def _command_files(made: ScriptArtifact, fingerprint: Mapping[str, str]) -> dict
 def _origin(ledger: Ledger, chosen: Chosen) -> dict[str, Any]:
     """Which program it was: digests of its source when the sweep was created, and versions of what it used."""
     source, measurement = MeasuredProgram.read(ledger), chosen.trial.measurement
-    told = measurement.findings.script if measurement else None
+    reported = measurement.findings.script if measurement else None
     return {
         "source": None if source is None else {"sha256": source.sha256, "commit": source.commit},
-        "versions": {pair[0]: pair[1] for pair in told.versions} if told else {},
+        "versions": {pair[0]: pair[1] for pair in reported.versions} if reported else {},
         INSIDE: seen_inside(chosen.trial),
     }
 
@@ -387,11 +387,11 @@ def _origin(ledger: Ledger, chosen: Chosen) -> dict[str, Any]:
 def seen_inside(trial: Trial) -> dict[str, Any]:
     """``fingerprint`` and ``expect`` of a program in which our hook set knobs, by what it saw in the trial; empty where
     it set none."""
-    told = trial.measurement.findings.script if trial.measurement else None
-    if told is None or not told.knobs:
+    reported = trial.measurement.findings.script if trial.measurement else None
+    if reported is None or not reported.knobs:
         return {}
-    fingerprint = json.loads(told.fingerprint) if told.fingerprint else None
-    return {"fingerprint": fingerprint, "expect": {pair[0]: pair[1] for pair in told.knobs}}
+    fingerprint = json.loads(reported.fingerprint) if reported.fingerprint else None
+    return {"fingerprint": fingerprint, "expect": {pair[0]: pair[1] for pair in reported.knobs}}
 
 
 def source_changes(ledger: Ledger, script: Script | None) -> tuple[str, ...]:
@@ -416,7 +416,7 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
         "speedup_ci95": units.ratio_interval(ratio.ci95) if ratio else "unknown",
         **({WATERMARK_TAG: watermark(facts["virtual"])} if facts.get("virtual") else {}),
         "verdict": verdict_of(facts)[0],
-        "gate": gate_words(facts),
+        "gate": gate_text(facts),
         "sweep": facts["sweep"],
         "sweep_id": facts["sweep_id"],
         "trial": str(facts["trial"]),
@@ -457,7 +457,7 @@ def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:
     return ("confirmed", verdict["reason"]) if is_winner else ("not confirmed", f"in its sweep, {verdict['reason']}")
 
 
-def gate_words(facts: Mapping[str, Any]) -> str:
+def gate_text(facts: Mapping[str, Any]) -> str:
     if facts["gate"] is None or facts.get("virtual"):
         return "not run"
     report = facts["gate"]["report"]
@@ -466,7 +466,7 @@ def gate_words(facts: Mapping[str, Any]) -> str:
     return "failed" if report["reasons"] else "could not be told"
 
 
-def speed_words(facts: Mapping[str, Any]) -> str:
+def speed_text(facts: Mapping[str, Any]) -> str:
     """``3,200 tokens/s/p, 1.42x (1.38x – 1.46x) against the baseline``: both from the confirmation where it won."""  # noqa: RUF002
     ratio, speed = ratio_of(facts), facts["tokens_per_s_per_device"]
     if facts.get("confirmed") and (facts["verdict"] or {}).get("winner") == facts["trial"]:
@@ -481,10 +481,10 @@ def speed_words(facts: Mapping[str, Any]) -> str:
 def describe(manifest: Manifest) -> str:
     """Markdown for the registry's pages, which show no files; the configuration's YAML where there is room."""
     facts = manifest.content["evidence"]
-    head = f"**{speed_words(facts)}** — `{manifest.content['short_name']}`"
+    head = f"**{speed_text(facts)}** — `{manifest.content['short_name']}`"
     lines = [
         f"- {': '.join(verdict_of(facts))}",
-        f"- loss gate: {gate_words(facts)}",
+        f"- loss gate: {gate_text(facts)}",
         f"- trial {facts['trial']} of sweep {facts['sweep']} on {facts['hardware']}",
     ]
     if facts["forced"]:

@@ -24,7 +24,7 @@ from orchestrator.promotion.manifest import (
     label_of,
     parsed,
     ratio_of,
-    script_said,
+    script_of_spec,
     seen_inside,
     unproven,
     verdict_of,
@@ -34,7 +34,7 @@ from orchestrator.report.summary import result
 from orchestrator.space.knobs import INSIDE
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.statistics import Interval
-from orchestrator.sweep.checkpoint import asker
+from orchestrator.sweep.checkpoint import requester
 from orchestrator.sweep.snapshot import Home, check_name
 from orchestrator.sweep.state import find_trial
 from orchestrator.tracking.mlflow_store import Registered, Registry
@@ -110,7 +110,7 @@ def _to(target: Registered, past: Past) -> Record:
     return replace(
         _blank(target.name, past),
         to_version=target.version,
-        speedup=_speedup_words(tags),
+        speedup=_speedup_text(tags),
         forced=tags.get("forced") == "true",
         sweep=tags.get("sweep", ""),
         sweep_id=tags.get("sweep_id", ""),
@@ -121,7 +121,7 @@ def _to(target: Registered, past: Past) -> Record:
     )
 
 
-def _speedup_words(tags: Mapping[str, str]) -> str:
+def _speedup_text(tags: Mapping[str, str]) -> str:
     """The speed-up that a version's tags tell, like ``1.42x``; empty where they tell none, or somebody altered them."""
     parts = (tags.get("speedup", ""), *re.findall(r"[\d.]+", tags.get("speedup_ci95", "")))
     try:
@@ -138,7 +138,7 @@ def _blank(name: str, past: Past) -> Record:
         action="promote",
         from_version=past.current,
         to_version="",
-        by=asker(),
+        by=requester(),
         at_s=time.time(),
         from_sweep=past.last.sweep if past.last else "",
         from_sweep_id=past.last.sweep_id if past.last else "",
@@ -266,7 +266,7 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDes
         speed=facts["tokens_per_s_per_device"],
         unit=facts["unit"],
         verdict=verdict_of(facts)[0],
-        script=script_said(promoted.spec),
+        script=script_of_spec(promoted.spec),
         seen=promoted.manifest.get("script", {}).get(INSIDE, {}),
     )
 
@@ -284,7 +284,7 @@ def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
         fingerprint=state.sweep.fingerprint,
         speed=measured.figures.tokens_per_s_per_device if measured else None,
         unit=state.sweep.workload.speed_unit,
-        script=script_said(snapshot.spec),
+        script=script_of_spec(snapshot.spec),
         seen=seen_inside(found),
         verdict=state.virtual or ("confirmed" if verdict and verdict.winner == found.number else "not confirmed"),
         doubt="" if verdict or state.virtual or not found.number else unproven(state, found.number),

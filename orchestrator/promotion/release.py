@@ -31,7 +31,7 @@ from orchestrator.promotion.references import (
     promotion_of,
     rollback_to,
 )
-from orchestrator.sweep.checkpoint import asker
+from orchestrator.sweep.checkpoint import requester
 from orchestrator.sweep.snapshot import check_name
 from orchestrator.tracking.mlflow_store import Registered, Registry
 from orchestrator.tracking.mlflow_tracker import Tracker
@@ -227,7 +227,7 @@ class Releases:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[tuple[Callable[[str], None], Past]]:
-        lock = RegistryLock(self.registry, name, asker(), stale_s=self._stale_s)
+        lock = RegistryLock(self.registry, name, requester(), stale_s=self._stale_s)
         with lock.hold() as renew:
 
             def step(what: str) -> None:
@@ -235,7 +235,7 @@ class Releases:
                     renew()
                 self._on_step(what)
 
-            yield step, self._settle(name, step, overtook=lock.overtook)
+            yield step, self._finish_pending(name, step, overtook=lock.overtook)
 
     def _give_way(self, name: str, lost: LockLostError) -> LockLostError:
         """Undo what this process has written after it lost the lock; returns the error with what production is now."""
@@ -268,7 +268,7 @@ class Releases:
         elif self.registry.find(name, alias=alias):
             self.registry.delete_alias(name, alias)
 
-    def _settle(self, name: str, step: Callable[[str], None], *, overtook: bool) -> Past:
+    def _finish_pending(self, name: str, step: Callable[[str], None], *, overtook: bool) -> Past:
         """End what others have begun and left, and write down what was changed past this program.
 
         Args:
@@ -334,7 +334,7 @@ class Releases:
             return
         if not begun.to_version:
             begun = self.records.lead_to(begun, made.version)
-        self._complete(begun, step, note=f"interrupted, carried to its end by {asker()}")
+        self._complete(begun, step, note=f"interrupted, carried to its end by {requester()}")
 
     def _made(self, begun: Record) -> Registered | None:
         """The version that a begun record leads to, if it is there."""

@@ -42,7 +42,7 @@ from orchestrator.proof.progress import (
     verified_change,
 )
 from orchestrator.proof.script_gate import ScriptRuns, judge_script
-from orchestrator.report import curves, words
+from orchestrator.report import curves, descriptions
 from orchestrator.report.summary import interval_json
 from orchestrator.space.file_types import RecomputeChoice, StageSplit
 from orchestrator.space.inside import section_of
@@ -61,7 +61,7 @@ from trials.spec import Candidate, Precision, ScriptModel, Workload
 
 # Measuring a promoted configuration again: sweeps made from its manifest, and what came of them.
 #
-# Beside the baseline of the sweep that it was promoted from, it is a finalist that is confirmed once more: rounds of
+# Beside the baseline of the sweep that it was promoted from, it is a finalist that is confirmed again: rounds of
 # both, interleaved on the same nodes, by the mechanism of :mod:`orchestrator.proof`, until
 # :mod:`orchestrator.proof.confirmation` settles whether speed was lost. A slow hour of the machine then slows both. A
 # configuration that *is* the baseline has nothing to be interleaved with: every round is a sweep of one trial.
@@ -185,7 +185,7 @@ def _alone(spec: Mapping[str, Any], candidate: Candidate, number: int) -> dict[s
 
 
 def _loaded(folder: Path, content: Mapping[str, Any]) -> SweepSpec:
-    """The sweep of this content. A program of the user's own has its configuration files as they were promoted."""
+    """The sweep of this content. A user's program has its configuration files as they were promoted."""
     if is_of_script(content):
         return SweepSpec.from_json(content)
     file = folder / f"{content['name']}.yaml"
@@ -214,18 +214,18 @@ def space_section(candidate: Candidate) -> dict[str, Any]:
 
 
 def _space(candidate: Candidate, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The candidate alone as section ``space``; of a program of the user's own only what the sweep changed in it: what
+    """The candidate alone as section ``space``; of a user's program only what the sweep changed in it: what
     its file does not name stays as the command says."""
     if not is_of_script(spec):
         return space_section(candidate)
     named, own = spec.get("space") or {}, {choice.name: choice.value for choice in candidate.own}
     body = {name: values for name, values in space_section(candidate).items() if named.get(name) is not None}
-    body = {**body, "world_size": [candidate.layout.world_size], "own": _own_section(named.get("own") or {}, own)}
+    body = {**body, "world_size": [candidate.layout.world_size], "own": _custom_section(named.get("own") or {}, own)}
     inside = named.get(INSIDE)
     return body if inside is None else {**body, INSIDE: section_of(candidate, inside)}
 
 
-def _own_section(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _custom_section(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Own knobs as the file describes them, each with the one value that the candidate has; all of those without one,
     which mean nothing beside the others."""
     section = {}
@@ -258,12 +258,12 @@ def _interleaved(state: SweepState, candidate: Candidate, plan: RemeasurePlan) -
         trial=found,
         change=change,
         lost=lost,
-        busy=_busy_words(len(rounds) - len(quiet), len(rounds), curves.caution(state), left_out=not counts_busy),
+        busy=_busy_text(len(rounds) - len(quiet), len(rounds), curves.caution(state), left_out=not counts_busy),
         is_too_busy=not counts_busy and len(quiet) < min(plan.first_look, len(rounds)),
     )
 
 
-def _busy_words(num_busy: int, num_rounds: int, why: str, *, left_out: bool = True) -> str:
+def _busy_text(num_busy: int, num_rounds: int, why: str, *, left_out: bool = True) -> str:
     if not num_busy:
         return ""
     verb = "was" if num_busy == 1 else "were"
@@ -308,7 +308,7 @@ class _Alone:
             trial=next((trial for trial in trials if trial.measurement is None), trials[0]),
             change=self._change(quiet if is_enough else runs),
             lost=self._lost,
-            busy=_busy_words(len(runs) - len(quiet), len(runs), words.busy_note(dict(enumerate(runs)))),
+            busy=_busy_text(len(runs) - len(quiet), len(runs), descriptions.busy_note(dict(enumerate(runs)))),
             is_too_busy=len(quiet) < min(self._plan.first_look, len(runs)),
         )
 
@@ -345,9 +345,9 @@ def _lost(trials: Any, state: SweepState) -> str:
         if trial.outcome is None:
             return f"the sweep {state.sweep.sweep} ended before {trial_id(trial.number)} ran: {state.finish_reason}"
         if isinstance(trial.outcome, GangLost | TimedOut):
-            return f"{trial_id(trial.number)} of {state.sweep.sweep} was lost: {words.failure(trial)}"
+            return f"{trial_id(trial.number)} of {state.sweep.sweep} was lost: {descriptions.failure(trial)}"
         if isinstance(trial.outcome, NotBelieved):
-            return f"{trial_id(trial.number)} of {state.sweep.sweep}: {words.failure(trial)}"
+            return f"{trial_id(trial.number)} of {state.sweep.sweep}: {descriptions.failure(trial)}"
     return ""
 
 
@@ -448,7 +448,7 @@ def _compared(found: SpeedChange) -> str:
 
 def _ratio(estimate: Estimate) -> str:
     ci95 = estimate.ci95
-    return f"{estimate.value:.3f}x" + (f" (95 %: {units.ratio_interval(ci95)})" if ci95 else "")
+    return f"{estimate.value:.3f}x" + (f" (95%: {units.ratio_interval(ci95)})" if ci95 else "")
 
 
 def loss_drift(
@@ -643,7 +643,9 @@ def compare(promoted: Version, found: Remeasured) -> tuple[DriftFinding, ...]:
     if found.lost:
         return (*findings, DriftFinding(kind="training", is_drift=False, is_open=True, text=found.lost))
     if found.trial.measurement is None:
-        problem = f"it does not run any more: {units.status_words(found.trial.status)}: {words.failure(found.trial)}"
+        problem = (
+            f"it does not run any more: {units.status_label(found.trial.status)}: {descriptions.failure(found.trial)}"
+        )
         return (*findings, DriftFinding(kind="training", is_drift=True, text=problem))
     today = trajectory_json(found.trial.measurement, promoted.candidate)
     workload: Workload = from_json(Workload, promoted.manifest["workload"])
@@ -686,7 +688,7 @@ def _gate_settings(promoted: Version) -> GateSettings:
 def _training(facts: Mapping[str, Any], workload: Workload) -> Mapping[str, Any]:
     """How the promoted trial trained: in the gate, whose run was the longest, else in the search.
 
-    A program of the user's own may have a schedule that follows the number of its steps: it is compared with the run in
+    A user's program may have a schedule that follows the number of its steps: it is compared with the run in
     the search, which was asked for as many steps as today's.
     """
     gate = facts["gate"] if not isinstance(workload.model, ScriptModel) else None

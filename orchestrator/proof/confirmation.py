@@ -6,8 +6,8 @@ a run, so a run counts as one number, its speed. Logarithms of speeds follow ``t
 in common cancels. The noise is estimated from all trials together (a randomised block design), since a few rounds of
 two trials say little about it; where a pair is noisier than that, by itself.
 
-Judged after every round, several finalists at a time, an ordinary 95 % interval would be wrong in far more than 5 % of
-confirmations. The intervals here hold at all looks and for all finalists together in 95 %: repeated confidence
+Judged after every round, several finalists at a time, an ordinary 95% interval would be wrong in far more than 5% of
+confirmations. The intervals here hold at all looks and for all finalists together in 95%: repeated confidence
 intervals (Jennison and Turnbull 1989) with the levels below. That holds whenever the
 rounds end, so stopping at a favourable moment gains nothing.
 """
@@ -40,7 +40,7 @@ from orchestrator.sweep.events import RatioInterval, SoakMemory, SoakReport, Soa
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from trials.outcome import Failure, GangLost, Measurement, TimedOut
 
-# How strict every single look of a confirmation has to be, so that all of them together err in 5 %.
+# How strict every single look of a confirmation has to be, so that all of them together err in 5%.
 #
 # A group-sequential boundary: the nominal level of look ``n`` of ``N`` is that of the normal deviate ``c * (n / N) **
 # (shape - 1/2)``. Shape 0 is O'Brien and Fleming's boundary (1979), 1/2 Pocock's (1977), between them are Wang and
@@ -63,7 +63,7 @@ SHAPE = 0.25
 more small ones."""
 
 _NUM_SIMULATED = (4_000, 40_000)
-"""Simulated confirmations, at least and at most: 5 % are then known to 0.3 or 0.1 points."""
+"""Simulated confirmations, at least and at most: 5% are then known to 0.3 or 0.1 points."""
 _NUM_NUMBERS = 8_000_000
 """Random numbers that a simulation draws, within these bounds: about a second at most, once per design."""
 
@@ -97,7 +97,7 @@ def nominal_levels(design: Design, shape: float = SHAPE) -> tuple[float, ...]:
     if design.num_finalists < (2 if design.family == "finalists" else 1):
         return (ERROR_RATE,) * len(looks)
     if design.family == "earlier":
-        largest, degrees = _simulated_beside_earlier(design), looks + design.num_then - 2
+        largest, degrees = _simulated_against_earlier(design), looks + design.num_then - 2
     else:
         largest, degrees = _simulated(design), design.num_finalists * (looks - 1)
     scale = (looks / design.last_look) ** (shape - 0.5)
@@ -144,7 +144,7 @@ def _simulated(design: Design) -> NDArray[np.float64]:
     return np.stack(looks, axis=1)
 
 
-def _simulated_beside_earlier(design: Design) -> NDArray[np.float64]:
+def _simulated_against_earlier(design: Design) -> NDArray[np.float64]:
     """As :func:`_simulated`, for a difference of means, whose noise is pooled unless one side is noisier by itself."""
     num, before = _NUM_SIMULATED[1], design.num_then
     rng = np.random.default_rng(20260102)
@@ -237,7 +237,7 @@ def judge(
     others = [number for number in finalists if number != leader]
     to_leader = {} if leader is None else comparing.effects(others, leader, "finalists")
     out = {number for number, effect in to_baseline.items() if not effect.may_be_shown("faster")}
-    out |= {number for number, effect in to_leader.items() if not effect.may_be_told}
+    out |= {number for number, effect in to_leader.items() if not effect.is_detectable}
     challengers = [number for number in others if number not in out]
     is_decided = not challengers or len(rounds) >= max_rounds
     return Judgement(
@@ -291,7 +291,7 @@ class _Effect:
         return self.mean + self.half_width < _MIN_EFFECT
 
     @property
-    def may_be_told(self) -> bool:
+    def is_detectable(self) -> bool:
         """Whether the rounds left may still show a difference either way."""
         return not self.is_settled and (self.may_be_shown("faster") or self.may_be_shown("slower"))
 
@@ -618,7 +618,7 @@ def _memory_notes(finalist: int, memory: SoakMemory | None) -> list[str]:
 # keeps the lead on a slower machine. A loss is shown by the lead alone; without a baseline, by the own speed.
 #
 # Both are differences of means of logarithms, of rounds then and now. The noise is pooled over both, unless one of them
-# is noisier by itself. Intervals hold at all looks together in 95 %, with the levels of
+# is noisier by itself. Intervals hold at all looks together in 95%, with the levels of
 # :mod:`orchestrator.proof.confirmation` for rounds that are all compared with the same earlier ones.
 
 Loss = Literal["excluded", "shown", "open"]

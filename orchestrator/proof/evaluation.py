@@ -1,4 +1,4 @@
-"""The user's own evaluation of a finalist: a command that is told the facts and passes by exiting with 0."""
+"""The user's evaluation of a finalist: a command that is told the facts and passes by exiting with 0."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Evaluator:
         self._process: EvaluationProcess | None = None
         self._trial: int | None = None
 
-    def look(self, state: SweepState, trial: int) -> Evaluation | None:
+    def poll(self, state: SweepState, trial: int) -> Evaluation | None:
         """How the evaluation of this finalist ended; None while it goes on. The first look starts it."""
         settings = state.sweep.proof.gate
         assert settings is not None and settings.command, "nobody asked for an evaluation"

@@ -31,7 +31,7 @@ from trials.secrets import redact, redact_file, redact_uncaught
 TAIL_LINES, TAIL_CHARS = 20, 300
 KILL_S = 10.0
 """Seconds to wait for what cannot be killed, as when it hangs in a driver."""
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def _watch(process: subprocess.Popen[bytes], input_fd: int, timeout_s: float) ->
     while (left_s := deadline_s - time.monotonic()) > 0:
         if process.poll() is not None:
             return process.returncode, []
-        if _is_closed(input_fd, wait_s=min(left_s, LOOK_S)):
+        if _is_closed(input_fd, wait_s=min(left_s, POLL_S)):
             return None, None
     return None, [f"killed: it had not ended after {timeout_s:g} s"]
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from orchestrator.sweep.events import GateReport, GateSettings, StepsJudged
 from trials.outcome import Measurement
-from trials.spec import Candidate, Kernels, Loader, OwnModel, Precision, Recompute, ResNetModel, Workload
+from trials.spec import Candidate, Kernels, Loader, Precision, Recompute, ResNetModel, UserModel, Workload
 
 # How far losses and gradient norms of equal training may lie apart, by number format; measured, see docs/loss-gate.md.
 #
@@ -135,7 +135,7 @@ LOSS_AFTER_SPIKE = 2 * LOSS_MOST
 LEAD = 2
 """Steps by which a run whose rounding errors are some times the twin's may be unstable before it: errors grow tenfold
 and more from step to step then."""
-MIN_TOLD_SHARE = 0.5
+MIN_INFORMATIVE_SHARE = 0.5
 """Share of the steps that have to tell something."""
 EXCUSED_SHARE = 0.5
 """Share of the steps whose gradient norms may contradict before that refutes; the first may not. Fewer are a doubt."""
@@ -209,7 +209,7 @@ def trajectory(measurement: Measurement, candidate: Candidate) -> Trajectory:
 
 
 def _trained_precision(measurement: Measurement, candidate: Candidate) -> Precision:
-    """The candidate's; of a program of the user's own, what was seen in it, where that is coarser."""
+    """The candidate's; of a user's program, what was seen in it, where that is coarser."""
     seen = measurement.findings.script.facts.dtype if measurement.findings.script else None
     if candidate.precision.level != "O0" or seen not in ("bfloat16", "float16"):
         return candidate.precision
@@ -257,10 +257,10 @@ class Curve:
     @property
     def is_chaotic(self) -> bool:
         """Whether rounding alone takes so many steps beyond their limits that only the first can refute a run."""
-        return bool(self.silent) and len(self.told) < MIN_TOLD_SHARE * len(self.limits)
+        return bool(self.silent) and len(self.informative) < MIN_INFORMATIVE_SHARE * len(self.limits)
 
     @property
-    def told(self) -> tuple[int, ...]:
+    def informative(self) -> tuple[int, ...]:
         """Steps that tell something."""
         return tuple(step for step in self._shares() if step not in self.silent)
 
@@ -285,14 +285,14 @@ class Curve:
         found = self.contradictions
         if self.is_chaotic:
             return found[:1] == (1,)
-        return bool(found) and (found[0] == self.told[0] or len(found) > self.num_excused)
+        return bool(found) and (found[0] == self.informative[0] or len(found) > self.num_excused)
 
     @property
     def decisive(self) -> int | None:
         """The step that tells most against the run, or where nothing does, lies next to its limit; None where no step
         can be compared."""
         shares = self._shares()
-        usual = [step for step in self.told if shares[step] <= 1.0]
+        usual = [step for step in self.informative if shares[step] <= 1.0]
         return max(self.contradictions or usual or shares, key=lambda step: shares[step], default=None)
 
     @property
@@ -429,7 +429,7 @@ Compared = Literal["baseline", "reference"]
 
 MAX_SKIPPED_SHARE = 0.5
 """Share of the steps: a finalist that skips more updates than this has shown too little."""
-TELLS_MORE = (
+MORE_EVIDENCE = (
     "A larger global_batch_size, a lower learning rate or a baseline in O0 make the gate tell more; an evaluation of"
     " your own (gate.command) decides without it"
 )
@@ -541,7 +541,7 @@ def judge_gate(
         passed=not reasons and not doubts,
         reasons=tuple(reasons),
         doubts=() if reasons else tuple(doubts),
-        remedy=TELLS_MORE if doubts and not reasons else "",
+        remedy=MORE_EVIDENCE if doubts and not reasons else "",
         precision_class=found.precision_class,
         compared_with=found.compared_with,
         num_steps=settings.num_steps,
@@ -634,7 +634,7 @@ def _has_batch_norm(workload: Workload | None) -> bool:
     if workload is None:
         return False
     model = workload.model
-    return model.facts.has_batch_norm if isinstance(model, OwnModel) else isinstance(model, ResNetModel)
+    return model.facts.has_batch_norm if isinstance(model, UserModel) else isinstance(model, ResNetModel)
 
 
 def _has_other_batch_norm(one: Trajectory, other: Trajectory, workload: Workload | None) -> bool:
@@ -680,7 +680,7 @@ def _excesses(found: LossComparison) -> Iterator[str]:
         if curve.is_refuted and step is not None and deviation is not None:
             yield (
                 f"the {name} is {deviation:.2g} (relative) off the {found.compared_with}'s in step {step}, where"
-                f" {limit:.2g} is allowed{_twin_words(curve, step)}, and beyond its limit in {len(curve.beyond)} of"
+                f" {limit:.2g} is allowed{_twin_text(curve, step)}, and beyond its limit in {len(curve.beyond)} of"
                 f" {len(curve.limits)} steps"
             )
 
@@ -688,7 +688,7 @@ def _excesses(found: LossComparison) -> Iterator[str]:
 def _doubts(found: LossComparison) -> Iterator[str]:
     """Why it cannot be told, of a finalist that is not refuted."""
     for name, curve in _curves(found):
-        num_steps, told, unstable_from = len(curve.limits), len(curve.told), curve.unstable_from
+        num_steps, useful, unstable_from = len(curve.limits), len(curve.informative), curve.unstable_from
         if curve.is_refuted:
             continue
         if not any(deviation is not None for deviation in curve.deviations):
@@ -697,19 +697,19 @@ def _doubts(found: LossComparison) -> Iterator[str]:
             yield (
                 f"this workload amplifies rounding errors: the {name} of the {found.compared_with} is"
                 f" {curve.twin[unstable_from - 1]:.2g} (relative) off in step {unstable_from} when nothing but rounding"
-                f" differs, where {curve.limits[unstable_from - 1]:.2g} is allowed; {told} of {num_steps} steps tell"
+                f" differs, where {curve.limits[unstable_from - 1]:.2g} is allowed; {useful} of {num_steps} steps tell"
                 " anything"
             )
         elif odd := (curve.contradictions or curve.wild):
             step = max(odd, key=lambda step: curve.deviations[step - 1] or 0.0)
             yield (
-                f"the {name} is up to {100 * (curve.deviations[step - 1] or 0.0):.2g} % off the"
-                f" {found.compared_with}'s (step {step}), where {100 * curve.limits[step - 1]:.2g} % is"
-                f" allowed{_twin_words(curve, step)}, in {len(odd)} of {num_steps} steps"
+                f"the {name} is up to {100 * (curve.deviations[step - 1] or 0.0):.2g}% off the"
+                f" {found.compared_with}'s (step {step}), where {100 * curve.limits[step - 1]:.2g}% is"
+                f" allowed{_twin_text(curve, step)}, in {len(odd)} of {num_steps} steps"
             )
 
 
-def _twin_words(curve: Curve, step: int) -> str:
+def _twin_text(curve: Curve, step: int) -> str:
     return f" and rounding alone makes {curve.twin[step - 1]:.2g}" if curve.twin else ""
 
 
@@ -719,13 +719,13 @@ def _explained(found: LossComparison) -> Iterator[str]:
         if curve.unstable_from is not None:
             yield (
                 f"rounding alone takes the {name} beyond its limit from step {curve.unstable_from} on:"
-                f" {len(curve.told)} of {len(curve.limits)} steps tell something"
+                f" {len(curve.informative)} of {len(curve.limits)} steps tell something"
             )
         elif curve.beyond and not curve.contradictions:
             largest = max(curve.deviations[step - 1] or 0.0 for step in curve.beyond)
             yield (
                 f"the {name} is beyond its limit in {len(curve.beyond)} of {len(curve.limits)} steps, up to"
-                f" {100 * largest:.2g} % off, as rounding alone takes it: {100 * max(curve.twin):.2g} %"
+                f" {100 * largest:.2g}% off, as rounding alone takes it: {100 * max(curve.twin):.2g}%"
             )
 
 

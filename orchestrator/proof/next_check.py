@@ -131,7 +131,7 @@ def choose_finalists(state: SweepState) -> tuple[int, ...]:
     chosen: list[int] = []
     later: list[int] = []
     seen: set[object] = set()
-    for number in hopeful(state):
+    for number in promising(state):
         values = suspect & flat_params(state.trials[number].candidate).items()
         (later if values & seen else chosen).append(number)
         seen |= values
@@ -139,7 +139,7 @@ def choose_finalists(state: SweepState) -> tuple[int, ...]:
     return tuple(sorted(finalists, key=lambda n: (-state.score(state.trials[n]), n)))
 
 
-def hopeful(state: SweepState) -> tuple[int, ...]:
+def promising(state: SweepState) -> tuple[int, ...]:
     """Measured trials that may be faster than the baseline and were not confirmed yet, the highest upper bound first.
 
     Left out are those with all the values that the disqualified ones share.
@@ -204,7 +204,7 @@ def _prove(state: SweepState, proof: ProofState) -> Command:
         what = "trained for the loss gate" if isinstance(failed.check, GateRun) else "measured in a longer run"
         why = f"the baseline could not be {what}: {describe_failure(failed.outcome)}"
         return _conclude(state, found, "unconfirmed", None, why)
-    spent = "" if proof.is_asked else spent_budget(state)
+    spent = "" if proof.is_requested else spent_budget(state)
     if found.missing and not spent:
         return _measure_again(state, found)
     if spent and found.judgement.leader is None:
@@ -289,12 +289,12 @@ def _set_aside(
     """Replace the finalists, where some were disqualified: at once if a disqualified one had stopped other trials or
     ended the search; when the proof ``is_over``, if there is any trial left to confirm. None: neither is so."""
     out = _disqualified(state, proof)
-    if not out or proof.is_asked or spent:
+    if not out or proof.is_requested or spent:
         return None
     after = replace(state, disqualified=(*state.disqualified, *out), set_aside=(*state.set_aside, proof))
     after = replace(after, left_out=_left_out(after))
     reopened = () if spent_by_search(state) else _stopped_for(after)
-    if not (reopened or _goes_on(after, proof) or (is_over and hopeful(after))):
+    if not (reopened or _goes_on(after, proof) or (is_over and promising(after))):
         return None
     stage = _conclude(state, found, "keep", None, _keep_reason(state, proof, found), is_stage=True).verdict
     return SetAside(verdict=stage, reopened=reopened)
@@ -404,7 +404,7 @@ def _train_for_gate(state: SweepState, finalist: int) -> Command:
     who = "the baseline" if run.of == BASELINE else trial_id(finalist)
     who += " in fp32" if role.endswith("reference") else ""
     who += " with initial weights off by rounding errors" if run.perturbation else ""
-    who += ", once more as it is," if role == "twin" and not run.perturbation else ""
+    who += ", again as it is," if role == "twin" and not run.perturbation else ""
     return _propose(state, run, f"losses of {who} for the gate")
 
 
@@ -492,7 +492,7 @@ def _with_set_aside(state: SweepState, verdict: Verdict) -> Verdict:
     """The verdict with the reports of the proofs that were set aside before it, and what all disqualified share."""
     verdict = _with_left_out(state, verdict)
     earlier = [proof.verdict for proof in state.set_aside if proof.verdict is not None]
-    if not (earlier or verdict.disqualified) or (state.proof is not None and state.proof.is_asked):
+    if not (earlier or verdict.disqualified) or (state.proof is not None and state.proof.is_requested):
         return verdict
     ruled_out = tuple(one for before in (*earlier, verdict) for one in before.disqualified)
     after = replace(state, disqualified=ruled_out)
@@ -521,19 +521,19 @@ def _last_of_each(reports: Iterable[_OfTrial]) -> tuple[_OfTrial, ...]:
 
 
 def _winner_reason(verdict: Verdict, winner: int) -> str:
-    """``t004 is 1.52x as fast as the baseline (95 %: 1.40x - 1.66x) over 6 rounds and a longer run of 310 steps (41 s);
+    """``t004 is 1.52x as fast as the baseline (95%: 1.40x - 1.66x) over 6 rounds and a longer run of 310 steps (41 s);
     equal: t007``."""
     speedup, soak = verdict.speedup, verdict.soak(winner)
-    speed_words = f"{trial_id(winner)} is faster than the baseline"
+    speed_text = f"{trial_id(winner)} is faster than the baseline"
     if speedup is not None:
         sure = "at least " if is_wide(speedup) else ""
         ratio = short_ratio(speedup.value, speedup).removeprefix("≥ ")
-        speed_words = (
-            f"{trial_id(winner)} is {sure}{ratio} as fast as the baseline (95 %: {ratio_interval_words(speedup)})"
+        speed_text = (
+            f"{trial_id(winner)} is {sure}{ratio} as fast as the baseline (95%: {ratio_interval_words(speedup)})"
         )
     longer = f" and a longer run of {soak.num_steps} steps ({duration(soak.seconds)})" if soak else ""
     equal = f"; equal: {', '.join(map(trial_id, verdict.tied_with))}" if verdict.tied_with else ""
-    return f"{speed_words} over {count(verdict.num_rounds, 'round')}{longer}{equal}"
+    return f"{speed_text} over {count(verdict.num_rounds, 'round')}{longer}{equal}"
 
 
 def _rehearsed_reason(found: Confirmation, winner: int) -> str:

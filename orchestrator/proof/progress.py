@@ -385,7 +385,7 @@ def gate_run(state: SweepState, finalist: int, role: GateRole) -> GateRun:
         case "baseline" | "reference":
             return GateRun(of=BASELINE, role=role)
         case "twin" if is_script(state):
-            return GateRun(of=BASELINE, role=role)  # nothing can be perturbed there: it trains once more as it is
+            return GateRun(of=BASELINE, role=role)  # nothing can be perturbed there: it trains again as it is
         case "twin":
             return GateRun(of=BASELINE, role=role, perturbation=rounding(baseline, candidate))
         case "reference_twin":
@@ -477,14 +477,14 @@ def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> Gat
 
 
 def script_runs(state: SweepState, finalist: int, found: GateTrajectories) -> ScriptRuns:
-    """What was trained, where a program of the user's own is."""
+    """What was trained, where a user's program is."""
     one, other = state.trials[BASELINE].candidate, state.trials[finalist].candidate
     alike = (one.layout.dp, one.micro_batch_size) == (other.layout.dp, other.micro_batch_size)
     return ScriptRuns(baseline=found.baseline, again=found.twin, finalist=found.finalist, splits_alike=alike)
 
 
 def is_script(state: SweepState) -> bool:
-    """Whether a program of the user's own is trained."""
+    """Whether a user's program is trained."""
     return isinstance(state.sweep.workload.model, ScriptModel)
 
 

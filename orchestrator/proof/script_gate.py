@@ -1,4 +1,4 @@
-"""The loss gate of a training program of the user's own: does a finalist train as the command that stands today does?
+"""The loss gate of a user's training program: does a finalist train as the command that stands today does?
 
 Nothing can be perturbed in a program that we did not write, and its losses are whatever it calls a loss. So the
 baseline trains the same steps twice, and what it does to itself is the measure:
@@ -43,7 +43,7 @@ REPORT_LOSSES = (
     "Have it tell them (docs/report-api.md), or decide with an evaluation of your own (gate.command);"
     " neither is needed for `promote --force`"
 )
-TELL_MORE = "More steps (gate.num_steps) or an evaluation of your own (gate.command) tell more"
+STRONGER_EVIDENCE = "More steps (gate.num_steps) or an evaluation of your own (gate.command) tell more"
 _TINY = 1e-12
 
 
@@ -53,7 +53,7 @@ class ScriptRuns:
 
     baseline: Trajectory
     again: Trajectory | None
-    """The baseline once more; None where that run failed."""
+    """The baseline again; None where that run failed."""
     finalist: Trajectory
     splits_alike: bool
     """Whether finalist and baseline give every rank the same samples in the same passes."""
@@ -213,9 +213,9 @@ def compare_script(runs: ScriptRuns, settings: GateSettings) -> LossComparison |
         twin=tuple(_largest_yet(_deviations(expected, runs.again.losses))) if runs.again else (),
     )
     norms, own = runs.baseline.grad_norms, runs.finalist.grad_norms
-    is_told = len(norms) == len(own) == num_steps
+    is_reported = len(norms) == len(own) == num_steps
     limits = tuple(runs.limits.grad_norm.at(step) for step in range(1, num_steps + 1))
-    deviations = tuple(_deviations(norms, own)) if is_told else (None,) * num_steps
+    deviations = tuple(_deviations(norms, own)) if is_reported else (None,) * num_steps
     return LossComparison(
         loss=loss,
         grad_norm=Curve(deviations=deviations, limits=limits),
@@ -236,7 +236,7 @@ def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
     scale = max(abs(expected), _TINY)
     band = max(BAND_SIGMAS * error / scale, runs.limits.loss.at(num_steps) + _resolution(runs, expected))
     off = abs(mean - expected) / scale
-    why = _why_not_steps(runs)
+    why = _reason_against_steps(runs)
     report = replace(
         strict,
         passed=False,
@@ -251,27 +251,27 @@ def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
     )
     if off > band:
         reason = (
-            f"the mean loss over {num_steps} steps is {100 * off:.2g} % off the baseline's, where {100 * band:.2g} % is"
+            f"the mean loss over {num_steps} steps is {100 * off:.2g}% off the baseline's, where {100 * band:.2g}% is"
             f" its own band ({why})"
         )
         return replace(report, reasons=(reason,))
     if band > MAX_BAND:
         doubt = (
-            f"{why}, and the baseline's own band is {100 * band:.2g} % wide: a difference of less could not be seen in"
+            f"{why}, and the baseline's own band is {100 * band:.2g}% wide: a difference of less could not be seen in"
             f" {num_steps} steps"
         )
-        return replace(report, doubts=(doubt,), remedy=TELL_MORE)
+        return replace(report, doubts=(doubt,), remedy=STRONGER_EVIDENCE)
     note = (
-        f"{why}: judged within the baseline's own band, {100 * off:.2g} % off in the mean over {num_steps} steps, where"
-        f" {100 * band:.2g} % is chance; a smaller difference could not be seen"
+        f"{why}: judged within the baseline's own band, {100 * off:.2g}% off in the mean over {num_steps} steps, where"
+        f" {100 * band:.2g}% is chance; a smaller difference could not be seen"
     )
     return replace(report, passed=True, notes=(*report.notes, note))
 
 
-def _why_not_steps(runs: ScriptRuns) -> str:
+def _reason_against_steps(runs: ScriptRuns) -> str:
     if runs.again is not None and not _repeats_itself(runs):
         off = max(_deviations(runs.baseline.losses, runs.again.losses))
-        return f"the baseline does not repeat itself (two runs are up to {100 * off:.2g} % apart)"
+        return f"the baseline does not repeat itself (two runs are up to {100 * off:.2g}% apart)"
     return "it splits the batch otherwise than the baseline, so that single steps show other samples"
 
 

@@ -21,9 +21,9 @@ from orchestrator.proof.progress import (
     soak_reports,
 )
 from orchestrator.proof.script_gate import compare_script
-from orchestrator.report import words
+from orchestrator.report import descriptions
+from orchestrator.report.descriptions import FinalistOutcome
 from orchestrator.report.summary import Speedup, speedup
-from orchestrator.report.words import FinalistOutcome
 from orchestrator.space.notation import aligned_params, short_name
 from orchestrator.statistics import speed as speed_of
 from orchestrator.statistics import speed_ratio
@@ -38,7 +38,7 @@ from orchestrator.sweep.events import (
     SoakRun,
 )
 from orchestrator.sweep.state import ProofState, SweepState, Trial
-from orchestrator.units import value_words
+from orchestrator.units import value_text
 from trials.outcome import Measurement, StoppedEarly
 
 # What the proof has shown so far, as values for tables and plots: finalists, gate reports, curves of gate runs.
@@ -46,7 +46,7 @@ from trials.outcome import Measurement, StoppedEarly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRatio:
-    """A finalist's speed over the baseline's in one round, with its 95 % interval from the noise between steps."""
+    """A finalist's speed over the baseline's in one round, with its 95% interval from the noise between steps."""
 
     round: int
     value: float
@@ -82,7 +82,7 @@ class ProofResult:
     gates: tuple[GateReport, ...]
     """A report per finalist that was judged."""
     evaluations: tuple[Evaluation, ...]
-    """Runs of the user's own command, in the order in which they ended."""
+    """Runs of the user's command, in the order in which they ended."""
     soaks: tuple[SoakReport, ...]
     """A report per finalist whose longer runs are done."""
     running: tuple[Check, ...]
@@ -133,7 +133,7 @@ def _finalist(state: SweepState, found: Confirmation, number: int) -> Finalist:
     return Finalist(
         trial=number,
         configuration=short_name(state.trials[number].candidate),
-        spelled=words.spelled_name(state.trials[number].candidate),
+        spelled=descriptions.spelled_name(state.trials[number].candidate),
         rounds=tuple(_round_ratios(found, number, state.objective)),
         overall=_overall(found, number),
         outcome=outcome,
@@ -150,10 +150,10 @@ def caution(state: SweepState) -> str:
         shown = [trial for trial in (state.baseline, state.best) if trial is not None]
         return _with_subject("the fastest or the baseline was", {one.number: one.measurement for one in shown})
     runs = {run.number: run.measurement for one in rounds for run in one.runs.values()}
-    busy = sum(any(words.disturbed(run.measurement) for run in one.runs.values()) for one in rounds)
+    busy = sum(any(descriptions.disturbed(run.measurement) for run in one.runs.values()) for one in rounds)
     subject = f"{busy} of {units.count(len(rounds), 'round')} {'was' if busy == 1 else 'were'}"
     longer = {run.number: run.measurement for run in state.trials if isinstance(run.check, SoakRun)}
-    disturbed = [one for one in longer.values() if words.disturbed(one)]
+    disturbed = [one for one in longer.values() if descriptions.disturbed(one)]
     if disturbed and not busy:
         subject = "a longer run was"
     elif disturbed:
@@ -162,8 +162,8 @@ def caution(state: SweepState) -> str:
 
 
 def _with_subject(subject: str, measured: Mapping[int, Measurement | None]) -> str:
-    note = words.busy_note(measured)
-    return f"{subject}{note.removeprefix(words.BUSY_MARK)}" if note else ""
+    note = descriptions.busy_note(measured)
+    return f"{subject}{note.removeprefix(descriptions.BUSY_MARK)}" if note else ""
 
 
 def gates(state: SweepState) -> list[GateReport]:
@@ -186,7 +186,7 @@ def soaks(state: SweepState) -> list[SoakReport]:
 
 
 def evaluations(state: SweepState) -> list[Evaluation]:
-    """How the user's own command judged finalists, in the order in which it ended."""
+    """How the user's command judged finalists, in the order in which it ended."""
     proofs: list[ProofState] = [*state.set_aside, *([state.proof] if state.proof else [])]
     return [one for proof in proofs for one in proof.evaluations]
 
@@ -273,7 +273,7 @@ class SpeedPoint:
     """Score by the sweep's objective, like tokens/s/p."""
     low: float
     high: float
-    """95 % interval of the speed; the speed itself where that is unknown."""
+    """95% interval of the speed; the speed itself where that is unknown."""
     peak_bytes: int
     """Largest peak of allocated memory over ranks; 0 where it is not known."""
     name: str = ""
@@ -376,7 +376,7 @@ def coordinates(state: SweepState, order: Sequence[str] = ()) -> ParallelCoordin
     knobs = tuple(varying[:MAX_KNOBS])
     return ParallelCoordinates(
         knobs=knobs,
-        values=tuple(tuple(map(value_words, distinct[name])) for name in knobs),
+        values=tuple(tuple(map(value_text, distinct[name])) for name in knobs),
         lines=tuple(tuple(distinct[name].index(one[name]) for name in knobs) for one in params),
         speeds=tuple(state.objective.score(t.measurement) if t.measurement else None for t in trials),
         names=tuple(f"{units.trial_id(trial.number)}  {short_name(trial.candidate)}" for trial in trials),

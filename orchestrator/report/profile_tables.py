@@ -287,7 +287,7 @@ def _operators_table(operators: Sequence[OperatorTime]) -> ShownTable:
                 f"{operator.num_calls:g}",
                 *([units.milliseconds(operator.device_s)] if on_device else []),
                 units.milliseconds(operator.cpu_s),
-                f"{100 * operator.share:.1f} %",
+                f"{100 * operator.share:.1f}%",
             )
             for operator in operators
         ],
@@ -432,4 +432,4 @@ def _times_row(profile: RankProfile, tables: ProfileTables) -> tuple[str, ...]:
 
 
 def _with_share(time_s: float, total_s: float) -> str:
-    return f"{units.milliseconds(time_s)} {100 * time_s / total_s if total_s else 0:3.0f} %"
+    return f"{units.milliseconds(time_s)} {100 * time_s / total_s if total_s else 0:3.0f}%"

@@ -14,8 +14,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import sweep_links
 from orchestrator.objective import Figures
 from orchestrator.process_support import PLAIN, Invocation
-from orchestrator.proof.next_check import hopeful
-from orchestrator.report import words
+from orchestrator.proof.next_check import promising
+from orchestrator.report import descriptions
 from orchestrator.report.curves import (
     GateCurves,
     History,
@@ -25,6 +25,15 @@ from orchestrator.report.curves import (
     gate_curves,
     history,
     proof_result,
+)
+from orchestrator.report.descriptions import (
+    CommandPurpose,
+    figures,
+    findings_lines,
+    legend,
+    promotion_text,
+    spelled_name,
+    trend,
 )
 from orchestrator.report.profile_tables import ProfileTables
 from orchestrator.report.sources import PlanFacts, Sources, profile_files, sweep_params
@@ -40,15 +49,6 @@ from orchestrator.report.summary import (
 )
 from orchestrator.report.tables import Failures, TrialTable, by_speed, change_table, failures, judged, make_trial_table
 from orchestrator.report.view import ShownTable
-from orchestrator.report.words import (
-    CommandPurpose,
-    figures,
-    findings_lines,
-    legend,
-    promotion_words,
-    spelled_name,
-    trend,
-)
 from orchestrator.space.notation import diff, short_name
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.events import CandidatesPruned, Conclusion
@@ -76,7 +76,7 @@ class ShownTrial:
     spelled: str
     """The same with what its signs mean."""
     speed: Estimate
-    """Speed in the summary's unit, with its 95 % interval, as the search measured it."""
+    """Speed in the summary's unit, with its 95% interval, as the search measured it."""
     figures: Figures
     """How fast it is in every unit: after a confirmation as its rounds measured it, else as the search did."""
     is_confirmed: bool
@@ -208,7 +208,7 @@ def make_short_report(state: SweepState, summary: Summary, explanation: SweepExp
         legend=legend(state.virtual or _measured_by(shown), unit, summary.unit) if shown else "",
         change=_change(state, summary),
         proof=proof_result(state),
-        promotions=tuple(promotion_words(event.record) for event in state.promotions),
+        promotions=tuple(promotion_text(event.record) for event in state.promotions),
     )
 
 
@@ -324,8 +324,8 @@ def clock_parts(number: int, measurement: Measurement) -> StepParts:
     step_time_s = measurement.step_time_s
     if not any(seconds for name, seconds in clock.items() if name != "other"):
         return StepParts(trial=number, step_time_s=step_time_s, parts=())  # nobody looked inside, as on simulated ones
-    told_apart: tuple[PartName, ...] = ("bubble", "recompute", "communication")
-    clock = {name: seconds for name, seconds in clock.items() if seconds or name not in told_apart}
+    separate_parts: tuple[PartName, ...] = ("bubble", "recompute", "communication")
+    clock = {name: seconds for name, seconds in clock.items() if seconds or name not in separate_parts}
     if measurement.findings.script is not None:
         clock = {name: seconds for name, seconds in clock.items() if seconds}  # it tells of some phases only
     scale = step_time_s / sum(clock.values())
@@ -393,7 +393,7 @@ def _result_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]
         words |= {"logs": ("logs", name, trial_id(0)), "story": ("explain", name, trial_id(0))}
         words["retry"] = ("retry", name, _failed_option(state))
     elif state.verdict is not None and state.verdict.disqualified and state.verdict.winner is None:
-        if left := hopeful(state):
+        if left := promising(state):
             words["confirm"] = ("confirm", name, trial_id(left[0]))
     elif conclusion not in ("keep", "rehearsed") or _is_undecided(state):
         words["confirm"] = ("confirm", name)
@@ -459,13 +459,13 @@ def _facts(report: ShortReport) -> Iterator[str]:
             f"`{c['knob'].text}` {c['before'].text} → {c['after'].text}"
             for c in (row.cells for row in report.change.knobs.rows)
         )
-        yield f"- {words.change_heading(is_faster=report.is_faster)}: {'; '.join(changes)}"
+        yield f"- {descriptions.change_heading(is_faster=report.is_faster)}: {'; '.join(changes)}"
     for finalist in report.proof.finalists:
         ratio = units.ratio(finalist.overall.value, finalist.overall) if finalist.overall else "no round yet"
-        yield f"- Confirmation of {units.trial_id(finalist.trial)}: {ratio}, {words.finalist_words(finalist)}"
+        yield f"- Confirmation of {units.trial_id(finalist.trial)}: {ratio}, {descriptions.finalist_text(finalist)}"
     for one in judged(report.proof):
-        is_told = one.kind == "Loss gate" and one.answer != "passed" and report.details
-        text = one.answer if is_told else "; ".join((one.text, *(one.notes if one.kind == "Soak" else ())))
+        has_details = one.kind == "Loss gate" and one.answer != "passed" and report.details
+        text = one.answer if has_details else "; ".join((one.text, *(one.notes if one.kind == "Soak" else ())))
         if one.kind != "Your evaluation":
             yield f"- {one.kind} of {units.trial_id(one.trial)}: {text}"
     for shown in report.shown:

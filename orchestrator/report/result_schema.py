@@ -39,7 +39,7 @@ class FiguresDocument(TypedDict):
 
 
 class SpeedupDocument(TypedDict):
-    """A speed over the baseline's, by the sweep's objective, with its 95 % interval."""
+    """A speed over the baseline's, by the sweep's objective, with its 95% interval."""
 
     value: float
     low: float | None

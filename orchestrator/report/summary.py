@@ -12,7 +12,7 @@ from orchestrator import statistics, units
 from orchestrator.mlflow_urls import public_uri
 from orchestrator.objective import GAINS, Figures, Objective, ObjectiveName, noun_of
 from orchestrator.proof.progress import BASELINE, confirmation, confirmed_step_times, fastest_finalist
-from orchestrator.report import words
+from orchestrator.report import descriptions
 from orchestrator.report.profile_tables import ProfileTables, profile_tables
 from orchestrator.report.result_schema import (
     SCHEMA_VERSION,
@@ -30,7 +30,7 @@ from orchestrator.statistics import Estimate, Interval, SpeedVerdict
 from orchestrator.sweep.events import CandidatesPruned, ProfileRun, RatioInterval, Verdict
 from orchestrator.sweep.snapshot import Phase
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
-from orchestrator.units import Virtual, predicted_words, watermark_line
+from orchestrator.units import Virtual, predicted_text, watermark_line
 from trials.files import to_json
 from trials.outcome import NotBelieved, duration
 
@@ -44,7 +44,7 @@ class TrialResult:
 
     trial: Trial
     speed: Estimate
-    """Score by the sweep's objective, like tokens/s/p, with its 95 % interval."""
+    """Score by the sweep's objective, like tokens/s/p, with its 95% interval."""
     figures: Figures
     """The same in every unit."""
 
@@ -256,7 +256,11 @@ def _disturbed_json(summary: Summary) -> dict[str, Any] | None:
     worst = summary.most_disturbed
     if worst is None:
         return None
-    return {"trials": list(summary.disturbed), "most": worst.number, "why": words.disturbed(worst.measurement)}
+    return {
+        "trials": list(summary.disturbed),
+        "most": worst.number,
+        "reason": descriptions.disturbed(worst.measurement),
+    }
 
 
 def confirmed_figures(state: SweepState) -> ConfirmedFigures | None:
@@ -344,7 +348,7 @@ def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> 
     if verdict is not None and verdict.winner is not None:
         winner = state.trials[verdict.winner]
         ratio = verdict.speedup.value if verdict.speedup else None
-        return f"{predicted_words(_point_gain(state, winner, ratio))}: {_named(winner)}."
+        return f"{predicted_text(_point_gain(state, winner, ratio))}: {_named(winner)}."
     if verdict is not None and verdict.conclusion == "unconfirmed":
         return f"{virtual.capitalize()}, not settled: {_short(verdict.reason)}"
     if summary.best is None:
@@ -354,7 +358,7 @@ def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> 
     if verdict is not None or compared.verdict != "faster":
         return f"{virtual.capitalize()}: nothing comes out faster than your present configuration."
     best = summary.best.trial
-    return f"{predicted_words(_point_gain(state, best, compared.ratio.value))}: {_named(best)}."
+    return f"{predicted_text(_point_gain(state, best, compared.ratio.value))}: {_named(best)}."
 
 
 def _point_gain(state: SweepState, trial: Trial, ratio: float | None) -> str:
@@ -447,11 +451,11 @@ def confidence(state: SweepState, summary: Summary) -> str:
     if verdict is not None and verdict.speedup is not None:
         rounds = f"from {units.count(verdict.num_rounds, 'round')} of measuring it again beside the baseline"
         if verdict.conclusion == "confirmed":
-            return f"95 % interval, {rounds}"
+            return f"95% interval, {rounds}"
         of = f" of {units.trial_id(confirmed.trial)}" if confirmed else ""
         return f"speed-up{of}: {units.ratio(verdict.speedup.value, verdict.speedup)}, {rounds}"
     if summary.speedup and summary.best and summary.best.trial.number != 0:
-        return "95 % interval, from the steps of one run each, as the search measured them"
+        return "95% interval, from the steps of one run each, as the search measured them"
     return ""
 
 
@@ -475,7 +479,7 @@ def chosen_result(state: SweepState, summary: Summary) -> TrialResult | None:
 def cost(summary: Summary) -> str:
     """Trials by outcome, the device time they took, how long the sweep took, and what was known before the first."""
     counts = ", ".join(
-        f"{summary.trials[s]} {units.status_words(s, summary.virtual)}" for s in ENDED if summary.trials[s]
+        f"{summary.trials[s]} {units.status_label(s, summary.virtual)}" for s in ENDED if summary.trials[s]
     )
     total = units.count(summary.trials["total"], "trial")
     time = units.device_time(summary.device_hours * 3600)

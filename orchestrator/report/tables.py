@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from cluster.base import GangProgress
 from orchestrator import statistics, units
 from orchestrator.diagnosis.values import PartName, StepParts
-from orchestrator.report import words
+from orchestrator.report import descriptions
 from orchestrator.report.curves import Finalist, ProofResult
+from orchestrator.report.descriptions import FinalistOutcome
 from orchestrator.report.sources import log_tail
 from orchestrator.report.summary import ENDED, Speedup, speedup
 from orchestrator.report.view import ALWAYS, Cell, Column, Flag, Mood, ShownRow, ShownTable, table_of
-from orchestrator.report.words import FinalistOutcome
 from orchestrator.space.notation import legend, names_apart, short_name
 from orchestrator.sweep.events import GateAnswer
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
@@ -62,7 +62,7 @@ def versus_cell(compared: Speedup | None) -> Cell:
     """``1.42x`` of a trial that is faster than the baseline."""
     if compared is None:
         return Cell(units.DASH, mood="rest")
-    return Cell(words.versus(compared), compared.ratio.value, VERDICT_MOODS[compared.verdict])
+    return Cell(descriptions.versus(compared), compared.ratio.value, VERDICT_MOODS[compared.verdict])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +86,12 @@ class TrialTable(ShownTable):
     @property
     def busy_note(self) -> str:
         """What the sign of trials that were measured on a busy machine means; empty where none has it."""
-        return words.busy_note({trial.number: trial.measurement for trial in self.trials})
+        return descriptions.busy_note({trial.number: trial.measurement for trial in self.trials})
 
     @property
     def trend_note(self) -> str:
         """What the sign of trials that became slower or faster means; empty where none has it."""
-        return words.trend_note({trial.number: trial.measurement for trial in self.trials})
+        return descriptions.trend_note({trial.number: trial.measurement for trial in self.trials})
 
     @property
     def peak_note(self) -> str:
@@ -118,7 +118,7 @@ def trial_columns(unit: str, *, has_sizes: bool) -> tuple[Column, ...]:
         Column(title="devices", priority=6, is_number=True, media=("terminal", "live") if has_sizes else ("live",)),
         Column(title="state", priority=8, rises=True),
         Column(title=unit, key="speed", is_number=True),
-        Column(title="95 % interval", is_number=True, mood="rest", media=("live",)),
+        Column(title="95% interval", is_number=True, mood="rest", media=("live",)),
         Column(title="spread", priority=1, is_number=True, mood="rest", rises=True),
         Column(title="speed-up", priority=7, is_number=True),
         Column(title="memory", priority=3, is_number=True),
@@ -147,7 +147,7 @@ def make_trial_table(
             "trial": trial_cell(trial.number),
             "configuration": Cell(
                 name,
-                note=words.spelled_name(trial.candidate),
+                note=descriptions.spelled_name(trial.candidate),
                 below=_role(trial, finalists, _chosen_word(state) if is_chosen else ""),
                 share=state.score(trial) / top,
             ),
@@ -188,32 +188,32 @@ def _state_cell(trial: Trial, state: SweepState, live: Mapping[int, GangProgress
     if isinstance(outcome, GangLost) and outcome.cause == "controller":
         return Cell("interrupted", mood=mood)
     return Cell(
-        units.status_words(trial.status, state.virtual),
+        units.status_label(trial.status, state.virtual),
         mood=mood,
         flags=tuple(measurement_flags(trial.measurement)),
-        below="" if outcome is None or trial.measurement else _why(trial),
+        below="" if outcome is None or trial.measurement else _reason(trial),
     )
 
 
-def _why(trial: Trial) -> str:
+def _reason(trial: Trial) -> str:
     """Why it was not measured; of one stopped early how far it came."""
     is_stopped = isinstance(trial.outcome, StoppedEarly)
-    return plain(trial.outcome.evidence.message if is_stopped else words.failure(trial))  # type: ignore[union-attr]
+    return plain(trial.outcome.evidence.message if is_stopped else descriptions.failure(trial))  # type: ignore[union-attr]
 
 
 def progress_cell(progress: GangProgress | None) -> Cell:
     """What a running trial is doing: ``measuring 5``."""
     step_time_s = progress.step_time_s if progress else None
     last = f"last step {units.milliseconds(step_time_s)}" if step_time_s else ""
-    return Cell(words.phase_words(progress) if progress else "started", mood="running", below=last)
+    return Cell(descriptions.phase_text(progress) if progress else "started", mood="running", below=last)
 
 
 def measurement_flags(measurement: Measurement | None) -> Iterator[Flag]:
     """Flags of a measurement not to be relied on: a busy machine, steps that became slower or faster."""
-    if busy := words.disturbed(measurement):
-        yield Flag(text=words.BUSY_MARK, note=busy)
-    if trend := words.trend(measurement):
-        yield Flag(text=words.TREND_MARK, note=trend)
+    if busy := descriptions.disturbed(measurement):
+        yield Flag(text=descriptions.BUSY_MARK, note=busy)
+    if trend := descriptions.trend(measurement):
+        yield Flag(text=descriptions.TREND_MARK, note=trend)
 
 
 def _measured_cells(trial: Trial, state: SweepState) -> dict[str, Cell]:
@@ -233,9 +233,9 @@ def _measured_cells(trial: Trial, state: SweepState) -> dict[str, Cell]:
         cells["off by"] = Cell(f"{step_s / expected_s:.2f}x", step_s / expected_s)
     return cells | {
         "speed": Cell(units.rate(speed.value), speed.value),
-        "95 % interval": Cell(units.interval(speed.ci95), speed.ci95.low if speed.ci95 else speed.value),
-        "spread": Cell(words.spread(measurement)),
-        "memory": Cell(words.peak_memory(measurement), measurement.peak_bytes or None),
+        "95% interval": Cell(units.interval(speed.ci95), speed.ci95.low if speed.ci95 else speed.value),
+        "spread": Cell(descriptions.spread(measurement)),
+        "memory": Cell(descriptions.peak_memory(measurement), measurement.peak_bytes or None),
         "step": Cell(units.milliseconds(step_s), step_s),
         "all devices": Cell(units.rate(total), total),
         "per device": Cell(units.rate(each), each),
@@ -289,8 +289,8 @@ def _failed(trial: Trial) -> FailedTrial:
     return FailedTrial(
         number=trial.number,
         configuration=short_name(trial.candidate),
-        spelled=words.spelled_name(trial.candidate),
-        evidence=words.failure(trial),
+        spelled=descriptions.spelled_name(trial.candidate),
+        evidence=descriptions.failure(trial),
         log_tail=tail or "",
     )
 
@@ -303,7 +303,7 @@ def change_table(changed: Mapping[str, tuple[object, object]]) -> ShownTable:
         Column(title="", name="arrow", mood="rest"),
         Column(title="", name="after", min_width=10, mood="good"),
     )
-    rows = ((knob, units.value_words(old), "→", units.value_words(new)) for knob, (old, new) in changed.items())
+    rows = ((knob, units.value_text(old), "→", units.value_text(new)) for knob, (old, new) in changed.items())
     return table_of(columns, rows)
 
 
@@ -338,7 +338,7 @@ def finalist_table(proof: ProofResult) -> ShownTable | None:
         Column(title="trial", rises=True),
         Column(title="configuration", min_width=24, is_code=True, rises=True, media=("page", "live")),
         Column(title="speed-up", is_number=True, mood="strong"),
-        Column(title="95 % interval", name="interval", key="interval", is_number=True, priority=9, mood="rest"),
+        Column(title="95% interval", name="interval", key="interval", is_number=True, priority=9, mood="rest"),
         Column(title="rounds", priority=8, mood="rest", media=("terminal", "live")),
         Column(title="result", min_width=24, mood="rest", rises=True),
         *(Column(title=f"round {n + 1}", is_number=True, mood="rest", media=("page",)) for n in numbers),
@@ -348,7 +348,7 @@ def finalist_table(proof: ProofResult) -> ShownTable | None:
 
 
 def _finalist_cells(one: Finalist) -> dict[str, Cell]:
-    signs = {ratio.round: f" {words.BUSY_MARK}" if ratio.is_disturbed else "" for ratio in one.rounds}
+    signs = {ratio.round: f" {descriptions.BUSY_MARK}" if ratio.is_disturbed else "" for ratio in one.rounds}
     last = " ".join(f"{ratio.value:.2f}{signs[ratio.round].strip()}" for ratio in one.rounds[-MAX_ROUNDS:])
     more = "... " if len(one.rounds) > MAX_ROUNDS else ""
     overall = one.overall
@@ -358,7 +358,7 @@ def _finalist_cells(one: Finalist) -> dict[str, Cell]:
         "speed-up": Cell(units.short_ratio(overall.value, overall), overall.value) if overall else Cell(units.DASH),
         "interval": Cell(units.ratio_interval(overall) if overall else "", overall.low if overall else None),
         "rounds": Cell(f"{more}{last}" if last else "no round yet", len(one.rounds)),
-        "result": Cell(words.finalist_words(one), mood=FINALIST_MOODS.get(one.outcome, "")),
+        "result": Cell(descriptions.finalist_text(one), mood=FINALIST_MOODS.get(one.outcome, "")),
         **{f"round {r.round + 1}": Cell(f"{r.value:.2f}x{signs[r.round]}", r.value) for r in one.rounds},
     }
 
@@ -433,13 +433,13 @@ def judged(proof: ProofResult) -> Iterator[Judged]:
             kind="Loss gate",
             trial=gate.trial,
             answer=gate.answer,
-            text=words.gate_words(gate),
+            text=descriptions.gate_text(gate),
             details=f"; {gate.num_steps} steps, {gate.precision_class}".rstrip(" ,"),
             mood=ANSWER_MOODS[gate.answer],
             notes=gate.notes,
         )
     for soak in proof.soaks:
-        text, mood = words.soak_words(soak), ANSWER_MOODS[soak.answer]
+        text, mood = descriptions.soak_text(soak), ANSWER_MOODS[soak.answer]
         yield Judged(
             kind="Soak", trial=soak.trial, answer=soak.answer, text=text, details="", mood=mood, notes=soak.notes
         )
@@ -448,7 +448,7 @@ def judged(proof: ProofResult) -> Iterator[Judged]:
             kind="Your evaluation",
             trial=one.trial,
             answer="passed" if one.passed else "failed",
-            text=words.evaluation_words(one),
+            text=descriptions.evaluation_text(one),
             details="",
             mood="good" if one.passed else "bad",
             log=one.output_tail,

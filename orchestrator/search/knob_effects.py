@@ -39,7 +39,7 @@ from orchestrator.search.memory_belief import Array, MemoryBelief, Structured
 from orchestrator.space.knobs import INHERITED
 from orchestrator.space.notation import Features, Scalar, feature_columns
 from trials.outcome import Measured, Outcome, OutOfMemory
-from trials.spec import Candidate, OwnChoice, ScriptModel, Workload
+from trials.spec import Candidate, CustomChoice, ScriptModel, Workload
 
 # What is believed of the effects of knobs before any trial, in the form that the Gaussian process takes
 
@@ -48,7 +48,7 @@ KEPT_VARIANCE = 0.999
 MAX_FEATURES = 40
 ROWS_AT_ONCE = 2048
 OWN_STD = 0.3
-"""Standard deviation of the effect of a value of one of the user's own knobs: most do little, some a factor of two."""
+"""Standard deviation of the effect of a value of one of the custom knobs: most do little, some a factor of two."""
 NAMED_STD = 0.3
 """The same, beyond what its name says that it usually does: names are guessed at."""
 KNOWN_STD = 0.05
@@ -101,7 +101,7 @@ def usual_errors(x: GenericInputs, coefficients: Coefficients) -> Believed:
     return believed(x.matrix, lambda rows: log_step(rows, True) - log_step(rows, False))
 
 
-class OwnEffects:
+class CustomEffects:
     """The effects of knobs of which only the size is known: a row per candidate of the table, and of ``others``.
 
     Args:
@@ -120,18 +120,20 @@ class OwnEffects:
         known: Collection[str] = (),
         stds: Mapping[str, float] | None = None,
     ) -> None:
-        asked, rest = feature_columns(table, features), [features(candidate) for candidate in others]
-        names = [name for name in dict.fromkeys([*asked, *(name for row in rest for name in row)]) if name not in known]
+        requested, rest = feature_columns(table, features), [features(candidate) for candidate in others]
+        names = [
+            name for name in dict.fromkeys([*requested, *(name for row in rest for name in row)]) if name not in known
+        ]
         own = {choice.name for chosen in (*table.values["own"], *(c.own for c in others)) for choice in chosen}
         columns, places = [np.zeros((len(table) + len(rest), 0))], [np.zeros((len(table) + len(rest), 0))]
         for name in names:
-            told, codes = asked.get(name, ([INHERITED], np.zeros(len(table), dtype=np.int32)))
+            found_values, codes = requested.get(name, ([INHERITED], np.zeros(len(table), dtype=np.int32)))
             last = [row.get(name, INHERITED) for row in rest]
-            distinct = sorted({*told, *last}, key=_sort_key)
+            distinct = sorted({*found_values, *last}, key=_sort_key)
             if len(distinct) < 2:
                 continue
-            place_of = np.array([distinct.index(value) for value in [*told, *last]], dtype=np.intp)
-            where = np.concatenate([place_of[: len(told)][codes], place_of[len(told) :]])
+            place_of = np.array([distinct.index(value) for value in [*found_values, *last]], dtype=np.intp)
+            where = np.concatenate([place_of[: len(found_values)][codes], place_of[len(found_values) :]])
             spots = _spots(distinct)
             std = (stds or {}).get(name) or _std(name, distinct, is_own=name in own)
             columns.append((_effect_of(spots) * std)[where])
@@ -139,9 +141,9 @@ class OwnEffects:
         self.features: Array = np.hstack(columns)
         self.places: Array = np.hstack(places)
 
-    def take(self, rows: slice) -> OwnEffects:
+    def take(self, rows: slice) -> CustomEffects:
         """The rows that ``rows`` selects."""
-        found = object.__new__(OwnEffects)
+        found = object.__new__(CustomEffects)
         found.features, found.places = self.features[rows], self.places[rows]
         return found
 
@@ -173,8 +175,8 @@ def _effect_of(spots: Array) -> Array:
 def _std(name: str, values: Sequence[Scalar], *, is_own: bool) -> float:
     if not is_own:
         return KNOWN_STD
-    told = [column_of(name, value) for value in values if value != INHERITED]
-    return NAMED_STD if all(told) else OWN_STD
+    found_values = [column_of(name, value) for value in values if value != INHERITED]
+    return NAMED_STD if all(found_values) else OWN_STD
 
 
 def _is_number(value: Scalar) -> bool:
@@ -217,13 +219,13 @@ class UnmodelledKnobs:
         num = len(candidates) + len(rest)
         hot, places = [np.zeros((num, 0))], [np.zeros((num, 0))]
         for name in names:
-            told, codes = known.get(name, ([INHERITED], np.zeros(len(candidates), dtype=np.int32)))
+            found_values, codes = known.get(name, ([INHERITED], np.zeros(len(candidates), dtype=np.int32)))
             last = [row.get(name, INHERITED) for row in rest]
-            distinct = sorted({*told, *last}, key=str)
+            distinct = sorted({*found_values, *last}, key=str)
             if len(distinct) < 2:
                 continue
-            where = np.array([distinct.index(value) for value in [*told, *last]])
-            code = np.concatenate([where[codes], where[len(told) :]])
+            where = np.array([distinct.index(value) for value in [*found_values, *last]])
+            code = np.concatenate([where[codes], where[len(found_values) :]])
             columns = np.eye(len(distinct))[code]
             hot.append(columns)
             if all(isinstance(value, int | float) for value in distinct):
@@ -256,9 +258,9 @@ USED_SHARE = 0.35
 """Share of the memory that the baseline is taken to use: it runs, or its user would not run it."""
 USED_STD = 0.7
 """Standard deviation of the log of that share."""
-OWN_MEMORY_SHARE = 0.5
+CUSTOM_MEMORY_SHARE = 0.5
 """How far knobs of which nothing is known move the peak, relative to the time."""
-OWN_MEMORY_STDS = {0.02: 0.5, 0.08: 0.5}
+CUSTOM_MEMORY_STDS = {0.02: 0.5, 0.08: 0.5}
 """Standard deviations that the own errors of peaks may have, which trials decide on, and how likely each is."""
 
 
@@ -276,9 +278,9 @@ def _by_role(candidate: Candidate, roles: Mapping[str, str]) -> Candidate:
     return replace(candidate, own=_called_by_role(candidate.own, roles))
 
 
-def _called_by_role(own: tuple[OwnChoice, ...], roles: Mapping[str, str]) -> tuple[OwnChoice, ...]:
+def _called_by_role(own: tuple[CustomChoice, ...], roles: Mapping[str, str]) -> tuple[CustomChoice, ...]:
     """The choices, each called like the built-in knob that it stands for: names say what knobs usually do."""
-    return tuple(OwnChoice(name=roles.get(choice.name, choice.name), value=choice.value) for choice in own)
+    return tuple(CustomChoice(name=roles.get(choice.name, choice.name), value=choice.value) for choice in own)
 
 
 class RelativePredictor:
@@ -324,7 +326,7 @@ class RelativePredictor:
         self._kind = kind
         self._baseline_weight = self.objective.weight(baseline.layout.world_size)
         others = [*(trial.candidate for trial in self.earlier), baseline]
-        described = OwnEffects(self.candidates, others, features)
+        described = CustomEffects(self.candidates, others, features)
         self._own, self._own_baseline = described.take(slice(0, -1)), described.features[-1]
         sizes, places = self.candidates.each(("layout",), lambda candidate: candidate.layout.world_size)
         last = [trial.candidate.layout.world_size for trial in self.earlier]
@@ -358,10 +360,10 @@ class RelativePredictor:
                 name="usual",
                 log_weight=float(np.log(share)),
                 mean=np.log(USED_SHARE) + mean,
-                features=np.hstack([features, level, OWN_MEMORY_SHARE * self._own.features]),
+                features=np.hstack([features, level, CUSTOM_MEMORY_SHARE * self._own.features]),
                 own_std=own_std,
             )
-            for own_std, share in OWN_MEMORY_STDS.items()
+            for own_std, share in CUSTOM_MEMORY_STDS.items()
         )
         known = list(enumerate(self.earlier, len(self.candidates)))
         peaks = {row: trial.peak_bytes / self.limit_bytes for row, trial in known if trial.peak_bytes}
@@ -509,7 +511,7 @@ def num_sweeps(earlier: Iterable[EarlierTrial]) -> int:
 def same_program(one: Workload, other: Workload) -> bool:
     """Whether two workloads train the same thing, so that times of one tell of the other.
 
-    Programs of the user's own may differ in what trials fill in: other sweeps try other arguments of them.
+    Users' programs may differ in what trials fill in: other sweeps try other arguments of them.
     """
     if isinstance(one.model, ScriptModel) and isinstance(other.model, ScriptModel):
         return _program(one.model) == _program(other.model) and one.seq_length == other.seq_length

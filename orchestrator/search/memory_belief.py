@@ -173,11 +173,11 @@ class MemoryBelief:
 
     def _over(self, rows: NDArray[Any] | None, of: Any) -> Array:
         """The mean over structures of a function of each one's mean and standard deviation."""
-        asked = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.intp)
-        found = np.zeros(len(asked))
-        for start in range(0, len(asked), ROWS_AT_ONCE):
+        requested = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.intp)
+        found = np.zeros(len(requested))
+        for start in range(0, len(requested), ROWS_AT_ONCE):
             piece = slice(start, start + ROWS_AT_ONCE)
-            found[piece] = sum(weight * of(*part.moments(asked[piece])) for weight, part in self._parts)
+            found[piece] = sum(weight * of(*part.moments(requested[piece])) for weight, part in self._parts)
         return found
 
 

@@ -41,8 +41,8 @@ from orchestrator.search.acquisition import ErrorModel, Posterior
 from orchestrator.search.knob_effects import (
     MODELLED,
     Believed,
+    CustomEffects,
     EarlierTrial,
-    OwnEffects,
     UnmodelledKnobs,
     nearest,
     usual_errors,
@@ -51,7 +51,7 @@ from orchestrator.search.memory_belief import Floats, MemoryBelief, Structured
 from orchestrator.space.notation import Features, describe, flat_params
 from trials.dryrun.estimate import DryRunEstimate
 from trials.files import fields_json
-from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of
+from trials.spec import Candidate, HuggingFaceModel, LlamaModel, ScriptModel, UserModel, Workload, decoder_of
 
 # The cost model asked in one way for both families of workloads, decoders and others: time, memory, likeness
 
@@ -180,7 +180,7 @@ def _generic_estimate(model: CostModel, x: GenericInputs) -> Estimates:
 
 MEMORY_ROWS_AT_ONCE = 4096
 """Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
-ROWS_TO_TELL_APART = 4096
+ROWS_TO_DISTINGUISH = 4096
 """Rows on which structures must differ to be told apart."""
 MAX_ROWS = 500_000
 """Rows of all structures together, each of which takes 36 bytes and some microseconds."""
@@ -237,7 +237,7 @@ def _different(structures: Sequence[Structure], x: Inputs) -> Sequence[tuple[Str
     """Structures that differ on these rows, with their columns; of many rows the likeliest structures only."""
     if len(structures) == 1 or not isinstance(x, CostInputs):
         return [(KNOWN[0], x)]
-    some = x.take(np.linspace(0, len(x) - 1, min(len(x), ROWS_TO_TELL_APART)).astype(int))
+    some = x.take(np.linspace(0, len(x) - 1, min(len(x), ROWS_TO_DISTINGUISH)).astype(int))
     felt = [structure for structure, _ in apart(tuple(structures), some)]
     likeliest = sorted(felt, key=lambda structure: -structure.probability)[: max(1, MAX_ROWS // len(x))]
     in_full = x.take(slice(None))  # structures replace whole columns
@@ -288,7 +288,7 @@ OWN_STD = {"cuda": 0.02, "cpu": 0.05}
 """Standard deviation of a candidate's own error, which says nothing of any other, by kind of device."""
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
 """Standard deviation of the error that all candidates have in common, by kind of device."""
-OWN_KNOB_STD = 0.1
+CUSTOM_KNOB_STD = 0.1
 """Standard deviation of the effect of each value of a knob that the cost model of decoders knows nothing of."""
 GENERIC_LOCAL_STD = 0.1
 """Standard deviation of what only combinations do in models that are no decoders, of which effects are told apart."""
@@ -305,7 +305,7 @@ class UnpredictableError(ValueError):
 
 
 class UnknownDimensionsError(UnpredictableError):
-    """Nobody knows the dimensions of what the user's own program trains; no defect, but there is no cost model then."""
+    """Nobody knows the dimensions of what the user's program trains; no defect, but there is no cost model then."""
 
     reason = "the model's dimensions are not known"
 
@@ -314,7 +314,7 @@ class UnknownDimensionsError(UnpredictableError):
 
 
 def predicted_workload(workload: Workload) -> Workload:
-    """What the cost model takes in the place of a training program of the user's own, or of a module of transformers:
+    """What the cost model takes in the place of a user's training program, or of a module of transformers:
     the decoder that it trains, or that has the same matrix products.
 
     Raises:
@@ -388,10 +388,10 @@ class Predictor:
         return usual_errors(self.inputs, self._prior.coefficients) if isinstance(self.inputs, GenericInputs) else None
 
     @functools.cached_property
-    def _own_effects(self) -> Array:
+    def _custom_effects(self) -> Array:
         """Features of all of that, and of every knob's own effect."""
         others = [trial.candidate for trial in self.earlier]
-        own = OwnEffects(self.candidates, others, self._features, known=MODELLED, stds=GENERIC_STDS).features
+        own = CustomEffects(self.candidates, others, self._features, known=MODELLED, stds=GENERIC_STDS).features
         return own if self._usual is None else np.hstack([self._usual.features, own])
 
     @functools.cached_property
@@ -462,7 +462,7 @@ class Predictor:
         """Standard deviation of log(measured / predicted step time) to expect."""
         x = self.inputs.take(slice(row, row + 1))
         jacobian = derivatives(functools.partial(log_device_seconds, x), self._model.time.coefficients)
-        usual = 0.0 if self._usual is None else float(np.linalg.norm(self._own_effects[row]))
+        usual = 0.0 if self._usual is None else float(np.linalg.norm(self._custom_effects[row]))
         return float(np.hypot(self._model.time.log_spread(jacobian)[0], usual))
 
     @property
@@ -482,9 +482,9 @@ class Predictor:
         shares = self.inputs.world_size / self.weights
         known = {row: time_s * float(shares[row]) for row, time_s in times_s.items()}
         log_time, features, seconds = linearised(self._prior, self.inputs, known)
-        own, own_std, sweeps = self._own.one_hot, OWN_KNOB_STD, self._sweeps()
+        own, own_std, sweeps = self._own.one_hot, CUSTOM_KNOB_STD, self._sweeps()
         if self._usual is not None:
-            log_time, own, own_std = log_time + self._usual.mean, self._own_effects, 1.0
+            log_time, own, own_std = log_time + self._usual.mean, self._custom_effects, 1.0
         return Posterior(
             log_time=log_time - np.log(shares),
             error=ErrorModel(
@@ -526,12 +526,12 @@ class Predictor:
 
 def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[EarlierTrial, ...]:
     """Trials of the same kind of model; where the code is the user's own, of that very program or module."""
-    if not isinstance(workload.model, ScriptModel | OwnModel):
+    if not isinstance(workload.model, ScriptModel | UserModel):
         return tuple(trial for trial in earlier if isinstance(trial.workload.model, type(workload.model)))
     same = tuple(trial for trial in earlier if trial.workload.model == workload.model)
     shape = decoder_of(workload.model)
     if shape is None:
-        return same if isinstance(workload.model, OwnModel) else ()
+        return same if isinstance(workload.model, UserModel) else ()
     return tuple(replace(trial, workload=replace(trial.workload, model=shape)) for trial in same)
 
 

@@ -38,7 +38,7 @@ from orchestrator.search.predictor import Predictor
 from orchestrator.space.inside import Refusals
 from orchestrator.space.knobs import INHERITED
 from orchestrator.space.notation import FeatureColumns, Features, Scalar, feature_columns, flat_params, shared_change
-from orchestrator.space.rules import OwnMemory, Pruner
+from orchestrator.space.rules import CustomMemory, Pruner
 from orchestrator.space.space import LargeSpace, Lookup, without_effect
 from orchestrator.statistics import median
 from orchestrator.sweep.events import CandidatesPruned, PredictedResult, Suggestion
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 #
 # The *residual* is what corrects predictions by measurements: :mod:`orchestrator.search.acquisition`.
 
-# Rounds of the guided sampler: when it learns from all measurements anew, and what it knew then, read from the state
+# Rounds of the guided sampler: when it learns from all measurements again, and what it knew then, read from the state
 
 SHARE_OF_ENDED = 12
 """A round ends after at least this part of the trials that had ended before it."""
@@ -131,17 +131,17 @@ class OpenCandidates:
 
     Args:
         candidates: without duplicates; their order numbers the rows of all arrays.
-        own_memory: what is known of the memory that the user's own knobs take.
+        custom_memory: what is known of the memory that the custom knobs take.
         inside: the baseline's value of each built-in knob that is set within the program.
     """
 
     def __init__(
         self,
         candidates: Sequence[Candidate],
-        own_memory: OwnMemory | None = None,
+        custom_memory: CustomMemory | None = None,
         inside: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._own_memory = own_memory
+        self._own_memory = custom_memory
         self.candidates = CandidateTable.of(candidates)
         self._refusals = Refusals(self.candidates, inside)
         self._start()
@@ -251,7 +251,7 @@ RUN_STD = 0.005
 """Standard deviation of the log of a step time from run to run, which the interval of one run's steps does not cover
 (placement, clocks)."""
 CI95_STDS = 2 * 1.96
-"""Width of a 95 % interval in standard deviations."""
+"""Width of a 95% interval in standard deviations."""
 
 MIN_KEPT = 384
 """Candidates that a round chooses from, or twice as many as run at the same time if that is more."""
@@ -310,7 +310,7 @@ class GuidedSearch:
             probability_fits=float(self._predictor.probability_fits[row]),
         )
 
-    def ask(self, state: SweepState, candidates: OpenCandidates) -> Suggestion | None:
+    def suggest(self, state: SweepState, candidates: OpenCandidates) -> Suggestion | None:
         """The next candidate and why; None when none is left. ``candidates`` have followed the sweep to ``state``."""
         current = self._current_round(state, candidates)
         is_open = self._is_open(candidates, len(state.trials), len(state.end_order))
@@ -346,7 +346,7 @@ class GuidedSearch:
     def _current_round(self, state: SweepState, candidates: OpenCandidates) -> _Round:
         """The round that ``state`` is in, with what was proposed in it so far.
 
-        A trial that is none of its candidates begins it anew, with what was known when that trial was proposed.
+        A trial that is none of its candidates begins it again, with what was known when that trial was proposed.
         """
         num_known = round_start(len(state.end_order), state.sweep.max_concurrent)
         current = self._round
@@ -523,7 +523,7 @@ _CONSTRAINTS = {"memory": OutOfMemory, "legality": Infeasible, "numerics": Diver
 
 _MAX_DRAWS = 16
 """Draws from TPE before its last one is moved to the nearest legal candidate that was not proposed yet."""
-_MAX_TOLD = 256
+_MAX_LEARNED = 256
 """Ended trials that TPE learns from. It tells at most 25 good ones from the rest, which are always among them."""
 _MAX_RANDOM_DRAWS = 256
 """Draws from a space too large to enumerate before it counts as exhausted."""
@@ -541,7 +541,7 @@ class Search:
         stop_when_converged: end when the guide expects nothing better, rather than with the budget.
         beyond: the space of which ``candidates`` are a part, where it was too large to enumerate. Then conditional TPE
             and random draws range over the whole space; ``guided`` goes there when its guide knows nothing more.
-        own_memory: what is known of the memory that the user's own knobs take.
+        custom_memory: what is known of the memory that the custom knobs take.
         inside: the baseline's value of each built-in knob that is set within the user's program.
     """
 
@@ -555,7 +555,7 @@ class Search:
         guide: GuidedSearch | None = None,
         stop_when_converged: bool = False,
         beyond: LargeSpace | None = None,
-        own_memory: OwnMemory | None = None,
+        custom_memory: CustomMemory | None = None,
         inside: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         if not isinstance(candidates, CandidateTable):
@@ -566,20 +566,20 @@ class Search:
         self._seed = seed
         self._guide = guide if sampler == "guided" else None
         self._stop_when_converged = stop_when_converged
-        self._open_of = functools.partial(OpenCandidates, own_memory=own_memory, inside=inside)
+        self._open_of = functools.partial(OpenCandidates, custom_memory=custom_memory, inside=inside)
         self._open = self._open_of(self._candidates)
         self._beyond = beyond
         if beyond is not None and sampler == "guided":
             logger.warning("%s", beyond.message)
 
-    def ask(self, trial: int, state: SweepState) -> Suggestion | None:
+    def suggest(self, trial: int, state: SweepState) -> Suggestion | None:
         """The candidate for trial number ``trial``; None when every legal one has been proposed or ruled out."""
         self._open.follow(state)
-        found = None if self._guide is None else self._guide.ask(state, self._open)
+        found = None if self._guide is None else self._guide.suggest(state, self._open)
         if found is not None:
             return found
         if self._beyond is not None and self._sampler != "grid":
-            return self._ask_beyond(self._beyond, trial, state)
+            return self._suggest_beyond(self._beyond, trial, state)
         unseen = self._open.open_rows
         if not unseen.size:
             return None
@@ -588,7 +588,7 @@ class Search:
         rng = random.Random(digest([self._seed, trial]))
         if self._sampler in ("random", "guided"):
             return Suggestion(self._open.candidates[rng.choice(unseen)], "drawn at random")
-        return self._ask_tpe(state, unseen, rng)
+        return self._suggest_by_tpe(state, unseen, rng)
 
     def predict(self, candidate: Candidate) -> PredictedResult | None:
         """The prediction of a candidate before any trial; None without a guide or where the guide knows it not."""
@@ -624,7 +624,7 @@ class Search:
             rows = rows[column[rows] == code]
         return int(rows[0]) if rows.size else -1
 
-    def _ask_tpe(self, state: SweepState, unseen: NDArray[np.intp], rng: random.Random) -> Suggestion:
+    def _suggest_by_tpe(self, state: SweepState, unseen: NDArray[np.intp], rng: random.Random) -> Suggestion:
         study = self._rebuild_study(state, seed=rng.randrange(2**31))
         remaining = set(unseen.tolist())
         point: tuple[int, ...] = ()
@@ -637,7 +637,7 @@ class Search:
         nearest = rng.choice(np.flatnonzero(distance <= distance.min() + 1e-9).tolist())
         return Suggestion(self._open.candidates[unseen[nearest]], "nearest legal candidate to TPE's proposal")
 
-    def _ask_beyond(self, large: LargeSpace, trial: int, state: SweepState) -> Suggestion | None:
+    def _suggest_beyond(self, large: LargeSpace, trial: int, state: SweepState) -> Suggestion | None:
         rng = random.Random(digest([self._seed, trial]))
         tried = {known.candidate for known in state.trials}
         if self._sampler != "random":
@@ -671,7 +671,7 @@ class Search:
         study = optuna.create_study(direction="maximize", sampler=sampler)
         counting = (t for t in state.searched() if not state.is_disqualified(t.number))
         scores = [state.objective.score(t.measurement) for t in counting if t.measurement]
-        for number in _told(state):
+        for number in _learned_trials(state):
             trial = state.trials[number]
             score = state.objective.score(trial.measurement) if trial.measurement else min(scores, default=0.0)
             self._tell(study, trial, score)
@@ -708,7 +708,7 @@ class Search:
 class _Space:
     """Knobs that differ between candidates; each choice is encoded as its index in sorted order.
 
-    An own knob that a candidate does not set has a value of its own there.
+    A custom knob that a candidate does not set has a value of its own there.
     """
 
     def __init__(self, columns: FeatureColumns) -> None:
@@ -770,15 +770,15 @@ def _sort_key(value: Scalar) -> tuple[str, Scalar]:
     return ("number" if isinstance(value, int | float) else "text", value)
 
 
-def _told(state: SweepState) -> list[int]:
+def _learned_trials(state: SweepState) -> list[int]:
     """Ended trials TPE learns from, in the order they ended: of too many the fastest ones and the latest."""
     ended = (n for n in state.end_order if not state.is_disqualified(n))
     telling = [n for n in ended if _consequence(state.trials[n]) in ("objective", "constraint")]
-    if len(telling) <= _MAX_TOLD:
+    if len(telling) <= _MAX_LEARNED:
         return telling
     scores = {n: state.objective.score(m) for n in telling if (m := state.trials[n].measurement)}
-    fastest = sorted(scores, key=lambda n: (-scores[n], n))[: _MAX_TOLD // 4]
-    kept = {*fastest, *telling[-3 * _MAX_TOLD // 4 :]}
+    fastest = sorted(scores, key=lambda n: (-scores[n], n))[: _MAX_LEARNED // 4]
+    kept = {*fastest, *telling[-3 * _MAX_LEARNED // 4 :]}
     return [n for n in telling if n in kept]
 
 

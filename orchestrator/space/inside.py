@@ -1,7 +1,7 @@
 """Section ``space.inside``: knobs for which a custom program has no option. Our hook sets them inside the program.
 
 Built-in knobs are only set in a different way: names, cost model, dominance and the loss gate treat them as usual. The
-others are own knobs, called ``inside:dotted.key`` after their key in the hook's file.
+others are custom knobs, called ``inside:dotted.key`` after their key in the hook's file.
 
 What a program refuses once, it refuses again: :class:`Refusals`.
 """
@@ -26,7 +26,7 @@ from orchestrator.space.file_types import (
     fault,
     precision_text,
 )
-from orchestrator.space.knobs import AS_IS, INSIDE, KNOBS, Knob, OwnKnob, OwnValues, is_inside
+from orchestrator.space.knobs import AS_IS, INSIDE, KNOBS, CustomKnob, CustomValues, Knob, is_inside
 from trials.spec import Candidate, LoaderTuning, Precision
 
 _ROWS = {knob.name: knob for knob in KNOBS}
@@ -108,21 +108,21 @@ class InsideSection(_Knobs):  # type: ignore[misc]
     (docs/your-own-training.md). A built-in knob at its value in `baseline`, and `as_is` for the others, change
     nothing."""
 
-    training_arguments: Annotated[dict[Annotated[str, AfterValidator(_is_field)], OwnValues], Field(max_length=64)] = (
-        Field(default={}, description="Fields of transformers' TrainingArguments that the program sets in code.")
-    )
+    training_arguments: Annotated[
+        dict[Annotated[str, AfterValidator(_is_field)], CustomValues], Field(max_length=64)
+    ] = Field(default={}, description="Fields of transformers' TrainingArguments that the program sets in code.")
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Values to try of the built-in knobs that are named."""
         given = {name: getattr(self, name) for name in BUILT_IN}
         return {name: values for name, values in given.items() if values is not None}
 
-    def own_knobs(self) -> tuple[OwnKnob, ...]:
-        """The others as own knobs."""
+    def custom_knobs(self) -> tuple[CustomKnob, ...]:
+        """The others as custom knobs."""
         given = {name: getattr(self, name) for name in OTHERS}
         given |= {f"{ARGUMENTS}.{name}": values for name, values in self.training_arguments.items()}
         return tuple(
-            OwnKnob(name=f"{INSIDE}:{key}", values=values) for key, values in given.items() if values is not None
+            CustomKnob(name=f"{INSIDE}:{key}", values=values) for key, values in given.items() if values is not None
         )
 
 
@@ -255,7 +255,7 @@ class Refusals:
         alike = np.ones(len(self._table), dtype=bool)
         for field in FIELDS:
             rows = [knob for knob in KNOBS if knob.part == field and knob.name not in free]
-            described = _own_of_command if field == "own" else _described(rows)
+            described = _custom_of_command if field == "own" else _described(rows)
             values, places = self._table.each((field,), described)
             wanted = described(witness)
             alike &= np.array([one == wanted for one in values], dtype=bool)[places]
@@ -266,7 +266,7 @@ def _described(rows: Sequence[Knob]) -> Callable[[Candidate], tuple[Any, ...]]:
     return lambda candidate: tuple(knob.read(candidate) for knob in rows)
 
 
-def _own_of_command(candidate: Candidate) -> tuple[Any, ...]:
+def _custom_of_command(candidate: Candidate) -> tuple[Any, ...]:
     """Own knobs that the command has, and inside knobs that change what the program does by itself."""
     arguments = f"{INSIDE}:{ARGUMENTS}."
     return tuple(one for one in candidate.own if not is_inside(one.name) or one.name.startswith(arguments))

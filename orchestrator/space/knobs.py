@@ -42,23 +42,23 @@ from orchestrator.text import one_line
 from trials.spec import (
     Candidate,
     Counts,
+    CustomChoice,
     Kernels,
     Model,
-    OwnChoice,
-    OwnModel,
     Precision,
     ResNetModel,
     Schedule,
     ScriptModel,
+    UserModel,
     decoder_of,
 )
 
-# The user's own knobs: what they are, which of their combinations differ, and how they stand in a sweep file
+# The user's knobs: what they are, which of their combinations differ, and how they stand in a sweep file
 #
 # An own knob is an argument (``--flag``), a key of a configuration file (``file:dotted.key``), an environment variable
 # (``$NAME``), a placeholder of the command (``name``), or whatever else the recipe of the workload knows by its name.
 
-OwnScalar = str | int | float | bool
+CustomScalar = str | int | float | bool
 Memory = Literal["rises", "falls", "none"]
 Role = Literal[
     "num_workers",
@@ -80,7 +80,7 @@ Role = Literal[
 ]
 """Built-in knobs that an own one can stand for."""
 INHERITED = "inherited"
-"""Shown value of an own knob that a candidate leaves as the command says."""
+"""Shown value of a custom knob that a candidate leaves as the command says."""
 INSIDE = "inside"
 """Own knobs ``inside:dotted.key`` are set within the running program, see :mod:`orchestrator.space.inside`."""
 AS_IS = "as_is"
@@ -89,42 +89,42 @@ _NAME = re.compile(r"--?[A-Za-z][\w.+/-]*|\$[A-Za-z_]\w*|[A-Za-z_]\w*:[\w.+/-]+|
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnKnob:
-    """One of the user's own knobs, with the values to try."""
+class CustomKnob:
+    """One of the custom knobs, with the values to try."""
 
     name: str
     """As in the sweep file: ``--flag``, ``file:dotted.key``, ``$NAME``, or a placeholder of the command."""
-    values: tuple[OwnScalar, ...]
+    values: tuple[CustomScalar, ...]
     flag: str | None = None
     """The argument that a placeholder stands for, where the command does not have the placeholder."""
     memory: Memory | None = None
     """How the memory needed changes along ``values``; None: nobody knows."""
     role: str | None = None
     """The built-in knob that it stands for; None: its name says, or it stands for none."""
-    when: tuple[tuple[str, tuple[OwnScalar, ...]], ...] = ()
-    """Pairs of another own knob and its values with which this one applies; all have to hold."""
+    when: tuple[tuple[str, tuple[CustomScalar, ...]], ...] = ()
+    """Pairs of another custom knob and its values with which this one applies; all have to hold."""
 
-    def applies(self, chosen: Mapping[str, OwnScalar]) -> bool:
+    def applies(self, chosen: Mapping[str, CustomScalar]) -> bool:
         """Whether it has an effect beside these choices; a knob that is not applied itself meets no condition."""
         return all(name in chosen and _is_among(chosen[name], values) for name, values in self.when)
 
 
-def chosen(knobs: Sequence[OwnKnob], values: Mapping[str, OwnScalar]) -> tuple[OwnChoice, ...]:
+def chosen(knobs: Sequence[CustomKnob], values: Mapping[str, CustomScalar]) -> tuple[CustomChoice, ...]:
     """The canonical choices, by name: knobs whose conditions do not hold are left out.
 
     Args:
         knobs: every knob after those that its conditions name, see :func:`in_order`.
         values: of some knobs; those without a value are inherited from the command.
     """
-    kept: dict[str, OwnScalar] = {}
+    kept: dict[str, CustomScalar] = {}
     for knob in knobs:
         is_left = is_inside(knob.name) and values.get(knob.name) == AS_IS
         if knob.name in values and not is_left and knob.applies(kept):
             kept[knob.name] = values[knob.name]
-    return tuple(OwnChoice(name=name, value=kept[name]) for name in sorted(kept))
+    return tuple(CustomChoice(name=name, value=kept[name]) for name in sorted(kept))
 
 
-def combinations(knobs: Sequence[OwnKnob]) -> Iterator[tuple[OwnChoice, ...]]:
+def combinations(knobs: Sequence[CustomKnob]) -> Iterator[tuple[CustomChoice, ...]]:
     """The canonical choices of every combination of values, some of them several times."""
     names = [knob.name for knob in knobs]
     for values in product(*(knob.values for knob in knobs)):
@@ -132,20 +132,20 @@ def combinations(knobs: Sequence[OwnKnob]) -> Iterator[tuple[OwnChoice, ...]]:
 
 
 def is_inside(name: str) -> bool:
-    """Whether an own knob of this name is set within the running program."""
+    """Whether a custom knob of this name is set within the running program."""
     return name.startswith(f"{INSIDE}:")
 
 
-def in_order(knobs: Sequence[OwnKnob]) -> tuple[OwnKnob, ...]:
+def in_order(knobs: Sequence[CustomKnob]) -> tuple[CustomKnob, ...]:
     """The knobs by name, each after those that its conditions name.
 
     Raises:
         ValueError: with the name of a knob whose conditions lead back to itself.
     """
     by_name = {knob.name: knob for knob in sorted(knobs, key=lambda knob: knob.name)}
-    done: dict[str, OwnKnob] = {}
+    done: dict[str, CustomKnob] = {}
 
-    def visit(knob: OwnKnob, above: tuple[str, ...]) -> None:
+    def visit(knob: CustomKnob, above: tuple[str, ...]) -> None:
         if knob.name in above:
             raise ValueError(knob.name)
         for name, _ in knob.when:
@@ -158,12 +158,12 @@ def in_order(knobs: Sequence[OwnKnob]) -> tuple[OwnKnob, ...]:
     return tuple(done.values())
 
 
-def memory_ranks(knobs: Sequence[OwnKnob]) -> dict[str, dict[OwnChoice, int]]:
+def memory_ranks(knobs: Sequence[CustomKnob]) -> dict[str, dict[CustomChoice, int]]:
     """By the name of every knob whose effect on memory is known: a number per choice that rises with it."""
     signs = {"rises": 1, "falls": -1, "none": 0}
     return {
         knob.name: {
-            OwnChoice(name=knob.name, value=value): signs[knob.memory] * place
+            CustomChoice(name=knob.name, value=value): signs[knob.memory] * place
             for place, value in enumerate(knob.values)
         }
         for knob in knobs
@@ -171,16 +171,16 @@ def memory_ranks(knobs: Sequence[OwnKnob]) -> dict[str, dict[OwnChoice, int]]:
     }
 
 
-def roles_of(knobs: Sequence[OwnKnob]) -> dict[str, str]:
+def roles_of(knobs: Sequence[CustomKnob]) -> dict[str, str]:
     """The built-in knob that each one stands for, where the sweep file says so."""
     return {knob.name: knob.role for knob in knobs if knob.role is not None}
 
 
-def _is_among(value: OwnScalar, values: Sequence[OwnScalar]) -> bool:
+def _is_among(value: CustomScalar, values: Sequence[CustomScalar]) -> bool:
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 
 
-def own_text(value: Any) -> str:
+def custom_value_text(value: Any) -> str:
     """A value in names and tables: ``on`` and ``off`` for truth values, whole numbers without a point, on one line."""
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -206,8 +206,8 @@ def _scalar(value: Any) -> Any:
     raise fault(None, f"expected text, a number, true or false, got {what}", "Leave a knob out to keep what there is.")
 
 
-def own_name(name: str) -> str:
-    """The name of an own knob as it stands in a sweep file.
+def custom_knob_name(name: str) -> str:
+    """The name of a custom knob as it stands in a sweep file.
 
     Raises:
         PydanticCustomError: it is none.
@@ -219,17 +219,17 @@ def own_name(name: str) -> str:
 
 
 _SCHEMA = {"type": ["string", "number", "boolean"]}
-OwnValue = Annotated[Any, BeforeValidator(_scalar), WithJsonSchema(_SCHEMA)]
-OwnName = Annotated[str, AfterValidator(own_name)]
-OwnValues = Annotated[tuple[OwnValue, ...], OneOrMany()]
-OwnGiven = Annotated[dict[OwnName, OwnValue], Field(max_length=64)]
-OwnAccepted = Annotated[dict[OwnName, OwnValues], Field(max_length=64)]
+CustomValue = Annotated[Any, BeforeValidator(_scalar), WithJsonSchema(_SCHEMA)]
+CustomKnobName = Annotated[str, AfterValidator(custom_knob_name)]
+CustomValues = Annotated[tuple[CustomValue, ...], OneOrMany()]
+CustomBaseline = Annotated[dict[CustomKnobName, CustomValue], Field(max_length=64)]
+CustomFilter = Annotated[dict[CustomKnobName, CustomValues], Field(max_length=64)]
 
 
-class OwnKnobSection(Section):
-    """One of the user's own knobs, in full."""
+class CustomKnobSection(Section):
+    """One of the custom knobs, in full."""
 
-    values: OwnValues = Field(description="Values to try; true and false put an argument in or leave it out.")
+    values: CustomValues = Field(description="Values to try; true and false put an argument in or leave it out.")
     flag: str | None = Field(
         default=None, pattern=r"^--?[A-Za-z][\w.-]*$", description="The argument that a placeholder stands for."
     )
@@ -243,24 +243,24 @@ class OwnKnobSection(Section):
         description="The built-in knob that this one stands for, if its name does not show it; `explain` then suggests "
         "it like that knob.",
     )
-    when: OwnAccepted = Field(
-        default={}, description="Other own knobs with the values that this one needs to have an effect."
+    when: CustomFilter = Field(
+        default={}, description="Other custom knobs with the values that this one needs to have an effect."
     )
 
 
-class _OwnForm:
-    """Annotation of :class:`OwnKnobSection`: a value or a list of values stands for one that has nothing else."""
+class _CustomKnobForm:
+    """Annotation of :class:`CustomKnobSection`: a value or a list of values stands for one that has nothing else."""
 
     @staticmethod
     def widen(value: Any) -> Any:
-        return value if isinstance(value, Mapping | OwnKnobSection) else {"values": value}
+        return value if isinstance(value, Mapping | CustomKnobSection) else {"values": value}
 
 
-OwnKnobValue = Annotated[OwnKnobSection, BeforeValidator(_OwnForm.widen, json_schema_input_type=Any)]
-OwnSpace = Annotated[dict[OwnName, OwnKnobValue], Field(max_length=64)]
+CustomKnobValue = Annotated[CustomKnobSection, BeforeValidator(_CustomKnobForm.widen, json_schema_input_type=Any)]
+CustomSpace = Annotated[dict[CustomKnobName, CustomKnobValue], Field(max_length=64)]
 
 
-def own_knobs(space: Mapping[str, OwnKnobSection]) -> tuple[OwnKnob, ...]:
+def custom_knobs(space: Mapping[str, CustomKnobSection]) -> tuple[CustomKnob, ...]:
     """The knobs of ``space.own``, in an order in which conditions can be settled.
 
     Raises:
@@ -275,10 +275,10 @@ def own_knobs(space: Mapping[str, OwnKnobSection]) -> tuple[OwnKnob, ...]:
                 raise fault(f"own.{name}.when", message, f"There are {others}.")
             for value in values:
                 if not _is_among(value, known):
-                    message = f"{other} is never {own_text(value)}"
+                    message = f"{other} is never {custom_value_text(value)}"
                     raise fault(f"own.{name}.when.{other}", message, f"Its values are {_listed(known)}.")
     knobs = [
-        OwnKnob(
+        CustomKnob(
             name=name,
             values=section.values,
             flag=section.flag,
@@ -294,8 +294,8 @@ def own_knobs(space: Mapping[str, OwnKnobSection]) -> tuple[OwnKnob, ...]:
         raise fault(f"own.{error}.when", "leads back to itself", "Let conditions name knobs without it.") from None
 
 
-def _listed(values: Sequence[OwnScalar]) -> str:
-    return ", ".join(map(own_text, values))
+def _listed(values: Sequence[CustomScalar]) -> str:
+    return ", ".join(map(custom_value_text, values))
 
 
 # Signs: the elements of short names, see ``notation.py``
@@ -432,7 +432,7 @@ def _attends(model: Model | None) -> bool:
 
 
 def _convolves(model: Model | None) -> bool:
-    is_known = isinstance(model, OwnModel) and model.facts.has_convolutions
+    is_known = isinstance(model, UserModel) and model.facts.has_convolutions
     return is_known or isinstance(model, ScriptModel | ResNetModel)
 
 

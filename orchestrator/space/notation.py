@@ -15,18 +15,18 @@ import numpy as np
 
 from cluster.candidate_table import FIELDS, CandidateTable, Codes
 from orchestrator.space.file_types import plain_knob
-from orchestrator.space.knobs import INHERITED, KNOBS, PLACEHOLDER, Sign, own_text
+from orchestrator.space.knobs import INHERITED, KNOBS, PLACEHOLDER, Sign, custom_value_text
 from trials.files import digest
 from trials.spec import (
     Candidate,
-    OwnChoice,
+    CustomChoice,
 )
 
 # The short notation of candidates, like ``pp2 z2x8 mbs1 full4 O1-bf16``: every sign, what it means, and the knobs it
 
 OWN = Sign("{KNOB}={VALUE}", "your own knob {KNOB}: {VALUE}", lambda _: None, knobs=("own",))
-MAX_OWN_CHARS = 24
-"""Characters of a value of an own knob in a name; of longer ones the first and a tag."""
+MAX_CUSTOM_CHARS = 24
+"""Characters of a value of a custom knob in a name; of longer ones the first and a tag."""
 
 
 def _in_order() -> Iterator[Sign]:
@@ -62,16 +62,16 @@ def _filled(text: str, values: Mapping[str, object]) -> str:
     return re.sub(PLACEHOLDER, lambda found: str(values[found[1]]), text)
 
 
-Word = tuple[NamePart, ...]
+NameParts = tuple[NamePart, ...]
 """A word of a name: ``tp2sp`` is ``tp2`` and ``sp``."""
 
 
-def word_text(word: Word) -> str:
+def name_part_text(word: NameParts) -> str:
     """The word as it stands in the name; parts of recompute are joined by a plus sign."""
     return "".join(f"+{part.text}" if i and not part.sign.is_suffix else part.text for i, part in enumerate(word))
 
 
-def words_of(candidate: Candidate) -> Iterator[Word]:
+def name_parts_of(candidate: Candidate) -> Iterator[NameParts]:
     """The words of a candidate's name, in order: suffixes, and what else one knob has to show, belong to one word."""
     word: list[NamePart] = []
     for part in _parts(candidate):
@@ -80,7 +80,7 @@ def words_of(candidate: Candidate) -> Iterator[Word]:
             word = []
         word.append(part)
     yield tuple(word)
-    yield from _own_words(candidate.own)
+    yield from _custom_names(candidate.own)
 
 
 def _parts(candidate: Candidate) -> Iterator[NamePart]:
@@ -94,12 +94,12 @@ def _parts(candidate: Candidate) -> Iterator[NamePart]:
 
 def spelled(candidate: Candidate) -> list[tuple[str, str]]:
     """Every sign of the candidate's name with what it says."""
-    return [(part.text, part.meaning) for word in words_of(candidate) for part in word]
+    return [(part.text, part.meaning) for word in name_parts_of(candidate) for part in word]
 
 
 def legend(candidates: Iterable[Candidate]) -> list[tuple[str, str]]:
     """The signs that occur in the candidates' names, in general: ``ppN``, ``pipeline of N stages``."""
-    found = {part.sign for candidate in candidates for word in words_of(candidate) for part in word}
+    found = {part.sign for candidate in candidates for word in name_parts_of(candidate) for part in word}
     return [(sign.general, sign.general_meaning) for sign in NOTATION if sign in found]
 
 
@@ -112,17 +112,17 @@ def notation_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _own_words(own: tuple[OwnChoice, ...]) -> Iterator[Word]:
-    shorts = [_short_own(choice.name) for choice in own]
+def _custom_names(own: tuple[CustomChoice, ...]) -> Iterator[NameParts]:
+    shorts = [_short_custom_value(choice.name) for choice in own]
     for choice, short in zip(own, shorts, strict=True):
         name = short if shorts.count(short) == 1 else choice.name
-        text = re.sub(r"\s+", "_", own_text(choice.value))
-        if len(text) > MAX_OWN_CHARS:
-            text = f"{text[: MAX_OWN_CHARS - 7]}~{digest(choice.value)[:6]}"
+        text = re.sub(r"\s+", "_", custom_value_text(choice.value))
+        if len(text) > MAX_CUSTOM_CHARS:
+            text = f"{text[: MAX_CUSTOM_CHARS - 7]}~{digest(choice.value)[:6]}"
         yield (NamePart(OWN, {"KNOB": name, "VALUE": text}),)
 
 
-def _short_own(name: str) -> str:
+def _short_custom_value(name: str) -> str:
     """The name without dashes, dollar, file and the keys above: ``zero_optimization.overlap_comm`` -> overlap_comm."""
     return name.lstrip("-$").rpartition(":")[2].rpartition(".")[2] or name
 
@@ -171,7 +171,7 @@ def describe(candidate: Candidate) -> dict[str, Any]:
 def diff(candidate: Candidate, baseline: Candidate) -> dict[str, tuple[Any, Any]]:
     """Knobs in which the two differ: name to (value in the baseline, value in the candidate), as scalars.
 
-    An own knob that only one of them sets is :data:`INHERITED` in the other.
+    A custom knob that only one of them sets is :data:`INHERITED` in the other.
     """
     before, after = flat_params(baseline), flat_params(candidate)
     pairs = {name: (before.get(name, INHERITED), after.get(name, INHERITED)) for name in {**before, **after}}
@@ -192,7 +192,7 @@ def shared_change(candidates: Iterable[Candidate], baseline: Candidate) -> dict[
 def flat_params(candidate: Candidate) -> dict[str, Scalar]:
     """Knob values as scalars, plus ``world_size``: parameters of a record, features of a search.
 
-    The user's own knobs follow by their names, those only that the candidate sets.
+    The user's knobs follow by their names, those only that the candidate sets.
     """
     params = {knob.name: plain_knob(knob.name, knob.read(candidate), candidate) for knob in KNOBS}
     own = {choice.name: choice.value for choice in candidate.own}
@@ -200,7 +200,7 @@ def flat_params(candidate: Candidate) -> dict[str, Scalar]:
 
 
 def aligned_params(candidates: Iterable[Candidate]) -> list[dict[str, Scalar]]:
-    """Knob values of each, all with the same names: own knobs that one of them leaves out are :data:`INHERITED`."""
+    """Knob values of each, all with the same names: custom knobs that one of them leaves out are :data:`INHERITED`."""
     params = [flat_params(candidate) for candidate in candidates]
     names = list(dict.fromkeys(name for one in params for name in one))
     return [{name: one.get(name, INHERITED) for name in names} for one in params]
@@ -213,12 +213,12 @@ def short_name(candidate: Candidate) -> str:
     FSDP2, ``emb`` shards the embedding, ``cp2u`` is Ulysses, ``tp2splc2`` has sequence parallelism, the local engine
     and two copies. ``w2p4`` has a prefetch factor of 4.
     """
-    return " ".join(map(word_text, words_of(candidate)))
+    return " ".join(map(name_part_text, name_parts_of(candidate)))
 
 
 def names_apart(candidates: Iterable[Candidate]) -> tuple[list[str], str]:
     """Short names without the words that all of them share, and those words; ``as above`` where nothing is left."""
-    names = [list(map(word_text, words_of(candidate))) for candidate in candidates]
+    names = [list(map(name_part_text, name_parts_of(candidate))) for candidate in candidates]
     if len(names) < 2:
         return [" ".join(words) for words in names], ""
     shared = set(names[0]).intersection(*names[1:])

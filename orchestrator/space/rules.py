@@ -10,7 +10,7 @@ engine of plain replication under ZeRO), so that candidates across that border c
 Only confirmed out-of-memory outcomes are evidence; what is inferred from them never is. Nothing here deletes a
 candidate for being slow: such priors belong to the search.
 
-The user's own knobs have the direction that the sweep file gives them, and must be equal without one.
+The user's knobs have the direction that the sweep file gives them, and must be equal without one.
 
 Virtual stages and layers per stage must be equal: plain 1F1B holds fewer activations than interleaved, and other splits
 move layers between ranks.
@@ -34,7 +34,7 @@ from cluster.hardware.topology import Topology, is_slice_name
 from orchestrator.space.file_types import show_pattern
 from orchestrator.space.knobs import INHERITED, KNOBS
 from trials import legality
-from trials.spec import Candidate, Counts, Kernels, Layout, OwnChoice, ScriptModel, Workload
+from trials.spec import Candidate, Counts, CustomChoice, Kernels, Layout, ScriptModel, Workload
 
 # Legality rules: which candidates cannot work, and why
 
@@ -88,9 +88,9 @@ class Violation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """The user's own restrictions; values are compared whole, in canonical form.
+    """The user's restrictions; values are compared whole, in canonical form.
 
-    A pattern maps knobs (or ``world_size``, or the user's own knobs) to accepted values and matches when all of them
+    A pattern maps knobs (or ``world_size``, or the custom knobs) to accepted values and matches when all of them
     match.
     """
 
@@ -103,7 +103,7 @@ class Filters:
     min_nodes: int | None = None
     """Nodes of a lease that may shrink which are always held, and count as all of it; None: it does not shrink."""
     others: tuple[Rule, ...] = ()
-    """What the user's own training program brings along: rules of its framework."""
+    """What the user's training program brings along: rules of its framework."""
 
 
 OF_ANY_TRAINER = frozenset(
@@ -342,8 +342,8 @@ MORE_WITH_MORE = ("num_workers", "prefetch_factor")
 """Fields of the loader whose larger values need more memory, or as much (host memory, where that is the device's)."""
 
 
-OwnMemory = Mapping[str, Mapping[OwnChoice, int]]
-"""By the name of an own knob whose effect on memory is known: a number per choice that rises with the memory."""
+CustomMemory = Mapping[str, Mapping[CustomChoice, int]]
+"""By the name of a custom knob whose effect on memory is known: a number per choice that rises with the memory."""
 
 
 class Pruner:
@@ -355,11 +355,11 @@ class Pruner:
     """
 
     def __init__(
-        self, candidates: Sequence[Candidate], *, global_batch_size: int | None = None, own: OwnMemory | None = None
+        self, candidates: Sequence[Candidate], *, global_batch_size: int | None = None, own: CustomMemory | None = None
     ) -> None:
         self._table = CandidateTable.of(candidates)
         self._batch = global_batch_size
-        self._own: OwnMemory = own or {}
+        self._own: CustomMemory = own or {}
         self._groups: dict[Hashable, _Group] = {}
 
     @functools.cached_property
@@ -396,7 +396,7 @@ class Pruner:
 class _Group:
     """Candidates with the same undeclared knobs: what each demands, and which are left."""
 
-    def __init__(self, table: CandidateTable, rows: NDArray[np.intp], own: OwnMemory) -> None:
+    def __init__(self, table: CandidateTable, rows: NDArray[np.intp], own: CustomMemory) -> None:
         self._table, self._rows, self._own = table, rows, own
         self._left = np.arange(len(table))
         if not len(table):
@@ -491,8 +491,8 @@ def _engine_codes(layout: Layout) -> tuple[int, ...]:
     )
 
 
-def _undirected(candidate: Candidate, own: OwnMemory) -> Hashable:
-    """The part of the key that own knobs make up: values without a direction, and which knobs have one."""
+def _undirected(candidate: Candidate, own: CustomMemory) -> Hashable:
+    """The part of the key that custom knobs make up: values without a direction, and which knobs have one."""
     return tuple(choice.name if choice in own.get(choice.name, {}) else choice for choice in candidate.own)
 
 
@@ -500,14 +500,14 @@ Demand = dict[str, tuple[int, ...]]
 """Numbers by knob that grow with the memory the knob costs."""
 
 
-def _demand(candidate: Candidate, patterns: Sequence[str], own: OwnMemory) -> Demand:
+def _demand(candidate: Candidate, patterns: Sequence[str], own: CustomMemory) -> Demand:
     found: Demand = {}
     for _, part_of in _DEMANDS:
         found |= part_of(candidate, patterns, own)
     return found
 
 
-def _of_layout(candidate: Candidate, _patterns: Sequence[str], _own: OwnMemory) -> Demand:
+def _of_layout(candidate: Candidate, _patterns: Sequence[str], _own: CustomMemory) -> Demand:
     layout = candidate.layout
     return {
         # More replicas mean fewer micro-batches in flight, or as many.
@@ -517,11 +517,11 @@ def _of_layout(candidate: Candidate, _patterns: Sequence[str], _own: OwnMemory) 
     }
 
 
-def _of_own(candidate: Candidate, _patterns: Sequence[str], own: OwnMemory) -> Demand:
+def _of_custom(candidate: Candidate, _patterns: Sequence[str], own: CustomMemory) -> Demand:
     return {f"own.{c.name}": (own[c.name][c],) for c in candidate.own if c in own.get(c.name, {})}
 
 
-_DEMANDS: tuple[tuple[tuple[str, ...], Callable[[Candidate, Sequence[str], OwnMemory], Demand]], ...] = (
+_DEMANDS: tuple[tuple[tuple[str, ...], Callable[[Candidate, Sequence[str], CustomMemory], Demand]], ...] = (
     (("micro_batch_size",), lambda candidate, _patterns, _own: {"micro_batch_size": (candidate.micro_batch_size,)}),
     (("layout",), _of_layout),
     (("loader",), lambda c, _patterns, _own: {name: (int(getattr(c.loader, name)),) for name in MORE_WITH_MORE}),
@@ -530,7 +530,7 @@ _DEMANDS: tuple[tuple[tuple[str, ...], Callable[[Candidate, Sequence[str], OwnMe
         ("layout.pp", "layout.num_virtual_stages", "recompute"),
         lambda candidate, patterns, _own: {"recompute": _kept_layers(candidate, patterns)},
     ),
-    (("own",), _of_own),
+    (("own",), _of_custom),
 )
 """The parts of a candidate's demand, each with the fields, or attributes of theirs, that it depends on."""
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cluster.candidate_table import CandidateTable
 from orchestrator.space.file_types import layers_of, resolve_recompute, resolve_stage_layers
-from orchestrator.space.knobs import KNOBS, Knob, OwnKnob, OwnScalar, chosen, combinations
+from orchestrator.space.knobs import KNOBS, CustomKnob, CustomScalar, Knob, chosen, combinations
 from orchestrator.space.notation import Features, Scalar
 from trials.legality import holds_plain
 from trials.spec import (
@@ -31,9 +31,9 @@ from trials.spec import (
     LossScale,
     Model,
     Offload,
-    OwnModel,
     Precision,
     Recompute,
+    UserModel,
 )
 
 # Canonical form: knob values to candidates and back, so that one candidate has one spelling
@@ -62,9 +62,12 @@ class Rest:
 
 
 def build_candidate(
-    values: Mapping[str, Any], model: Model, own: Sequence[OwnKnob] = (), own_values: Mapping[str, OwnScalar] = {}
+    values: Mapping[str, Any],
+    model: Model,
+    own: Sequence[CustomKnob] = (),
+    custom_values: Mapping[str, CustomScalar] = {},
 ) -> Candidate:
-    """The canonical candidate of a full set of knob values, and of values of the user's own knobs."""
+    """The canonical candidate of a full set of knob values, and of values of the custom knobs."""
     layout = build_layout(values, model.num_layers)
     recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
     engine = engine_for(values["tp_engine"], model)
@@ -77,7 +80,7 @@ def build_candidate(
         loader=build_part(Loader, values),
         kernels=build_part(Kernels, values, model),
         offload=build_part(Offload, values),
-        own=chosen(own, own_values),
+        own=chosen(own, custom_values),
     )
 
 
@@ -137,7 +140,7 @@ def _canonical(kind: type, fields: dict[str, Any], model: Model | None) -> dict[
 
 def engine_for(engine: str, model: Model) -> str:
     """The engine as asked for; tensor parallelism of the user's modules goes by a plan, which only one engine reads."""
-    return "dtensor" if isinstance(model, OwnModel) and engine == "auto" else engine
+    return "dtensor" if isinstance(model, UserModel) and engine == "auto" else engine
 
 
 def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:
@@ -198,7 +201,7 @@ class Space:
 
     frames: tuple[Frame, ...]
     parts: Mapping[str, tuple[Any, ...]]
-    """Choices of precision, offload, loader, kernels and the user's own knobs, by field of Candidate."""
+    """Choices of precision, offload, loader, kernels and the custom knobs, by field of Candidate."""
     product_size: int
     """Combinations of choices before duplicates are removed."""
 
@@ -280,12 +283,12 @@ class _Places:
         self.codes.append(code)
 
 
-def make_space(choices: Choices, model: Model, own: Sequence[OwnKnob] = ()) -> Space:
+def make_space(choices: Choices, model: Model, own: Sequence[CustomKnob] = ()) -> Space:
     """The space that ``choices`` and the user's ``own`` knobs span for ``model``; of more than ``MAX_SETTINGS`` layouts
     a random part.
 
     Raises:
-        SpaceTooLargeError: when the knobs of the loader, of the kernels or the user's own span more combinations.
+        SpaceTooLargeError: when the knobs of the loader, of the kernels or the user's span more combinations.
     """
     for part in ("loader", "kernels"):
         if (size := _num_settings(choices, part)) > MAX_SETTINGS:

@@ -13,7 +13,14 @@ from typing import Any
 from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.report import curves
-from orchestrator.report.words import disturbed, evaluation_words, finalist_words, gate_words, soak_words, trial_figures
+from orchestrator.report.descriptions import (
+    disturbed,
+    evaluation_text,
+    finalist_text,
+    gate_text,
+    soak_text,
+    trial_figures,
+)
 from orchestrator.space.notation import diff, short_name
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
@@ -98,7 +105,7 @@ class AttemptExplanation:
             "device_seconds": self.attempt.device_seconds,
             "cause": outcome.cause if isinstance(outcome, GangLost) else None,
             "evidence": _evidence_json(self.evidence),
-            "made_of_it": list(self.consequences),
+            "consequences": list(self.consequences),
             "folder": str(self.folder),
         }
 
@@ -135,7 +142,7 @@ class Explanation:
         expected = self.trial.expected
         if expected is None:
             return ""
-        step = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
+        step = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f}%)"
         peak = "" if expected.peak_bytes is None else f"peak {units.num_bytes(expected.peak_bytes)}, "
         return f"{step}, {peak}fits with a probability of {units.chance(expected.probability_fits)}"
 
@@ -186,14 +193,14 @@ def explain(name: str, text: str, home: Home) -> Explanation:
         figures=trial_figures(state, trial),
         trial=trial,
         changed=diff(trial.candidate, state.trials[0].candidate),
-        pending=_why_pending(sweep, trial),
+        pending=_pending_reasons(sweep, trial),
         attempts=tuple(_attempts(sweep, trial, home)),
         proof=tuple(_proof(state, trial.number)),
         ruled_out={rule: count for rules in ruled_out for rule, count in rules.items()},
     )
 
 
-def _why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
+def _pending_reasons(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
     """Why the trial was not launched yet, the deciding reason first; empty where it does not wait."""
     if trial.number not in sweep.state.waiting:
         return ()
@@ -244,7 +251,7 @@ def _avoided(trial: Trial) -> list[str]:
 
 
 def _attempts(sweep: Snapshot, trial: Trial, home: Home) -> list[AttemptExplanation]:
-    """The trial's attempts. All events are folded once more: what an end led to shows in the states around it."""
+    """The trial's attempts. All events are folded again: what an end led to shows in the states around it."""
     with home.open(sweep.name, begun=False) as ledger:
         ends = _ends(ledger.events(), trial.number) if trial.attempts else {}
     now_s = sweep.at_present.now_s
@@ -279,8 +286,8 @@ def _ends(events: Iterable[LedgerEvent], number: int) -> dict[str, _End]:
                 ends[token] = _End(at_s=event.at_s, consequences=_consequences(before, state, number, event.outcome))
                 last = token
             case TrialsRetried(trials=trials) if number in trials and last:
-                asked = f"launched again because {plain(event.by)} asked for it"
-                ends[last] = replace(ends[last], consequences=(*ends[last].consequences, asked))
+                relaunch_reason = f"launched again because {plain(event.by)} asked for it"
+                ends[last] = replace(ends[last], consequences=(*ends[last].consequences, relaunch_reason))
             case _:
                 pass
     return ends
@@ -296,10 +303,14 @@ _LOSSES = {
 
 def _consequences(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> tuple[str, ...]:
     """What followed from the end of an attempt of trial ``number``, by the states before and after it."""
-    return (*_told(before, after, number, outcome), *_goes_again(after, number, outcome), *_strikes(before, after))
+    return (
+        *_search_effect(before, after, number, outcome),
+        *_goes_again(after, number, outcome),
+        *_strikes(before, after),
+    )
 
 
-def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
+def _search_effect(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
     """What the search learned, or whose fault it was."""
     is_result = outcome.consequence in ("objective", "constraint") and not isinstance(outcome, StoppedEarly)
     if after.trials[number].check is not None and is_result:
@@ -353,10 +364,10 @@ def _proof(state: SweepState, number: int) -> Iterator[str]:
     for one in curves.finalists(state):
         if one.trial == number:
             speed = f"{units.ratio(one.overall.value, one.overall)} against the baseline, " if one.overall else ""
-            yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_words(one)}"
-    yield from (f"loss gate {gate_words(report)}" for report in curves.gates(state) if report.trial == number)
-    yield from (soak_words(report) for report in curves.soaks(state) if report.trial == number)
-    yield from (f"your evaluation: {evaluation_words(one)}" for one in curves.evaluations(state) if one.trial == number)
+            yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_text(one)}"
+    yield from (f"loss gate {gate_text(report)}" for report in curves.gates(state) if report.trial == number)
+    yield from (soak_text(report) for report in curves.soaks(state) if report.trial == number)
+    yield from (f"your evaluation: {evaluation_text(one)}" for one in curves.evaluations(state) if one.trial == number)
 
 
 def _evidence_json(evidence: Evidence | None) -> dict[str, Any] | None:

@@ -15,10 +15,10 @@ from cluster.base import GangProgress
 from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.objective import noun_of
+from orchestrator.report.descriptions import check_text
 from orchestrator.report.summary import Summary, summarize
 from orchestrator.report.tables import progress_cell, trial_cell
 from orchestrator.report.view import Cell, Column, Mood, ShownRow, ShownTable
-from orchestrator.report.words import check_words
 from orchestrator.space.notation import short_name
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed
 from orchestrator.sweep.ledger import Ledger, LedgerError
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MAX_NODES = 8
 """Node names shown in one line."""
 
-BUDGET_WORDS = {
+BUDGET_LABELS = {
     "trials": "trials",
     "device_hours": "device-hours",
     "wall_time_s": "wall time",
@@ -160,7 +160,7 @@ def running_trials(sweep: Snapshot) -> list[RunningTrial]:
             nodes=nodes_of(trial.attempts[-1]),
             num_devices=trial.attempts[-1].num_devices,
             launched_at_s=trial.attempts[-1].launched_at_s,
-            what=check_words(trial.check),
+            what=check_text(trial.check),
             running_s=sweep.at_present.now_s - trial.attempts[-1].launched_at_s,
         )
         for trial in sweep.running
@@ -189,7 +189,7 @@ def running_table(sweep: Snapshot) -> ShownTable:
                     "configuration": Cell(one.what or one.short_name),
                     "doing": replace(progress_cell(one.progress), mood="", below=""),
                     "last step": _last_step(one.progress),
-                    "for": Cell(age_words(one.running_s), one.running_s),
+                    "for": Cell(age_text(one.running_s), one.running_s),
                     "devices": Cell(str(one.num_devices), one.num_devices),
                     "nodes": Cell(node_names(one.nodes)),
                 },
@@ -219,8 +219,8 @@ class Fact:
 def facts(sweep: Snapshot) -> list[Fact]:
     """Who works on the sweep, what it holds, has spent, waits for and avoids."""
     state = sweep.state
-    found = [Fact(label="controller", text=controller_words(sweep)), Fact(label="lease", text=lease_words(sweep))]
-    if queue := queue_words(sweep):
+    found = [Fact(label="controller", text=controller_text(sweep)), Fact(label="lease", text=lease_text(sweep))]
+    if queue := queue_text(sweep):
         found.append(Fact(label="queue", text=queue))
     found += map(_budget_fact, budgets(sweep))
     if state.waiting:
@@ -231,7 +231,7 @@ def facts(sweep: Snapshot) -> list[Fact]:
     if strikes := {node: count for node, count in state.strikes.items() if node not in state.quarantined}:
         found.append(Fact(label="strikes", text=node_names(f"{node} {count}" for node, count in strikes.items())))
     for request in sweep.requests:
-        since = age_words(sweep.at_s - request.at_s)
+        since = age_text(sweep.at_s - request.at_s)
         text = f"{request.body['action']} by {plain(request.by)}, {since} ago, not yet taken in"
         found.append(Fact(label="asked for", text=text, mood="doubt"))
     return found
@@ -239,7 +239,7 @@ def facts(sweep: Snapshot) -> list[Fact]:
 
 def _budget_fact(spent: Spent) -> Fact:
     share = min(1.0, spent.used / spent.limit) if spent.limit else None
-    return Fact(label=BUDGET_WORDS[spent.name], text=spent_words(spent), share=share)
+    return Fact(label=BUDGET_LABELS[spent.name], text=spent_text(spent), share=share)
 
 
 def _faults_in_a_row(state: SweepState) -> int:
@@ -276,7 +276,7 @@ def eta_s(state: SweepState, now_s: float) -> float | None:
     return min(bounds)
 
 
-def age_words(seconds: float) -> str:
+def age_text(seconds: float) -> str:
     """``45 s``, ``12 min``, ``5 h``, ``3 d``."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
@@ -284,7 +284,7 @@ def age_words(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def controller_words(sweep: Snapshot) -> str:
+def controller_text(sweep: Snapshot) -> str:
     """Who is at work on the sweep, where, and for how long."""
     controller = sweep.controller
     if not sweep.is_held:
@@ -294,11 +294,11 @@ def controller_words(sweep: Snapshot) -> str:
         return "at work"
     what = f"Ray job {controller.job}" if controller.job else controller.mode
     at = f", {plain(controller.address)}" if controller.address else ""
-    since = f", for {age_words(sweep.at_s - controller.started_at_s)}" if controller.started_at_s else ""
+    since = f", for {age_text(sweep.at_s - controller.started_at_s)}" if controller.started_at_s else ""
     return f"{what}, process {controller.pid} on {controller.host}{at}{since}"
 
 
-def lease_words(sweep: Snapshot) -> str:
+def lease_text(sweep: Snapshot) -> str:
     """The nodes that the sweep holds, and why not more."""
     lease = sweep.lease
     if not sweep.is_held:
@@ -309,13 +309,13 @@ def lease_words(sweep: Snapshot) -> str:
     return f"{held}{names}{waiting}"
 
 
-def queue_words(sweep: Snapshot) -> str:
+def queue_text(sweep: Snapshot) -> str:
     """``priority 3`` of a sweep that is not over; empty for the default priority."""
     priority = sweep.lease.priority
     return f"priority {priority}" if priority and sweep.phase not in AT_REST else ""
 
 
-def spent_words(spent: Spent) -> str:
+def spent_text(spent: Spent) -> str:
     """How much of a budget is used: ``5 of 12``, ``20 s, no limit``."""
 
     def words(value: float) -> str:

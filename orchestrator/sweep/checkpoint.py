@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from orchestrator.process_support import pause_s, user_name
-from orchestrator.sweep.events import Action, Asked, Budget, BudgetChanged, ChecksAsked, TrialsRetried
+from orchestrator.sweep.events import Action, ActionRequested, Budget, BudgetChanged, ChecksRequested, TrialsRetried
 from orchestrator.sweep.fold import apply, is_retriable
 from orchestrator.sweep.ledger import Ledger, LedgerEntry, Request
 from orchestrator.sweep.state import Block, LazyBlock, SweepState, Trial, Vector
@@ -76,7 +76,7 @@ class CheckpointWriter:
         self._bodies: dict[int, bytes] = {}
         """What was written last of blocks that the state holds unpacked."""
 
-    def tend(self, min_events: int = MIN_EVENTS) -> None:
+    def write_if_due(self, min_events: int = MIN_EVENTS) -> None:
         """Write a new copy where at least ``min_events`` events have come since the last one.
 
         Raises:
@@ -106,8 +106,8 @@ class CheckpointWriter:
         parts = {0: json.dumps(header).encode(), **{i + 1: body for i, body in bodies.items()}}
         self._ledger.put_checkpoint(parts, 1 + len(blocks))
         # Blocks that have come to rest are held packed from here on: memory would hold their trials twice.
-        settled = {i: body for i, body in self._bodies.items() if i not in bodies}
-        kept = [_lazy(len(block), settled[i]) if i in settled else block for i, block in enumerate(blocks)]
+        unchanged = {i: body for i, body in self._bodies.items() if i not in bodies}
+        kept = [_lazy(len(block), unchanged[i]) if i in unchanged else block for i, block in enumerate(blocks)]
         self._state = replace(self._state, trials=Vector.of_blocks(kept))
         self._written, self._bodies = self._state.trials.blocks, bodies
 
@@ -227,7 +227,7 @@ class Outbox:
 
 FAULTS = ("crashed", "timed_out", "gang_lost", "host_oom")
 """Kinds of outcomes that another launch may well turn out otherwise."""
-RequestEvent = Asked | TrialsRetried | ChecksAsked | BudgetChanged
+RequestEvent = ActionRequested | TrialsRetried | ChecksRequested | BudgetChanged
 RETRIABLE = (*FAULTS, "oom", "infeasible", "diverged", "not_believed", "stopped_early")
 
 
@@ -251,7 +251,7 @@ def budget(limits: Budget) -> dict[str, Any]:
     return {"action": "budget", "budget": to_json(limits)}
 
 
-def asker() -> str:
+def requester() -> str:
     """Who asks: user and host."""
     return f"{user_name()}@{platform.node()}"
 
@@ -272,12 +272,12 @@ def _event(request: Request, state: SweepState, at_s: float) -> RequestEvent:
     name = request.body["action"]
     if name == "check":
         confirm, profile = (tuple(request.body[key]) for key in ("confirm", "profile"))
-        return ChecksAsked(at_s=at_s, request=request.id, by=request.by, confirm=confirm, profile=profile)
+        return ChecksRequested(at_s=at_s, request=request.id, by=request.by, confirm=confirm, profile=profile)
     if name == "budget":
         limits: Budget = from_json(Budget, request.body["budget"])
         return BudgetChanged(at_s=at_s, request=request.id, by=request.by, budget=limits)
     if name in get_args(Action):
-        return Asked(at_s=at_s, request=request.id, action=name, by=request.by)
+        return ActionRequested(at_s=at_s, request=request.id, action=name, by=request.by)
     return TrialsRetried(at_s=at_s, request=request.id, trials=chosen(state, request.body["kinds"]), by=request.by)
 
 

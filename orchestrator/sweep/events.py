@@ -171,7 +171,7 @@ class GateSettings:
     loss_tolerance: float | None = None
     grad_norm_tolerance: float | None = None
     command: tuple[str, ...] = ()
-    """The user's own evaluation, run without a shell; exit code 0 passes. Empty: none."""
+    """The user's evaluation, run without a shell; exit code 0 passes. Empty: none."""
     command_timeout_s: float = 600.0
 
 
@@ -245,7 +245,7 @@ class GateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """How the user's own evaluation of finalist ``trial`` ended."""
+    """How the user's evaluation of finalist ``trial`` ended."""
 
     trial: int
     passed: bool
@@ -256,7 +256,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioInterval:
-    """Speed over the baseline's, with its 95 % interval."""
+    """Speed over the baseline's, with its 95% interval."""
 
     value: float
     low: float | None
@@ -465,10 +465,10 @@ class ControllerStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ActionRequested:
     """Somebody asked something of the sweep: row ``request`` of the ledger's requests, taken in once."""
 
-    kind: ClassVar[str] = "asked"
+    kind: ClassVar[str] = "action_requested"
     at_s: float
     request: int
     action: Action
@@ -540,7 +540,7 @@ class FinalistsChosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationEnded:
-    """The user's own evaluation of a finalist ended."""
+    """The user's evaluation of a finalist ended."""
 
     kind: ClassVar[str] = "evaluation_ended"
     at_s: float
@@ -569,10 +569,10 @@ class FinalistsDisqualified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChecksAsked:
+class ChecksRequested:
     """Somebody wants these trials confirmed, or profiled. A finished sweep is open again."""
 
-    kind: ClassVar[str] = "checks_asked"
+    kind: ClassVar[str] = "checks_requested"
     at_s: float
     request: int
     by: str
@@ -681,7 +681,7 @@ class Tick:
 LedgerEvent = (
     SweepCreated
     | ControllerStarted
-    | Asked
+    | ActionRequested
     | TrialsRetried
     | BudgetChanged
     | LeaseChanged
@@ -695,7 +695,7 @@ LedgerEvent = (
     | EvaluationEnded
     | FinalistsDisqualified
     | VerdictReached
-    | ChecksAsked
+    | ChecksRequested
     | Promoted
     | SweepPaused
     | SweepFinished
@@ -732,7 +732,7 @@ class ProposeCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Start the user's own evaluation of finalist ``trial``, or look whether it has ended."""
+    """Start the user's evaluation of finalist ``trial``, or look whether it has ended."""
 
     trial: int
 

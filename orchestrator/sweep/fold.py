@@ -8,13 +8,13 @@ from functools import reduce
 from typing import assert_never
 
 from orchestrator.sweep.events import (
-    Asked,
+    ActionRequested,
     AttemptEnded,
     AttemptLaunched,
     AttemptStopped,
     BudgetChanged,
     CandidatesPruned,
-    ChecksAsked,
+    ChecksRequested,
     ConfirmationRun,
     ControllerStarted,
     EvaluationEnded,
@@ -54,7 +54,7 @@ from orchestrator.sweep.state import (
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly, TimedOut
 
 TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded
-Asking = Asked | TrialsRetried | ChecksAsked | BudgetChanged
+RequestEvent = ActionRequested | TrialsRetried | ChecksRequested | BudgetChanged
 ProofEvent = FinalistsChosen | EvaluationEnded | FinalistsDisqualified | VerdictReached
 
 
@@ -70,7 +70,7 @@ def apply(state: SweepState, event: Event) -> SweepState:
         return _apply_to_trial(state, event)
     if isinstance(event, ProofEvent):
         return _apply_to_proof(state, event)
-    if isinstance(event, Asking):
+    if isinstance(event, RequestEvent):
         return _apply_request(state, event)
     match event:
         case SweepCreated():
@@ -107,15 +107,15 @@ def _apply_to_trial(state: SweepState, event: TrialEvent) -> SweepState:
             assert_never(event)
 
 
-def _apply_request(state: SweepState, event: Asking) -> SweepState:
+def _apply_request(state: SweepState, event: RequestEvent) -> SweepState:
     state = replace(state, num_requests=max(state.num_requests, event.request))
     match event:
-        case Asked():
-            return _apply_asked(state, event)
+        case ActionRequested():
+            return _apply_action(state, event)
         case TrialsRetried():
             return _apply_retried(state, event)
-        case ChecksAsked():
-            return _apply_checks_asked(state, event)
+        case ChecksRequested():
+            return _apply_checks_requested(state, event)
         case BudgetChanged():
             return _apply_budget(state, event)
         case _:
@@ -131,7 +131,7 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
                 first_check=event.first_check,
                 gate_from=state.set_aside[0].first_check if state.set_aside else event.first_check,
                 cause=event.cause,
-                is_asked=bool(state.to_confirm),
+                is_requested=bool(state.to_confirm),
             )
             return replace(state, proof=begun, to_confirm=(), waiting=_without_proof(state))
         case EvaluationEnded():
@@ -197,17 +197,17 @@ def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
         epoch=event.epoch,
         status=status,
         finish_reason="" if status == "running" else state.finish_reason,
-        asked=state.asked if state.asked == "cancel" or event.is_restart else None,
+        requested_action=state.requested_action if state.requested_action == "cancel" or event.is_restart else None,
         nodes=None,
         ended_at_s=None if status == "running" else state.ended_at_s,
     )
 
 
-def _apply_asked(state: SweepState, event: Asked) -> SweepState:
+def _apply_action(state: SweepState, event: ActionRequested) -> SweepState:
     """Nothing overrules a cancellation."""
-    if state.is_over or state.asked == "cancel":
+    if state.is_over or state.requested_action == "cancel":
         return state
-    return replace(state, asked=event.action, asked_by=event.by)
+    return replace(state, requested_action=event.action, requested_by=event.by)
 
 
 def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepState:
@@ -218,7 +218,7 @@ def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepSt
         status=status,
         finish_reason=event.reason,
         finish_cause=cause,
-        asked=None,
+        requested_action=None,
         nodes=(),
         ended_at_s=event.at_s,
     )
@@ -247,7 +247,7 @@ def _without_proof(state: SweepState) -> tuple[int, ...]:
     return tuple(number for number in state.waiting if not isinstance(state.trials[number].check, over))
 
 
-def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
+def _apply_checks_requested(state: SweepState, event: ChecksRequested) -> SweepState:
     if state.status in ("cancelled", "failed"):
         return state
     return replace(
@@ -277,7 +277,7 @@ def _apply_budget(state: SweepState, event: BudgetChanged) -> SweepState:
 def _is_cut_short(state: SweepState, proof: ProofState) -> bool:
     """Whether the proof ended without a winner after the budget was spent."""
     is_open = proof.verdict is None or proof.verdict.winner is not None
-    return not (is_open or proof.is_asked) and bool(spent_budget(state))
+    return not (is_open or proof.is_requested) and bool(spent_budget(state))
 
 
 def _opened(state: SweepState) -> SweepState:
@@ -345,12 +345,12 @@ def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
     ended = replace(before.attempts[-1], outcome=event.outcome, device_seconds=event.device_seconds)
     trial = replace(before, attempts=(*before.attempts[:-1], ended))
     goes_again = _is_launched_again(state, trial, event.outcome)
-    is_told = trial.check is None and not goes_again and not _is_lost(event.outcome)
+    is_learned = trial.check is None and not goes_again and not _is_lost(event.outcome)
     state = _note_outcome(_with_trial(state, before, trial), trial, event.outcome)
     state = replace(
         _strike(state, trial, event.outcome),
         device_seconds=state.device_seconds + event.device_seconds,
-        end_order=state.end_order.append(trial.number) if is_told else state.end_order,
+        end_order=state.end_order.append(trial.number) if is_learned else state.end_order,
         running=state.running - {trial.number},
     )
     if goes_again:

@@ -247,7 +247,7 @@ class Ledger:
     def _fenced(self) -> FencedError:
         return FencedError(f"another controller has taken over the sweep in {self.folder}; this one ends")
 
-    def ask(self, body: Any, *, by: str, at_s: float) -> int:
+    def add_request(self, body: Any, *, by: str, at_s: float) -> int:
         """Leave a request for the controller; return its id. Needs no lock."""
         text, at_s = json.dumps(body), float(at_s)
         with self._errors("write"):
@@ -566,7 +566,7 @@ class SweepFile(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProgram(Document):
-    """The source of the user's own training program when the sweep was created."""
+    """The source of the user's training program when the sweep was created."""
 
     name: ClassVar[str] = "measured_program"
     sha256: str

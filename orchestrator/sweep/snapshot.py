@@ -111,13 +111,13 @@ class Snapshot:
             return state.status
         if not self.is_held:
             return "interrupted"
-        asked: dict[str | None, Phase] = {"pause": "pausing", "drain": "draining", "cancel": "cancelling"}
-        return asked.get(state.asked, "running")
+        requested: dict[str | None, Phase] = {"pause": "pausing", "drain": "draining", "cancel": "cancelling"}
+        return requested.get(state.requested_action, "running")
 
     @property
     def _is_waiting(self) -> bool:
         """Whether a controller is at work without nodes; one that goes on with a paused sweep says so later."""
-        if not self.is_held or self.state.status not in ("running", "paused") or self.state.asked:
+        if not self.is_held or self.state.status not in ("running", "paused") or self.state.requested_action:
             return False
         return self.state.created is None or (bool(self.lease.waiting) and not self.lease.nodes)
 
@@ -130,7 +130,7 @@ class Snapshot:
             case "interrupted":
                 return "its controller is gone" if self.state.created else "its controller ended before it had nodes"
             case "pausing" | "draining" | "cancelling":
-                return f"asked by {self.state.asked_by}" if self.state.asked_by else ""
+                return f"asked by {self.state.requested_by}" if self.state.requested_by else ""
             case "running":
                 return self.lease.waiting
             case _:

@@ -303,7 +303,7 @@ class ProofState:
     """Number from which on they no longer do; None unless it was set aside."""
     gate_from: int = 0
     """Number from which on gate runs count: those of the proof whose finalists it replaces serve it, too."""
-    is_asked: bool = False
+    is_requested: bool = False
     """Whether a person asked for it, so that the sweep's budget does not bound it."""
     evaluations: tuple[Evaluation, ...] = ()
     verdict: Verdict | None = None
@@ -359,9 +359,9 @@ class SweepState:
     """Why it finished, failed, was cancelled or paused."""
     finish_cause: FinishCause | None = None
     """The same for programs; None while it is not over."""
-    asked: Action | None = None
+    requested_action: Action | None = None
     """What somebody wants done and is not done yet."""
-    asked_by: str = ""
+    requested_by: str = ""
     num_requests: int = 0
     """Requests of the ledger taken in so far."""
     nodes: tuple[str, ...] | None = None
@@ -534,7 +534,7 @@ class SweepState:
         return None if number is None else self.trials[number]
 
     @property
-    def last_words(self) -> tuple[str, ...]:
+    def last_output(self) -> tuple[str, ...]:
         """Last log lines of the failing rank of the last attempt that ended; empty where it was measured."""
         outcome = self.trials[self.end_order[-1]].outcome if self.end_order else None
         return () if outcome is None or isinstance(outcome, Measured) else outcome.evidence.log_tail
@@ -569,13 +569,13 @@ def weighted_step_s(trial: Trial, objective: Objective) -> float:
     return trial.measurement.step_time_s * objective.weight(trial.measurement.world_size)
 
 
-TRIAL_WORDS = ("baseline", "best", "winner")
+TRIAL_ALIASES = ("baseline", "best", "winner")
 """Words for trials, besides their numbers."""
 
 
 def is_trial(text: str) -> bool:
-    """Whether ``text`` could mean a trial of some sweep: ``3``, ``t003``, or one of :data:`TRIAL_WORDS`."""
-    return text in TRIAL_WORDS or re.fullmatch(r"[tT]?\d{1,9}", text) is not None
+    """Whether ``text`` could mean a trial of some sweep: ``3``, ``t003``, or one of :data:`TRIAL_ALIASES`."""
+    return text in TRIAL_ALIASES or re.fullmatch(r"[tT]?\d{1,9}", text) is not None
 
 
 def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
@@ -634,8 +634,8 @@ def reason_not_to_launch(state: SweepState, trial: Trial) -> str:
     if trial.check is None:
         return spent_by_search(state)
     proof = state.proof
-    is_asked = isinstance(trial.check, ProfileRun) or (proof is not None and proof.is_asked)
-    return "" if is_asked else spent_budget(state)
+    is_requested = isinstance(trial.check, ProfileRun) or (proof is not None and proof.is_requested)
+    return "" if is_requested else spent_budget(state)
 
 
 def launchable(state: SweepState) -> tuple[int, ...]:

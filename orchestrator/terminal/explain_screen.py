@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator import units
-from orchestrator.diagnosis.remedies import change_words, memory_words
+from orchestrator.diagnosis.remedies import change_text, memory_text
 from orchestrator.diagnosis.values import (
     PART_NAMES,
     Bottleneck,
@@ -19,8 +19,8 @@ from orchestrator.diagnosis.values import (
     Predictions,
     SweepExplanation,
 )
+from orchestrator.report.descriptions import disturbed, peak_memory, peak_memory_parts, trend
 from orchestrator.report.view import Column
-from orchestrator.report.words import disturbed, peak_memory, peak_memory_parts, trend
 from orchestrator.space.inside import BUILT_IN
 from orchestrator.space.notation import short_name, spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
@@ -45,7 +45,7 @@ WIDE = 10.0
 MIN_SHARE = 0.001
 """Share of the step below which a part has no line."""
 
-PART_WORDS: Mapping[PartName, str] = {
+PART_LABELS: Mapping[PartName, str] = {
     "communication": "exposed comm.",
     "host_copies": "host copies",
     "bubble": "bubble",
@@ -76,9 +76,9 @@ def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
 
 def _left_out(explained: SweepExplanation) -> list[RenderableType]:
     """That the sweep is too long to look at every trial, where it is."""
-    if explained.num_looked_at >= explained.num_trials:
+    if explained.num_examined >= explained.num_trials:
         return []
-    numbers = f"{explained.num_looked_at:,} of {explained.num_trials:,} trials"
+    numbers = f"{explained.num_examined:,} of {explained.num_trials:,} trials"
     return [Text(f"from {numbers}: those most like the ones above, and some of all others", style="dim")]
 
 
@@ -93,7 +93,7 @@ def _parts(explained: SweepExplanation) -> RenderableType:
     for name in PART_NAMES:
         if any(side.parts.share(name) >= MIN_SHARE for side in sides):
             cells = [cell for side in sides for cell in _part_cells(side, name)]
-            table.add_row(PART_WORDS.get(name, name), *cells)
+            table.add_row(PART_LABELS.get(name, name), *cells)
     total = [cell for side in sides for cell in (units.milliseconds(side.parts.step_time_s), "", "")]
     table.add_section()
     table.add_row("step", *total, style="bold")
@@ -207,9 +207,9 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
     if is_open and explained.virtual is None:
         grid.add_row("profile", Text(f"{_profile_command(explained, side)} measures it"))
     if one.remedy is not None:
-        grid.add_row("change", Text(change_words(one.remedy), style="green"))
+        grid.add_row("change", Text(change_text(one.remedy), style="green"))
         grid.add_row("gain", Text(_gain(one)))
-        if memory := memory_words(one.remedy, explained.limit_bytes):
+        if memory := memory_text(one.remedy, explained.limit_bytes):
             grid.add_row("memory", Text(memory))
     else:
         grid.add_row("change", Text(one.note or "none is known to be faster"))
@@ -231,7 +231,7 @@ def _others(bottlenecks: Iterable[Bottleneck]) -> RenderableType:
     grid = label_grid("dim")
     for one in bottlenecks:
         found = one.remedy
-        words = f"{change_words(found)}: {_gain(one)}" if found else "no change is known to be faster"
+        words = f"{change_text(found)}: {_gain(one)}" if found else "no change is known to be faster"
         grid.add_row(one.title, Text(f"{one.share:.0%}  {words}"))
     return indented(grid)
 
@@ -241,7 +241,7 @@ def _gain(one: Bottleneck) -> str:
     remedy, gain = one.remedy, one.gain
     assert remedy is not None and gain is not None
     if remedy.source == "modelled" or remedy.trial is None:
-        spread = f" (give or take {100 * remedy.log_spread:.0f} %)" if remedy.log_spread else ""
+        spread = f" (give or take {100 * remedy.log_spread:.0f}%)" if remedy.log_spread else ""
         return f"{units.floor(gain)}x expected{spread}, not tried"
     trial = units.trial_id(remedy.trial)
     how = f"in {units.count(remedy.num_rounds, 'round')}" if remedy.num_rounds else "once"
@@ -263,7 +263,7 @@ def _effects(effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
         pairs = units.count(effect.num_pairs, "pair") if effect.num_pairs else "regression"
         grid.add_row(_contrast(effect), units.short_ratio(effect.ratio, effect), _interval(effect), pairs)
     more = [Text(f"and {len(effects) - MAX_EFFECTS} smaller", style="dim")] if len(effects) > MAX_EFFECTS else []
-    return Group(Text(f"speed in {unit}, all else equal; 95 % interval:", style="dim"), grid, *more)
+    return Group(Text(f"speed in {unit}, all else equal; 95% interval:", style="dim"), grid, *more)
 
 
 def _interval(effect: KnobEffect) -> str:
@@ -279,7 +279,7 @@ def _contrast(effect: KnobEffect) -> Text:
     words = Text()
     for i, (knob, before, after) in enumerate(zip(effect.knobs, effect.before, effect.after, strict=True)):
         words.append(", " if i else "").append(f"{knob} ", style="dim").append(
-            f"{units.value_words(after)} over {units.value_words(before)}"
+            f"{units.value_text(after)} over {units.value_text(before)}"
         )
     return words
 
@@ -292,7 +292,7 @@ def _predictions(predictions: Predictions) -> RenderableType:
         lines[0] += f", order of trials: rank correlation {predictions.rank_correlation:.2f}"
     if predictions.within_spread is not None:
         lines.append(
-            f"{predictions.within_spread:.0%} lay within two of their predicted standard deviations (ideal: 95 %)"
+            f"{predictions.within_spread:.0%} lay within two of their predicted standard deviations (ideal: 95%)"
         )
     if predictions.memory_mape is not None:
         lines.append(f"peak memory: {_percent(predictions.memory_mape)} off on average")
@@ -349,7 +349,7 @@ def _proposed(explained: Explanation) -> RenderableType:
     grid = label_grid("dim")
     grid.add_row("why", Text(plain(trial.reason)))
     if explained.changed:
-        grid.add_row("changed", Text(units.changes_words(explained.changed)))
+        grid.add_row("changed", Text(units.changes_text(explained.changed)))
     if explained.expected:
         grid.add_row("expected", Text(explained.expected))
     if measured:

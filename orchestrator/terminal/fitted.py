@@ -290,7 +290,7 @@ def cell_text(cell: Cell) -> Text:
 
 def status_text(status: str) -> Text:
     """The status of a trial in its style."""
-    return Text(units.status_words(status), style=STYLES[status_mood(status)])
+    return Text(units.status_label(status), style=STYLES[status_mood(status)])
 
 
 def fitted(table: ShownTable, *, has_json: bool = True) -> FittedTable:

@@ -24,7 +24,7 @@ from orchestrator.doctor import Diagnosed, Finding
 from orchestrator.frameworks.shell import assignments
 from orchestrator.objective import unit_legend
 from orchestrator.planning.planner import Plan
-from orchestrator.planning.predictions import PlanPredictions, UsualGain, UsualRanking, Why
+from orchestrator.planning.predictions import CandidateExplanation, PlanPredictions, UsualGain, UsualRanking
 from orchestrator.report.view import Column
 from orchestrator.search.predictor import Prediction
 from orchestrator.space.notation import legend, short_name
@@ -50,8 +50,8 @@ MAX_PREDICTIONS = 10
 
 def render_planned_file(planned: PlannedFile) -> RenderableType:
     """The ranking, then how it came about; of one candidate only, where one was asked for."""
-    if planned.why is not None:
-        return render_why(planned.why)
+    if planned.explanation is not None:
+        return render_explanation(planned.explanation)
     if planned.predictions is None and planned.usual is not None and planned.usual.top:
         ranking = render_usual(planned.usual, planned.unpredicted)
         return Group(ranking, Text(""), render_plan(planned.plan, is_ranked=True, has_baseline=True))
@@ -218,22 +218,24 @@ def _probed(predictions: PlanPredictions) -> str:
     return f", {predictions.num_probed} node(s) probed" if predictions.num_probed else ""
 
 
-def render_why(why: Why) -> RenderableType:
+def render_explanation(explanation: CandidateExplanation) -> RenderableType:
     """Legal or not, and the terms of the prediction one by one."""
-    parts: list[RenderableType] = [Text(short_name(why.candidate), style="bold")]
-    changed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in why.changed.items())
+    parts: list[RenderableType] = [Text(short_name(explanation.candidate), style="bold")]
+    changed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in explanation.changed.items())
     parts.append(Text(f"against the baseline: {changed or 'nothing differs'}"))
-    if why.violations:
-        parts += [Text(f"not legal, rule {v.rule_id}: {v.reason}", style="red") for v in why.violations]
+    if explanation.violations:
+        parts += [Text(f"not legal, rule {v.rule_id}: {v.reason}", style="red") for v in explanation.violations]
         return Group(*parts)
-    where = f"candidate {why.number} of the plan" if why.number else "legal, but not in this file's space"
-    parts.append(Text(where, style="green" if why.number else "yellow"))
-    if why.prediction is None:
-        usual = () if why.usual is None else (_usual(why.usual),)
-        return Group(*parts, Text(f"no prediction: {why.unpredicted}"), *usual)
-    parts.append(_terms(why.prediction))
-    if why.balance is not None:
-        parts.append(_balance(why.balance))
+    where = (
+        f"candidate {explanation.number} of the plan" if explanation.number else "legal, but not in this file's space"
+    )
+    parts.append(Text(where, style="green" if explanation.number else "yellow"))
+    if explanation.prediction is None:
+        usual = () if explanation.usual is None else (_usual(explanation.usual),)
+        return Group(*parts, Text(f"no prediction: {explanation.unpredicted}"), *usual)
+    parts.append(_terms(explanation.prediction))
+    if explanation.balance is not None:
+        parts.append(_balance(explanation.balance))
     return Group(*parts)
 
 
@@ -583,13 +585,13 @@ def render_doctor(diagnosed: Diagnosed) -> RenderableType:
     table.add_column(overflow="fold")
     for finding in diagnosed.findings:
         table.add_row(
-            Text(finding.level, style=FINDING_STYLES[finding.level]), Text(finding.subject), _finding_words(finding)
+            Text(finding.level, style=FINDING_STYLES[finding.level]), Text(finding.subject), _finding_text(finding)
         )
     style = "bold red" if diagnosed.num_failed else "bold green"
     return Group(table, Padding(Text(diagnosed.verdict, style=style), (1, 0, 0, 0)))
 
 
-def _finding_words(finding: Finding) -> Text:
+def _finding_text(finding: Finding) -> Text:
     words = Text(finding.words)
     if finding.remedy:
         words.append("\n")
@@ -647,7 +649,7 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
     if checked.evidence is not None:
         code = checked.evidence.exit_code
         ended = f" (exit code {code})" if code is not None else ""
-        yield "problem", f"{units.status_words(checked.outcome.kind)}{ended}: {plain(checked.evidence.message)}"
+        yield "problem", f"{units.status_label(checked.outcome.kind)}{ended}: {plain(checked.evidence.message)}"
     if checked.contradiction:
         yield "problem", checked.contradiction
     if checked.remedy is not None:

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from orchestrator import units
 from orchestrator.process_support import PLAIN, Invocation
-from orchestrator.promotion.manifest import gate_words, speed_words, verdict_of
+from orchestrator.promotion.manifest import gate_text, speed_text, verdict_of
 from orchestrator.promotion.references import Difference
-from orchestrator.report import words
+from orchestrator.report import descriptions
 from orchestrator.report.profile_tables import MAX_OPERATORS, ProfileTables, file_lines, remarks, shown_tables
 from orchestrator.report.report import Change, Profiled, Report, ShownTrial
 from orchestrator.report.tables import FailedTrial, step_table
@@ -54,10 +54,10 @@ STATE_STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 def render_report(report: Report) -> RenderableType:
     """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
     virtual = report.summary.virtual
-    heading, again = words.confirmation_heading(virtual), "" if virtual else "measured again "
+    heading, again = descriptions.confirmation_heading(virtual), "" if virtual else "measured again "
     parts: list[RenderableType] = [*mark(virtual), _title(report), _result_panel(report)]
     if report.change is not None:
-        parts.append(section(words.change_heading(is_faster=report.is_faster), _changes(report.change)))
+        parts.append(section(descriptions.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
         f"Where the step time goes{_in_the_search(report, 'it')}": _step_times(report.shown),
         "Found out": _findings(report.shown),
@@ -74,8 +74,8 @@ def render_report(report: Report) -> RenderableType:
 
 def _in_the_search(report: Report, what: str) -> str:
     """What tells figures of the search from those of the confirmation above them; empty where there are none."""
-    is_told = any(one.is_confirmed for one in report.shown) and not report.summary.virtual
-    return f", as the search measured {what}" if is_told else ""
+    is_confirmed_real = any(one.is_confirmed for one in report.shown) and not report.summary.virtual
+    return f", as the search measured {what}" if is_confirmed_real else ""
 
 
 def _title(report: Report) -> RenderableType:
@@ -87,8 +87,8 @@ def _title(report: Report) -> RenderableType:
 
 def _result_panel(report: Report) -> RenderableType:
     lines: list[RenderableType] = [Text(report.headline, style="bold green" if report.is_faster else "bold")]
-    told = () if report.summary.virtual else (report.confidence,)  # the watermark says it
-    lines += [Text(line, style="dim") for line in (*report.details, *told) if line]
+    footnotes = () if report.summary.virtual else (report.confidence,)  # the watermark says it
+    lines += [Text(line, style="dim") for line in (*report.details, *footnotes) if line]
     if report.proof.caution:
         lines.append(Text(report.proof.caution, style="yellow"))
     lines.append(Text(""))
@@ -132,7 +132,7 @@ def _failures(report: Report) -> RenderableType | None:
     parts: list[RenderableType] = []
     for group in report.failures:
         first = f"{units.trial_id(group.trials[0].number)}: " if len(group.trials) > 1 else ""
-        parts.append(Text.assemble((units.status_words(group.status), "yellow"), f"  {_numbers(group.trials)}"))
+        parts.append(Text.assemble((units.status_label(group.status), "yellow"), f"  {_numbers(group.trials)}"))
         parts.append(indented(Text(f"{first}{group.trials[0].evidence}", style="dim")))
     for why, some in (
         ("no less memory is needed than by a trial that ran out of it", [r for r in report.ruled_out if not r.refusal]),
@@ -167,7 +167,7 @@ def _next(report: Report) -> RenderableType:
     """Commands, each whole on a line of its own, ready to be copied."""
     left_out = {"rollback", "confirm"} if report.conclusion == "confirmed" else {"rollback"}
     chosen = [one for one in report.commands if one.purpose not in left_out]
-    return NextCommands({one.command: words.PURPOSE_WORDS[one.purpose] for one in chosen})
+    return NextCommands({one.command: descriptions.PURPOSE_LABELS[one.purpose] for one in chosen})
 
 
 def render_profile(tables: ProfileTables, found: Sequence[Path] = ()) -> RenderableType:
@@ -206,7 +206,7 @@ def render_profiled(report: Report, number: int) -> RenderableType:
 
 
 _STATE_STYLES = {"begun": "yellow", "void": "dim"}
-_STATE_WORDS = {"begun": "not ended: the next promote or rollback settles it", "void": "did not come about"}
+_STATE_LABELS = {"begun": "not ended: the next promote or rollback settles it", "void": "did not come about"}
 
 
 def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
@@ -260,9 +260,9 @@ def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
     facts = recipe["evidence"]
     source = f"{units.trial_id(facts['trial'])} of {facts['sweep']} on {facts['hardware']}"
     lines = [
-        Text(f"{recipe['short_name']}: {speed_words(facts)}; {source}"),
+        Text(f"{recipe['short_name']}: {speed_text(facts)}; {source}"),
         Text(": ".join(verdict_of(facts))),
-        Text(f"loss gate: {gate_words(facts)}"),
+        Text(f"loss gate: {gate_text(facts)}"),
     ]
     if facts["forced"] and not facts.get("virtual"):
         lines.append(Text(f"promoted by force: {'; '.join(facts['missing'])}", style="yellow"))
@@ -318,7 +318,7 @@ def _row(record: Mapping[str, Any]) -> list[Text]:
 def _reasons(record: Mapping[str, Any]) -> str:
     what = "registered without proof" if record["action"] == "candidate" else "forced"
     forced = f"{what}: {'; '.join(record['missing'])}" if record["forced"] and record["missing"] else ""
-    state = _STATE_WORDS.get(record["state"], "")
+    state = _STATE_LABELS.get(record["state"], "")
     altered = "its tags in MLflow were edited; shown is what was recorded" if record["altered"] else ""
     return "; ".join(part for part in (record["reason"], forced, altered, state, record["note"]) if part)
 

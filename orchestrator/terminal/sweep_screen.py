@@ -18,8 +18,9 @@ from orchestrator.console import SafeConsole
 from orchestrator.mlflow_urls import public_uri, sweep_links
 from orchestrator.objective import unit_legend
 from orchestrator.process_support import Invocation
-from orchestrator.report import words
+from orchestrator.report import descriptions
 from orchestrator.report.curves import ProofResult, proof_result
+from orchestrator.report.descriptions import BUSY_MARK, check_text, confirmation_heading
 from orchestrator.report.summary import cost, headline, speedup
 from orchestrator.report.tables import (
     finalist_table,
@@ -30,9 +31,8 @@ from orchestrator.report.tables import (
     versus_cell,
 )
 from orchestrator.report.view import Column
-from orchestrator.report.words import BUSY_MARK, check_words, confirmation_heading
 from orchestrator.space.notation import short_name
-from orchestrator.status.overview import age_words, eta_s, facts, failures, queue_words, running_table, summary_of
+from orchestrator.status.overview import age_text, eta_s, facts, failures, queue_text, running_table, summary_of
 from orchestrator.sweep.events import ProfileRun
 from orchestrator.sweep.snapshot import AT_REST, Home, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
@@ -50,7 +50,7 @@ from orchestrator.terminal.fitted import (
 from orchestrator.text import one_line, plain
 from orchestrator.units import watermark, watermark_line
 
-# The proof of a sweep on the terminal: rounds of the confirmation, the loss gate, the user's own evaluation.
+# The proof of a sweep on the terminal: rounds of the confirmation, the loss gate, the user's evaluation.
 
 
 def render_confirmation(proof: ProofResult) -> RenderableType | None:
@@ -61,7 +61,7 @@ def render_confirmation(proof: ProofResult) -> RenderableType | None:
     parts: list[RenderableType] = [fitted(table)]
     if proof.caution:
         parts.append(Text(f"{BUSY_MARK} {proof.caution}", style="yellow"))
-    running = f"running: {', '.join(map(check_words, proof.running))}" if proof.running else "more to come"
+    running = f"running: {', '.join(map(check_text, proof.running))}" if proof.running else "more to come"
     return Group(*parts, *([Text(running, style="cyan")] if proof.is_going_on else []))
 
 
@@ -99,14 +99,14 @@ def render_live(
     table = render_trials(make_trial_table(state, [*shown, *running], progress), has_json=False)
     hidden = state.num_searched - len(running) - len(shown)
     more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
-    told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
+    messages = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
     return Group(
         *mark(state.virtual),
         _header(state, now_s),
         table,
         *more,
         *_checks(state, progress),
-        *told,
+        *messages,
         _footer(state, now_s),
     )
 
@@ -115,9 +115,9 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
     """The confirmation so far, and the checks that run now."""
     parts: list[RenderableType] = []
     if (confirmed := render_confirmation(proof_result(state))) is not None:
-        parts += [Text(words.confirmation_heading(state.virtual).lower(), style="bold"), indented(confirmed)]
+        parts += [Text(descriptions.confirmation_heading(state.virtual).lower(), style="bold"), indented(confirmed)]
     for number in sorted(state.running):
-        if what := words.check_words(state.trials[number].check):
+        if what := descriptions.check_text(state.trials[number].check):
             doing = progress_cell(progress.get(number)).text
             parts.append(Text.assemble((f"{units.trial_id(number)}  {what}", "cyan"), f"  {doing}"))
     return parts
@@ -212,20 +212,20 @@ def trial_line(state: SweepState, trial: Trial) -> str:
     """An ended trial in one plain line."""
     measurement = trial.measurement
     if measurement is None:
-        result = units.status_words(trial.status)
-        tail = f"  {words.failure(trial)}"
+        result = units.status_label(trial.status)
+        tail = f"  {descriptions.failure(trial)}"
     else:
         unit = state.unit
         best = state.best is not None and state.best.number == trial.number
         step = f"step {units.milliseconds(measurement.step_time_s)}"
-        result = f"{step}, {units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
+        result = f"{step}, {units.rate(state.score(trial))} {unit} {descriptions.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
             result = "recorded"  # its times are no measurement
-        compared = words.versus(versus_baseline(trial, state))
+        compared = descriptions.versus(versus_baseline(trial, state))
         versus = f"  {compared} vs baseline" if compared != units.DASH else ""
         tail = "  baseline" if trial.number == 0 else versus
         tail += "  best so far" if best and trial.number else ""
-    if what := words.check_words(trial.check):
+    if what := descriptions.check_text(trial.check):
         return one_line(f"{units.trial_id(trial.number)}  {what}  {result}{'' if measurement else tail}")
     return one_line(f"{units.trial_id(trial.number)}  {short_name(trial.candidate)}  {result}{tail}")
 
@@ -278,7 +278,7 @@ def _footer(state: SweepState, now_s: float) -> RenderableType:
         best = Text.assemble(
             ("best ", "bold"),
             (units.trial_id(state.best.number), "bold green"),
-            f"  {words.trial_figures(state, state.best)}",
+            f"  {descriptions.trial_figures(state, state.best)}",
         )
     legend = [Text(unit_legend(state.unit), style="dim")] if state.best else []
     return Group(best, *legend, Text("  ·  ".join(parts), style="dim"))
@@ -293,7 +293,7 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     if summary := summary_of(sweep, home):
         parts += [indented(Text(headline(sweep.state, summary))), indented(Text(cost(summary), style="dim"))]
         if (worst := summary.most_disturbed) is not None:
-            note = words.busy_note({worst.number: worst.measurement}).removeprefix(words.BUSY_MARK)
+            note = descriptions.busy_note({worst.number: worst.measurement}).removeprefix(descriptions.BUSY_MARK)
             parts.append(indented(Text(f"{units.count(len(summary.disturbed), 'trial')}{note}", style="yellow")))
     grid = label_grid("dim")
     for fact in facts(sweep):
@@ -319,9 +319,9 @@ def _title(sweep: Snapshot) -> Text:
         title.append(f" on {one_line(sweep.state.created.hardware)}", style="not bold")
     title.append(": ", style="not bold")
     title.append(sweep.phase, style=PHASE_STYLES.get(sweep.phase, "yellow"))
-    is_told_below = sweep.phase == "running"  # why the lease is not what it could be
+    is_shown_below = sweep.phase == "running"  # why the lease is not what it could be
     return title.append(
-        f", {one_line(plain(sweep.reason))}" if sweep.reason and not is_told_below else "", style="not bold"
+        f", {one_line(plain(sweep.reason))}" if sweep.reason and not is_shown_below else "", style="not bold"
     )
 
 
@@ -395,20 +395,20 @@ def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
 def _row(sweep: Snapshot) -> list[Text]:
     began_at_s, created = sweep.began_at_s, sweep.state.created
     limit = created.budget.max_trials if created else None
-    age = units.DASH if began_at_s is None else age_words(sweep.at_s - began_at_s)
+    age = units.DASH if began_at_s is None else age_text(sweep.at_s - began_at_s)
     return [
         Text(sweep.name, style="bold"),
         Text(sweep.phase, style=PHASE_STYLES.get(sweep.phase, "yellow")),
         Text(f"{sweep.num_done}/{limit}" if limit else str(sweep.num_done)),
         Text(str(len(sweep.state.running) or ""), style="cyan"),
         Text(str(len(sweep.state.waiting) or ""), style="yellow"),
-        best_words(sweep.state),
+        best_text(sweep.state),
         Text(_hours(sweep)),
         Text(age),
     ]
 
 
-def best_words(state: SweepState) -> Text:
+def best_text(state: SweepState) -> Text:
     """``1.42x t007``: the confirmed winner, before that the fastest; the baseline where nothing beat it."""
     verdict = state.verdict
     if verdict is not None and verdict.winner is not None and verdict.speedup is not None and not state.virtual:
@@ -433,7 +433,7 @@ def _note(sweep: Snapshot) -> Text | None:
     """Who is at work on a sweep, and why it is where it is; None for one that has simply finished."""
     virtual = watermark(sweep.state.virtual)
     reason = virtual if sweep.phase == "finished" else "; ".join(filter(None, (virtual, plain(sweep.reason))))
-    parts = [part for part in (reason, queue_words(sweep)) if part]
+    parts = [part for part in (reason, queue_text(sweep)) if part]
     style = PHASE_STYLES.get(sweep.phase, "yellow")
     note = Text.assemble((sweep.phase, style), f": {'; '.join(parts)}") if parts else Text()
     if at_work := _at_work(sweep):

@@ -53,8 +53,8 @@ class ClosedAssistant:
         if scope["type"] != "http" or scope["path"] != "/" or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
-        asked = [(name, value) for name, value in scope["headers"] if name not in _CACHING]
-        await self._app({**scope, "headers": asked}, receive, _Page(send).pass_on)
+        headers = [(name, value) for name, value in scope["headers"] if name not in _CACHING]
+        await self._app({**scope, "headers": headers}, receive, _Page(send).pass_on)
 
 
 class _Page:
@@ -178,7 +178,7 @@ def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     env = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
     env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     env.setdefault("MLFLOW_LOGGING_LEVEL", "CRITICAL")  # a page that fails says so; its traceback is MLflow's own
-    env["PYTHONWARNINGS"] = "ignore"  # of MLflow's own libraries, nothing that its user could mend
+    env["PYTHONWARNINGS"] = "ignore"  # of MLflow's own libraries, nothing that its user could fix
     env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder besides
     with tempfile.TemporaryDirectory(prefix="tc-mlflow-") as folder:
         plugin(Path(folder), APP)

@@ -268,8 +268,8 @@ def _trials_of(client: Any, experiment: str, sweep: str, objective: Objective) -
     """Trials of a sweep, half of them the fastest, half by number: what is slow or too large teaches, too."""
     runs = list(client.search_runs([experiment], f"tags.`tc.sweep_id` = '{sweep}'", max_results=1000))
     trials = [run for run in runs if run.data.tags.get("tc.kind") == "trial"]
-    told = [run for run in trials if run.data.tags.get("tc.state") in ("measured", "oom")]
-    by_number = sorted(told, key=lambda run: int(run.data.tags["tc.trial"]))
+    reported = [run for run in trials if run.data.tags.get("tc.state") in ("measured", "oom")]
+    by_number = sorted(reported, key=lambda run: int(run.data.tags["tc.trial"]))
     by_speed = sorted(by_number, key=lambda run: _weighted_ms(run, objective))
     chosen = {run.info.run_id: run for run in [*by_speed[: MAX_PER_SWEEP // 2], *by_number]}
     for run in list(chosen.values())[:MAX_PER_SWEEP]:

@@ -28,7 +28,7 @@ from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
     BudgetChanged,
-    ChecksAsked,
+    ChecksRequested,
     ControllerStarted,
     EvaluationEnded,
     FinalistsChosen,
@@ -59,7 +59,7 @@ ProofEvent = FinalistsChosen | EvaluationEnded | VerdictReached
 _NOTE = "mlflow.note.content"
 
 
-_TOLD = ("confirmation", "history", "breakdown")
+_REPORTED = ("confirmation", "history", "breakdown")
 """Plots that the note shows."""
 
 
@@ -72,7 +72,7 @@ def project(runs: Runs, ledger: Ledger, entry: LedgerEntry, state: SweepState) -
             _project_launched(runs, entry.event, state)
         case AttemptEnded():
             _project_ended(runs, entry.event, state, ledger.folder)
-        case ControllerStarted() | TrialsRetried() | ChecksAsked() | BudgetChanged():
+        case ControllerStarted() | TrialsRetried() | ChecksRequested() | BudgetChanged():
             _project_going_on(runs, entry.event, state)
         case FinalistsChosen() | EvaluationEnded() | VerdictReached():
             _project_proof(runs, entry.event, state)
@@ -115,7 +115,7 @@ def _save_views(runs: Runs, state: SweepState, run_id: str, *, is_ranked: bool =
 
 
 def _project_going_on(
-    runs: Runs, event: ControllerStarted | TrialsRetried | ChecksAsked | BudgetChanged, state: SweepState
+    runs: Runs, event: ControllerStarted | TrialsRetried | ChecksRequested | BudgetChanged, state: SweepState
 ) -> None:
     if isinstance(event, BudgetChanged) and state.is_over:
         return
@@ -160,7 +160,7 @@ def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ())
     attached = None
     if plots:
         tabs = {"The whole report": f"artifacts/{PAGE}", "All plots": "artifacts/plots"}
-        shown = [name for name in _TOLD if name in plots]
+        shown = [name for name in _REPORTED if name in plots]
         attached = Attached(
             links={what: runs.page(state, run_id, tab) for what, tab in tabs.items()},
             plots={name: artifact_path(run_id, f"plots/{name}.png") for name in shown},
@@ -284,7 +284,7 @@ is too slow; a fault; or nothing about the candidate, since its gang was lost or
 
 
 def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Trial) -> None:
-    """Go on with the curve of the best speed over trial numbers; write the note anew when the result changes."""
+    """Go on with the curve of the best speed over trial numbers; write the note again when the result changes."""
     if state.best is None or state.best.measurement is None:
         return
     run_id = _ensure_sweep(runs, state)

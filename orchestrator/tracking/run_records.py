@@ -12,11 +12,11 @@ from orchestrator import units
 from orchestrator.mlflow_urls import PAGE, charts_view, table_view
 from orchestrator.objective import ObjectiveName
 from orchestrator.process_support import user_name
-from orchestrator.report import words
+from orchestrator.report import descriptions
 from orchestrator.report.curves import finalists
+from orchestrator.report.descriptions import findings_lines, findings_metrics
 from orchestrator.report.sources import MAX_PARAM_CHARS, log_tail
 from orchestrator.report.tables import versus_baseline
-from orchestrator.report.words import findings_lines, findings_metrics
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.statistics import relative_spread, speed, tokens_per_s_per_device
 from orchestrator.sweep.events import (
@@ -61,7 +61,7 @@ def role_tags(trial: Trial) -> dict[str, str]:
 def check_note(trial: Trial, name: str, score: float, unit: str) -> str:
     """What was measured of a check called ``name``, in Markdown."""
     if trial.measurement is None:
-        return f"**{units.status_words(trial.status)}** — {name}\n\n{words.failure(trial)}".rstrip()
+        return f"**{units.status_label(trial.status)}** — {name}\n\n{descriptions.failure(trial)}".rstrip()
     if isinstance(trial.check, ConfirmationRun | SoakRun):
         return f"**{units.rate(score)} {unit}** — {name}"
     if isinstance(trial.check, GateRun):
@@ -187,15 +187,15 @@ def trial_tags(created: SweepCreated, trial: Trial, parent_run_id: str) -> dict[
 def attempt_tags(trial: Trial) -> dict[str, str]:
     """Where the last attempt runs or ran and what came of it; how earlier ones were lost."""
     attempt = trial.attempts[-1]
-    lost = {f"tc.attempt.{i}": _ended_words(a.outcome) for i, a in enumerate(trial.attempts[:-1])}
+    lost = {f"tc.attempt.{i}": _end_text(a.outcome) for i, a in enumerate(trial.attempts[:-1])}
     return {
         "tc.state": trial.status,
         "tc.attempts": str(len(trial.attempts)),
         "tc.attempt_token": attempt.token,
         "tc.nodes": ", ".join(dict.fromkeys(device.node for device in attempt.ranks)),
         **_outcome_tags(attempt.outcome),
-        **({"tc.disturbed": why} if (why := words.disturbed(trial.measurement)) else {}),
-        **({"tc.trend": how} if (how := words.trend(trial.measurement)) else {}),
+        **({"tc.disturbed": why} if (why := descriptions.disturbed(trial.measurement)) else {}),
+        **({"tc.trend": how} if (how := descriptions.trend(trial.measurement)) else {}),
         **lost,
     }
 
@@ -254,7 +254,7 @@ def json_text(value: Any) -> str:
 def trial_note(state: SweepState, trial: Trial) -> str:
     """Note of a trial's run in Markdown: the result in its first line, why the trial was made in its last."""
     if trial.check is not None:
-        name = f"{words.check_words(trial.check)}, `{short_name(trial.candidate)}`"
+        name = f"{descriptions.check_text(trial.check)}, `{short_name(trial.candidate)}`"
         result = check_note(trial, name, state.score(trial), state.unit)
     else:
         result = _result_note(state, trial)
@@ -266,13 +266,13 @@ def _result_note(state: SweepState, trial: Trial) -> str:
     name = f"`{short_name(trial.candidate)}`"
     if trial.measurement is None:
         return "\n\n".join(
-            part for part in (f"**{units.status_words(trial.status)}** — {name}", words.failure(trial)) if part
+            part for part in (f"**{units.status_label(trial.status)}** — {name}", descriptions.failure(trial)) if part
         )
     found = speed(trial.measurement, state.objective)
     compared = versus_baseline(trial, state)
     against = f", {units.ratio(compared.ratio.value, compared.ratio.ci95)} against the baseline" if compared else ""
     unit = state.unit
-    head = f"**{units.rate(found.value)} {unit}**{against} — {name}\n\n95 % interval {units.interval(found.ci95)}"
+    head = f"**{units.rate(found.value)} {unit}**{against} — {name}\n\n95% interval {units.interval(found.ci95)}"
     return "\n".join([head, "", *(f"- {line}" for line in findings_lines(trial.measurement.findings))]).rstrip()
 
 
@@ -288,7 +288,7 @@ def _common_tags(created: SweepCreated) -> dict[str, str]:
     }
 
 
-def _ended_words(outcome: Any) -> str:
+def _end_text(outcome: Any) -> str:
     """``gang_lost: rank 3 on n1: node died``."""
     why = describe_failure(outcome)
     return f"{outcome.kind}: {why}" if why else str(outcome.kind)
@@ -338,7 +338,7 @@ def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
             values["step_time_over_predicted"] = trial.measurement.step_time_s / trial.expected.step_time_s
         compared = versus_baseline(trial, state) if trial.check is None else None
         values[SEARCH_SPEEDUP] = compared.ratio.value if compared else None
-    return _told(values)
+    return _finite(values)
 
 
 def _measured(measurement: Measurement) -> dict[str, float | None]:
@@ -410,7 +410,7 @@ def expected_metrics(created: SweepCreated, trial: Trial) -> dict[str, float]:
     if found is None:
         return {}
     devices = trial.candidate.layout.world_size
-    return _told(
+    return _finite(
         {
             f"predicted/{PER_DEVICE}": created.workload.tokens_per_step / (found.step_time_s * devices),
             "predicted/step_time_ms": found.step_time_s * _MS,
@@ -492,7 +492,7 @@ def verdict_metrics(state: SweepState) -> dict[str, float]:
         return {}
     name = REMEASURED_SPEEDUP if verdict.winner is None else CONFIRMED_SPEEDUP
     name = REHEARSED_SPEEDUP if state.virtual else name
-    return _told({"confirmation_rounds": verdict.num_rounds, **_speedup(name, verdict.speedup)})
+    return _finite({"confirmation_rounds": verdict.num_rounds, **_speedup(name, verdict.speedup)})
 
 
 def finalist_metrics(state: SweepState) -> dict[int, dict[str, float]]:
@@ -503,7 +503,7 @@ def finalist_metrics(state: SweepState) -> dict[int, dict[str, float]]:
     found = {one.trial: _speedup(again, one.overall) for one in finalists(state)}
     if (winner := state.verdict.winner) is not None and state.virtual is None:
         found[winner] = {**found.get(winner, {}), **_speedup(CONFIRMED_SPEEDUP, state.verdict.speedup)}
-    return {number: _told(values) for number, values in found.items()}
+    return {number: _finite(values) for number, values in found.items()}
 
 
 def ranks(state: SweepState) -> dict[int, int]:
@@ -523,13 +523,13 @@ def best_metrics(state: SweepState) -> dict[str, float]:
     """The score of the best trial of the search so far, a curve over trial numbers; empty before there is one."""
     if state.best is None or state.best.measurement is None:
         return {}
-    return _told({f"best_{SCORES[state.objective.name]}": state.objective.score(state.best.measurement)})
+    return _finite({f"best_{SCORES[state.objective.name]}": state.objective.score(state.best.measurement)})
 
 
 def cost_metrics(state: SweepState) -> dict[str, float]:
     """What a sweep took, as figures of its run."""
     trials = state.searched()
-    return _told(
+    return _finite(
         {
             "num_trials": len(trials),
             "num_checks": len(state.trials) - len(trials),
@@ -550,7 +550,7 @@ def _speedup(name: str, found: RatioInterval | None) -> dict[str, float | None]:
     }
 
 
-def _told(values: Mapping[str, float | None]) -> dict[str, float]:
+def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
     """The known, finite values with four significant digits."""
     return {key: rounded(float(value)) for key, value in values.items() if value is not None and math.isfinite(value)}
 

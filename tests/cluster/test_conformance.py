@@ -355,7 +355,7 @@ def test_disjoint_processes(processes, tmp_path):
     assert isinstance(end_of(processes, first).outcome, GangLost)
 
 
-@pytest.mark.representative("local", "simulated")  # Ray would start once more
+@pytest.mark.representative("local", "simulated")  # Ray would start again
 def test_release(fresh):
     first, kept = fresh.nodes[0], fresh.nodes[1:]
     gang = fresh.launch("endless", devices=fresh.cluster.topology.nodes[0].devices)
@@ -370,7 +370,7 @@ def test_release(fresh):
     assert fresh.cluster.waiting != ""
 
 
-@pytest.mark.representative("local", "simulated")  # Ray would start once more
+@pytest.mark.representative("local", "simulated")  # Ray would start again
 def test_resize(fresh):
     names = fresh.nodes
     fresh.cluster.resize(0, keep=names)
@@ -383,7 +383,7 @@ def test_resize(fresh):
     assert isinstance(fresh.run("works").outcome, Measured)
 
 
-@pytest.mark.representative("local", "simulated")  # Ray would start once more
+@pytest.mark.representative("local", "simulated")  # Ray would start again
 def test_close(fresh):
     fresh.launch("endless")
     fresh.cluster.close()

@@ -57,7 +57,7 @@ def changed(story, kind, index, **changes):
 
 
 def again(story):
-    """The first trial measured a second time: launched and ended once more."""
+    """The first trial measured a second time: launched and ended again."""
     twice = [launched(0, attempt=1, at_s=3.1), ended(0, measured(STEP_TIMES_S[0]), attempt=1, at_s=3.2)]
     return replace(story, events=(*story.events[:4], *twice, *story.events[4:]))
 

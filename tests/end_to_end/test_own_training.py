@@ -1,4 +1,4 @@
-"""The whole life of a sweep over a program of the user's own: confirmed, judged, promoted, exported, verified."""
+"""The whole life of a sweep over a user's program: confirmed, judged, promoted, exported, verified."""
 
 import subprocess
 import sys

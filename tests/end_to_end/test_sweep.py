@@ -200,7 +200,7 @@ def test_the_same_error_on_the_first_three_attempts_stops_the_sweep_with_it(tmp_
     body = json.loads(stdout)
     assert body["state"] == "failed"
     assert body["trials"]["crashed"] == 3
-    assert "a mistake in the user's own code" in stderr
+    assert "a mistake in the user's code" in stderr
     lines = stderr.splitlines()
     assert not any(line.startswith("Traceback") for line in lines)
     assert any(line.startswith("  | ") and "always_raises" in line for line in lines), "the rank's last words"

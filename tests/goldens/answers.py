@@ -28,7 +28,7 @@ from orchestrator.report.summary import cost, summarize
 from orchestrator.space.notation import legend, short_name, spelled
 from orchestrator.space.rules import check
 from orchestrator.sweep.events import (
-    Asked,
+    ActionRequested,
     Budget,
     BudgetChanged,
     CandidatesPruned,
@@ -322,7 +322,7 @@ class Course:
             return BudgetChanged(**by, budget=Budget(**{name.partition(":")[2]: limit}))
         end = end_of_search(self.state)
         return {
-            "ask": lambda: Asked(**by, action=value),
+            "ask": lambda: ActionRequested(**by, action=value),
             "retry": lambda: TrialsRetried(**by, trials=tuple(map(int, value.split(",")))),
             "paused": lambda: SweepPaused(at_s=self.now_s, reason="paused"),
             "started": lambda: ControllerStarted(at_s=self.now_s, epoch=self.state.epoch + 1, pid=1, host="host"),

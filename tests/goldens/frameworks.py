@@ -33,6 +33,7 @@ from tests.orchestrator.space.candidate_strategies import canonicalize, random_c
 from trials.legality import violations
 from trials.spec import (
     Candidate,
+    CustomChoice,
     ImageFolderData,
     Kernels,
     Layout,
@@ -40,7 +41,6 @@ from trials.spec import (
     LossScale,
     ModuleFacts,
     Offload,
-    OwnChoice,
     Precision,
     PythonData,
     PythonModel,
@@ -153,7 +153,7 @@ _OTHERS = (
         dataclasses.replace(WORKLOAD, model=_MODULE, data=PythonData(dataset="m:d", cwd="/c")),
     ),
     (
-        Candidate(own=(OwnChoice(name="--optim", value="ada"),)),
+        Candidate(own=(CustomChoice(name="--optim", value="ada"),)),
         dataclasses.replace(WORKLOAD, model=_SCRIPT, data=ScriptData()),
     ),
 )
@@ -334,7 +334,7 @@ def _with_rest(rng, request):
     return dataclasses.replace(
         request,
         named=frozenset(path for path in paths if rng.random() < 0.4),
-        told=frozenset({"micro_batch_size"} if rng.random() < 0.1 else ()),
+        templated=frozenset({"micro_batch_size"} if rng.random() < 0.1 else ()),
         seed=rng.choice([None, 7]),
         device=rng.choice([None, "cpu", "cuda"]),
     )

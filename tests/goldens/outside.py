@@ -199,7 +199,7 @@ class _Text(HTMLParser):
             self.words.append(re.sub(r"\s+", " ", data))
 
 
-def words_of(page: str) -> str:
+def name_parts_of(page: str) -> str:
     parser = _Text()
     parser.feed(page)
     lines = (re.sub(r" +", " ", line).strip() for line in "".join(parser.words).splitlines())
@@ -209,7 +209,7 @@ def words_of(page: str) -> str:
 def offline(name: str) -> str:
     shown = run("report", name, "--html", f"{name}.html")
     page = Path(f"{name}.html")
-    return words_of(page.read_text(encoding="utf-8")) if page.exists() else shown
+    return name_parts_of(page.read_text(encoding="utf-8")) if page.exists() else shown
 
 
 def live(server: PageServer, name: str) -> str:
@@ -231,11 +231,13 @@ def parts(named: Mapping[str, Any]) -> str:
         if isinstance(part, Mapping) and "row" in part:
             rest = {key: value for key, value in part.items() if key != "row"}
             texts.append(
-                f"{name}: {words_of(part['row'])}{as_json(rest)}\n" if rest else f"{name}: {words_of(part['row'])}"
+                f"{name}: {name_parts_of(part['row'])}{as_json(rest)}\n"
+                if rest
+                else f"{name}: {name_parts_of(part['row'])}"
             )
         else:
             texts.append(
-                f"{name}: {words_of(part)}" if name.startswith("html/") and part else f"{name}: {as_json(part)}\n"
+                f"{name}: {name_parts_of(part)}" if name.startswith("html/") and part else f"{name}: {as_json(part)}\n"
             )
     return "".join(texts)
 

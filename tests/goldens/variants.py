@@ -18,7 +18,7 @@ from typing import Any
 
 from cluster.gang.environment import MAX_BYTES_PER_RANK
 from cluster.hardware.topology import Device
-from orchestrator.live.live_pages import SweepLook
+from orchestrator.live.live_pages import SweepView
 from orchestrator.notifications import payload
 from orchestrator.objective import Objective
 from orchestrator.process_support import PLAIN
@@ -27,10 +27,10 @@ from orchestrator.proof.progress import confirmation
 from orchestrator.report.report import make_report, report_markdown
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.events import (
-    Asked,
+    ActionRequested,
     Budget,
     CandidatesPruned,
-    ChecksAsked,
+    ChecksRequested,
     FinalistsChosen,
     FinishCause,
     LeaseChanged,
@@ -214,7 +214,7 @@ def _compiled() -> list[LedgerEvent]:
 
 
 def _wide() -> list[LedgerEvent]:
-    """Rounds of t001 that differ by 7 % either way and are slower than in the search; with the verdict on them."""
+    """Rounds of t001 that differ by 7% either way and are slower than in the search; with the verdict on them."""
     rounds = {number: i // 3 for i, number in enumerate(range(FIRST_CHECK, FIRST_CHECK + 12)) if i % 3 == 1}
 
     def on(event: Any, found: Any) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def _asked_again() -> list[LedgerEvent]:
     first = sum(event.kind == "trial_proposed" for event in story)
     return [
         *story,
-        ChecksAsked(at_s=at_s, request=1, by="me", confirm=(2,)),
+        ChecksRequested(at_s=at_s, request=1, by="me", confirm=(2,)),
         FinalistsChosen(
             at_s=at_s + 1, finalists=(2,), reason="asked for", first_check=first, cause=FinishCause.BUDGET_TRIALS
         ),
@@ -382,7 +382,7 @@ VARIANTS: dict[str, Variant] = {
     "paused": Variant(lambda: running(SweepPaused(at_s=9e9, reason="paused by anna")), **WAITS),  # type: ignore[arg-type]
     "cancelled": Variant(lambda: running(CANCELLED), **WAITS),  # type: ignore[arg-type]
     "draining": Variant(
-        lambda: running(Asked(at_s=1.0, request=1, action="drain", by="anna@desk")),
+        lambda: running(ActionRequested(at_s=1.0, request=1, action="drain", by="anna@desk")),
         **WAITS,  # type: ignore[arg-type]
         is_held=True,
     ),
@@ -415,7 +415,7 @@ def _renderings(folder: Path, state: SweepState, variant: Variant) -> Iterator[t
         yield f"explain t{trial:03d}", outside.run("explain", NAME, f"t{trial:03d}")
         yield f"explain t{trial:03d} --json", outside.document("explain", NAME, f"t{trial:03d}")
     yield "page", outside.offline(NAME)
-    yield "live", outside.parts(SweepLook(Home(folder), NAME, PLAIN, lambda _sweep: {}).parts())
+    yield "live", outside.parts(SweepView(Home(folder), NAME, PLAIN, lambda _sweep: {}).parts())
     yield "note", report_markdown(make_report(state, summarize(state, "")))
     yield "notification", outside.as_json(payload("finished", 1, state))
     recorded = {"sweep": run_records.verdict_tags(state) | run_records.verdict_metrics(state)}

@@ -48,7 +48,7 @@ each_objective = pytest.mark.parametrize("name", OBJECTIVES)
 
 
 def score(name: str, num_devices: int, step_time_s: float, tokens: int = 512) -> float:
-    """The formulas of docs/objective.md, written down once more."""
+    """The formulas of docs/objective.md, written down again."""
     nodes = math.ceil(num_devices / DEVICES_PER_NODE)
     divisor = {"tokens_per_s_per_device": num_devices, "step_time": 1, "device_cost": nodes * DEVICES_PER_NODE}[name]
     return tokens / (step_time_s * divisor)
@@ -136,14 +136,14 @@ def test_the_guided_search_proposes_what_is_best_by_the_formulas(name):
     tokens = workload.tokens_per_step
     expected = [score(name, c.layout.world_size, t, tokens) for c, t in zip(candidates, steps_s, strict=True)]
     events = [created(workload=workload, objective=OBJECTIVES[name], budget=Budget(max_trials=20))]
-    first = search.ask(0, fold(events))
+    first = search.suggest(0, fold(events))
     assert first.candidate == candidates[int(np.argmax(expected))]
     assert first.expected.step_time_s == pytest.approx(steps_s[int(np.argmax(expected))])
 
     noise = np.exp(0.3 * np.random.default_rng(1).standard_normal(len(candidates)))
     truth = {c: float(t) for c, t in zip(candidates, np.array(steps_s) * noise, strict=True)}
     for number in range(10):
-        found = search.ask(number, fold(events)).candidate
+        found = search.suggest(number, fold(events)).candidate
         one = measured(truth[found], world_size=found.layout.world_size, tokens_per_step=tokens)
         events += [proposed(number, found), launched(number), ended(number, one)]
     scores = {c: score(name, c.layout.world_size, t, tokens) for c, t in truth.items()}
@@ -160,7 +160,7 @@ def test_finalists_and_confirmed_ratios_are_those_of_the_formulas(name, found):
     state = fold(events)
     scores = [score(name, *run) for run in found]
     finalists = choose_finalists(state)
-    sure = [number for number in range(1, len(found)) if scores[number] > 1.1 * scores[0]]  # noise is 2 %
+    sure = [number for number in range(1, len(found)) if scores[number] > 1.1 * scores[0]]  # noise is 2%
     assert len(set(finalists) & set(sure)) == min(len(sure), ConfirmSettings().num_finalists)
     assert all(scores[number] > 0.9 * scores[0] for number in finalists)
     assert list(finalists) == sorted(finalists, key=lambda number: (-scores[number], number))

@@ -43,7 +43,7 @@ def _verdict(conclusion):
     report = GateReport(
         trial=1,
         passed=conclusion == "confirmed",
-        reasons=() if conclusion == "confirmed" else ("the loss of step 17 is 3 % off",),
+        reasons=() if conclusion == "confirmed" else ("the loss of step 17 is 3% off",),
         precision_class="float32 against float32",
         compared_with="baseline",
         num_steps=NUM_STEPS,
@@ -56,7 +56,7 @@ def _verdict(conclusion):
     )
     reasons = {
         "confirmed": f"t001 is faster than the baseline in {NUM_ROUNDS} rounds",
-        "keep": "t001 does not train the same model: the loss of step 17 is 3 % off",
+        "keep": "t001 does not train the same model: the loss of step 17 is 3% off",
         "unconfirmed": "the budget of 1 device-hour is spent",
     }
     return Verdict(

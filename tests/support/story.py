@@ -50,7 +50,7 @@ FOUND = Findings(
         points=(LoaderPoint(num_workers=2, prefetch_factor=2, batch_time_s=0.004),),
         chosen=LoaderPoint(num_workers=2, prefetch_factor=2, batch_time_s=0.004),
         tuning_time_s=3.0,
-        verdict="Waiting for data is 52 % of the step.",
+        verdict="Waiting for data is 52% of the step.",
     ),
     kernel_tuning=KernelTuningReport(num_configurations=3, num_lookups=40, num_hits=30),
     memory_format=MemoryFormatReport(rule="16-bit: nhwc", chosen="nhwc", nchw_s=0.04, nhwc_s=0.03),

@@ -46,7 +46,7 @@ def faulty(spec, progress):
 
 
 def always_raises(spec, progress):
-    raise ZeroDivisionError("a mistake in the user's own code")
+    raise ZeroDivisionError("a mistake in the user's code")
 
 
 def _raises(rank):

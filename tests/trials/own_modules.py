@@ -1,4 +1,4 @@
-"""A training of the user's own for tests, which is no Llama: an encoder that classifies, with convolutions inside."""
+"""A training of the user's for tests, which is no Llama: an encoder that classifies, with convolutions inside."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Covering:
 
 
 class _Search:
-    """Weighted set cover by ruin and recreate: some rows are taken out, and what is then missing is covered anew."""
+    """Weighted set cover by ruin and recreate: some rows are taken out, and what is then missing is covered again."""
 
     def __init__(self, pairs, costs, seed):
         self._pairs = pairs

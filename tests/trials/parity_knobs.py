@@ -1,7 +1,7 @@
 """The knobs whose legal pairs test_parity tries, and the trials in which they all occur.
 
 The trials are kept in parity_rows.txt, since finding few of them takes minutes. After a change of knobs or of what is
-legal, ``python -m tests.trials.parity_knobs`` finds them anew.
+legal, ``python -m tests.trials.parity_knobs`` finds them again.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def _none(*_):
 
 
 REMOVED = {
-    "weights are there": lambda patch, _: patch.setattr(Bucket, "settle", _none),
+    "weights are there": lambda patch, _: patch.setattr(Bucket, "wait_for_values", _none),
     "gradients are reduced": lambda patch, _: patch.setattr(Bucket, "wait", _none),
     "gradients are made": lambda patch, one: patch.setattr(one.replica._stream, "wait_stream", _none),
     "all is reduced": lambda patch, one: patch.setattr(one.watch.compute, "wait_stream", _none),

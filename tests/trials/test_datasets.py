@@ -262,7 +262,7 @@ def test_steps_go_on_over_epochs_and_workers_stay_when_persistent(loader, num_pr
 
 class Broken(WorkerIds):
     def read(self, step, rows):
-        raise DataError("row 7 of x.bin is broken; mend it")
+        raise DataError("row 7 of x.bin is broken; fix it")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -270,7 +270,7 @@ def test_a_data_error_says_the_same_from_a_worker(num_workers):
     loader = Loader(num_workers=num_workers, prefetch_factor=num_workers)
     with pytest.raises(DataError) as raised:
         next(stream_batches(Broken(), loader, pin_memory=False))
-    assert str(raised.value) == "row 7 of x.bin is broken; mend it"
+    assert str(raised.value) == "row 7 of x.bin is broken; fix it"
 
 
 def _hold_a_loader(pipe):

@@ -17,7 +17,7 @@ from trials.failure import (
     NonFiniteLoss,
     cause_in_log,
     classify,
-    tells_of_abort,
+    mentions_abort,
 )
 
 
@@ -126,8 +126,8 @@ def test_memory_counts_only_where_an_abort_gives_it_as_its_reason():
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_launchers_that_say_that_a_rank_aborted(launcher):
-    assert tells_of_abort(launcher.words) is launcher.aborted
-    assert tells_of_abort(f"step 1 loss 9.8\n{launcher.words}\nbye\n") is launcher.aborted
+    assert mentions_abort(launcher.words) is launcher.aborted
+    assert mentions_abort(f"step 1 loss 9.8\n{launcher.words}\nbye\n") is launcher.aborted
 
 
 @pytest.mark.parametrize("explicit", [True, False])

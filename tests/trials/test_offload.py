@@ -329,7 +329,7 @@ def watch(monkeypatch):
 
     monkeypatch.setattr(memory, "_cut", cut)
     for module in ("trials.offload", "trials.training.optimizer"):
-        monkeypatch.setattr(f"{module}.memory_beside", lambda _device: memory)
+        monkeypatch.setattr(f"{module}.host_memory_for", lambda _device: memory)
     return made
 
 
@@ -470,7 +470,7 @@ def test_a_wait_that_the_update_lacks_is_seen(watch, monkeypatch, wait):
 
 def test_page_locked_memory_is_little_more_than_what_is_in_use(monkeypatch):
     """What layers of Llama-2-7B keep of 4096 tokens, in kilobytes for megabytes: torch alone would round each piece up
-    to a power of two, here 28 % more."""
+    to a power of two, here 28% more."""
     monkeypatch.setattr(offload, "locked_slab", lambda size: torch.empty(size, dtype=torch.uint8))
     memory = HostMemory(CPU)
     memory._locks_pages = True

@@ -11,13 +11,13 @@ import torch
 from tests.support import ROOT
 from tests.trials import own_modules
 from tests.trials.test_own_parity import ENCODER, decoder
-from trials.datasets import OwnBatches, Share
+from trials.datasets import Share, UserBatches
 from trials.failure import DataError, InfeasibleSpec
 from trials.legality import violations
 from trials.models.model import pipeline_problem, plan_problem
 from trials.models.module_facts import CountRequest, count
-from trials.own_code import call_function, load_function
 from trials.spec import Candidate, Kernels, Layout, PythonData, TextData, Workload
+from trials.user_code import call_function, load_function
 
 DATA = PythonData(dataset="tests.trials.own_modules:dataset", cwd=str(ROOT))
 
@@ -152,9 +152,9 @@ def test_legality_tells_what_was_found_out():
 
 
 def test_ranks_read_the_rows_of_one_global_batch():
-    whole = OwnBatches(own_modules.dataset(), Share(global_batch_size=8, seed=5), origin="waves")[3]
+    whole = UserBatches(own_modules.dataset(), Share(global_batch_size=8, seed=5), origin="waves")[3]
     parts = [
-        OwnBatches(own_modules.dataset(), Share(global_batch_size=8, dp_rank=i, dp=2, seed=5), origin="waves")[3]
+        UserBatches(own_modules.dataset(), Share(global_batch_size=8, dp_rank=i, dp=2, seed=5), origin="waves")[3]
         for i in range(2)
     ]
     assert torch.equal(torch.cat([inputs for inputs, _ in parts]), whole[0])
@@ -170,7 +170,7 @@ def test_ranks_read_the_rows_of_one_global_batch():
     ],
 )
 def test_samples_that_make_no_batch_are_named(samples, words):
-    batches = OwnBatches(samples, Share(global_batch_size=8), origin="my:data")
+    batches = UserBatches(samples, Share(global_batch_size=8), origin="my:data")
     with pytest.raises(DataError, match=words):
         for step in range(4):
             batches[step]

@@ -74,7 +74,7 @@ def test_categories_of_a_training_step(tracker):
     assert tracker.live_bytes["temporary"] == 0
     peak = max(tracker.peaks().values(), key=lambda peak: peak.total_bytes)
     assert sum(peak.by_category.values()) == peak.total_bytes
-    tracker.settle(("grad",), "optimizer")
+    tracker.reclassify(("grad",), "optimizer")
     assert tracker.live_bytes["optimizer"] == 256 * KIB
 
 

@@ -201,8 +201,8 @@ def device_uuid(device: torch.device) -> str | None:
 
 def is_started(module: Any) -> bool:
     """Whether this process has used devices of the module of torch."""
-    asked = getattr(module, "is_initialized", None)
-    return bool(asked is not None and asked())
+    is_initialized = getattr(module, "is_initialized", None)
+    return bool(is_initialized is not None and is_initialized())
 
 
 def current_device() -> torch.device | None:

@@ -222,22 +222,22 @@ def _handle(nvml: Any, uuid: str) -> Any:
 def sample(nvml: Any, device: Any) -> HealthSample:
     """What the device tells now; each figure that it refuses is left out."""
 
-    def ask(function: str, *arguments: Any) -> Any:
+    def query(function: str, *arguments: Any) -> Any:
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             return getattr(nvml, function)(device, *arguments)
         return None
 
     def errors(kind: int) -> Any:
-        return ask("nvmlDeviceGetTotalEccErrors", kind, nvml.NVML_VOLATILE_ECC)
+        return query("nvmlDeviceGetTotalEccErrors", kind, nvml.NVML_VOLATILE_ECC)
 
     return HealthSample(
-        sm_clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        max_sm_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-        memory_clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-        throttle_mask=ask("nvmlDeviceGetCurrentClocksThrottleReasons"),
-        temperature_c=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        power_w=_watts(ask("nvmlDeviceGetPowerUsage")),
-        power_limit_w=_watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
+        sm_clock_mhz=query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        max_sm_clock_mhz=query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        memory_clock_mhz=query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        throttle_mask=query("nvmlDeviceGetCurrentClocksThrottleReasons"),
+        temperature_c=query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        power_w=_watts(query("nvmlDeviceGetPowerUsage")),
+        power_limit_w=_watts(query("nvmlDeviceGetEnforcedPowerLimit")),
         corrected_errors=errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
         uncorrected_errors=errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
     )

@@ -130,7 +130,7 @@ FRAGMENTATION = 0.05
 
 HOST_FRAGMENTATION = 0.1
 """Share of what a rank has in its host's memory that is locked beyond it: what is left of slabs
-(:mod:`trials.offload`), under 9 % for decoders of 16 layers and more."""
+(:mod:`trials.offload`), under 9% for decoders of 16 layers and more."""
 
 CUDA_CONTEXT_BYTES = 512 << 20
 """Device memory of a process besides its tensors: the context, torch's kernels, cuBLAS's handles. An assumption: some

@@ -189,7 +189,7 @@ def held_sends() -> Iterator[None]:
         yield
 
 
-def tell_shapes(stages: list[Stage], parts: list[ModelPart], spec: TrialSpec) -> None:
+def record_shapes(stages: list[Stage], parts: list[ModelPart], spec: TrialSpec) -> None:
     """Give each stage the shapes and types that cross its boundaries."""
     hidden = _meta(boundary_size(spec), _boundary_dtype(spec)).requires_grad_()
     for stage, part in zip(stages, parts, strict=True):
@@ -362,11 +362,11 @@ class SimulatedRank:
             tracker.assign(part.model.parameters(), "param")
             tracker.assign(part.model.buffers(), "param")
             track_layers(part, self.spec.candidate.recompute, tracker)
-        tracker.settle(("activation", "temporary"), "optimizer")
+        tracker.reclassify(("activation", "temporary"), "optimizer")
         if self._is_pipeline:
             assert isinstance(trainer.engine, Pipeline)
             self.log.watch(trainer.engine.stages)
-            tell_shapes(trainer.engine.stages, trainer.parts, self.spec)
+            record_shapes(trainer.engine.stages, trainer.parts, self.spec)
         if trainer.optimizer is not None:
             trainer.optimizer.register_step_pre_hook(lambda *_: self._enter("optimizer"))
             trainer.optimizer.register_step_post_hook(lambda *_: self._enter("other"))
@@ -403,7 +403,7 @@ class SimulatedRank:
             self.trainer.optimizer.step()
             self.trainer.optimizer.zero_grad(set_to_none=True)
         gc.collect()
-        self.tracker.settle(("activation", "temporary"), "optimizer")
+        self.tracker.reclassify(("activation", "temporary"), "optimizer")
 
 
 def batch(spec: TrialSpec, trainer: Trainer) -> tuple[Tensor | None, Tensor | None]:
@@ -420,7 +420,7 @@ def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
         return torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
     if isinstance(model, LinearModel):
         return torch.zeros(rows, model.size), torch.zeros(rows, model.size)
-    assert isinstance(model, ResNetModel), "a program of the user's own is not simulated"
+    assert isinstance(model, ResNetModel), "a user's program is not simulated"
     images = torch.zeros(rows, 3, model.image_size, model.image_size)
     return images, torch.zeros(rows, dtype=torch.long)
 

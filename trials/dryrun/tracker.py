@@ -153,7 +153,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif block.category != category:
                     self._move(block, category)
 
-    def settle(self, old: Iterable[Category], new: Category) -> None:
+    def reclassify(self, old: Iterable[Category], new: Category) -> None:
         """Move everything of the ``old`` categories that is live now to ``new``."""
         for block in list(self._blocks.values()):
             if block.category in old:

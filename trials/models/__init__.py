@@ -6,33 +6,41 @@ import torch
 from torch import Tensor
 
 from trials.models.built_in import LinearChain, Llama, ResNet, class_loss, next_token_loss, squared_error
+from trials.models.imported_model import (
+    Built,
+    ImportedModel,
+    build_hugging_face,
+    build_python,
+    loss_of_python,
+    part_of,
+    seeded,
+)
 from trials.models.model import Initial, Loss, TrainModel
-from trials.models.own_model import Built, GivenModel, build_hugging_face, build_python, loss_of_python, part_of, seeded
-from trials.own_code import load_function
 from trials.sizes import Chunk
 from trials.spec import (
     HuggingFaceModel,
     LinearModel,
     LlamaModel,
     Model,
-    OwnModel,
     PythonModel,
     ResNetModel,
     ScriptModel,
+    UserModel,
     Workload,
 )
+from trials.user_code import load_function
 
-__all__ = ["GivenModel", "Initial", "Loss", "TrainModel", "build_model", "build_own", "import_code", "loss_of"]
+__all__ = ["ImportedModel", "Initial", "Loss", "TrainModel", "build_imported", "build_model", "import_code", "loss_of"]
 
 
-_BUILDS_ITS_OWN = "a program of the user's own builds its model itself"
+_BUILDS_ITS_OWN = "a user's program builds its model itself"
 
 
 def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
     """The part of the workload's model that ``chunk`` holds: on the meta device, one of the user's with its values."""
     match workload.model:
         case PythonModel() | HuggingFaceModel() as model:
-            return part_of(build_own(model, workload.seed), model.num_layers, chunk, model.facts.head)
+            return part_of(build_imported(model, workload.seed), model.num_layers, chunk, model.facts.head)
         case ScriptModel():
             raise ValueError(_BUILDS_ITS_OWN)
     with torch.device("meta"):
@@ -45,7 +53,7 @@ def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
                 return LinearChain(shape, chunk)
 
 
-def build_own(model: OwnModel, seed: int) -> Built:
+def build_imported(model: UserModel, seed: int) -> Built:
     """The whole module, with the same values in every process: its own initial ones, drawn from ``seed``.
 
     Raises:

@@ -22,15 +22,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from trials.datasets import collated, open_own
+from trials.datasets import collated, open_user_data
 from trials.failure import InfeasibleSpec
 from trials.files import from_json, to_json
-from trials.models import build_own, loss_of
+from trials.models import build_imported, loss_of
+from trials.models.imported_model import Built, head_of, part_of, shape_of
 from trials.models.model import layers_in, pipeline_problem, plan_problem
-from trials.models.own_model import Built, head_of, part_of, shape_of
-from trials.own_code import described
 from trials.sizes import Chunk
-from trials.spec import Data, HuggingFaceModel, LlamaModel, ModuleFacts, OwnModel, PythonData, PythonModel
+from trials.spec import Data, HuggingFaceModel, LlamaModel, ModuleFacts, PythonData, PythonModel, UserModel
+from trials.user_code import described
 
 MAX_PARAMETERS = 100_000_000
 """Larger modules are counted without values, where they can be: shapes alone then tell whether stages add up."""
@@ -40,7 +40,7 @@ MAX_PARAMETERS = 100_000_000
 class CountRequest:
     """A model, of which the facts are still empty, and the data that it trains on."""
 
-    model: OwnModel
+    model: UserModel
     data: Data
     seq_length: int
 
@@ -92,16 +92,16 @@ def count(request: CountRequest) -> CountReply:
     return CountReply(facts=facts, shape=shape)
 
 
-def _build(model: OwnModel) -> Built:
+def _build(model: UserModel) -> Built:
     """The module with its values; a large one without, if it can be built so."""
     try:
         with torch.device("meta"):
-            built = build_own(model, 0)
+            built = build_imported(model, 0)
         number = sum(parameter.numel() for parameter in built.module.parameters())
     except Exception:  # the same fault, if it is the user's, comes again below
         number = 0
     if number <= MAX_PARAMETERS:
-        built = build_own(model, 0)
+        built = build_imported(model, 0)
     if next(built.module.parameters(), None) is None:
         raise InfeasibleSpec("the model has no parameters to train")
     return built
@@ -110,13 +110,13 @@ def _build(model: OwnModel) -> Built:
 def _sample(request: CountRequest, device: torch.device) -> tuple[Tensor, Tensor]:
     data = request.data
     if isinstance(data, PythonData):
-        inputs, targets = collated([open_own(data)[0]], data.dataset)
+        inputs, targets = collated([open_user_data(data)[0]], data.dataset)
         return inputs.to(device), targets.to(device)
     tokens = torch.zeros(1, request.seq_length, dtype=torch.long, device=device)
     return tokens, tokens
 
 
-def _work(built: Built, model: OwnModel, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+def _work(built: Built, model: UserModel, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """FLOPs, kept elements and operators of one sample.
 
     Raises:

@@ -121,7 +121,7 @@ def _others(gathered: Tensor, group: Group) -> list[tuple[bool, Tensor]]:
 #
 # In every step a rank attends to what it holds while the next keys and values come in: its own first, causally, then
 # of a rank before it the early piece, by both pieces of its queries, of a rank after it both pieces, by its late one.
-# That is the same work in every step on every rank. The backward pass sends keys and values round once more, and
+# That is the same work in every step on every rank. The backward pass sends keys and values round again, and
 # behind them the sums of their gradients, which reach their rank with one step more.
 
 

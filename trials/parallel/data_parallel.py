@@ -167,7 +167,7 @@ class Bucket:
         own = self._values[self._own]
         self._gathering = _all_gather(self._values, own, group=self._peers.shards, async_op=True)
 
-    def settle(self) -> None:
+    def wait_for_values(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
@@ -217,12 +217,12 @@ class BucketedReplica(nn.Module):
             others -= set(held)
             call = unit._compiled_call_impl or unit._call_impl
             own = tuple(dict.fromkeys(bucket_of[parameter] for parameter in held))
-            unit._compiled_call_impl = functools.partial(_call_settled, call, own)
+            unit._compiled_call_impl = functools.partial(_call_when_gathered, call, own)
         return list(dict.fromkeys(bucket_of[parameter] for parameter in others))
 
     def forward(self, *args: Any, **options: Any) -> Any:
         self.bind()
-        _settle(self._needed_first)
+        _wait_for_values(self._needed_first)
         with _as_ddp(self):
             return self.module(*args, **options)
 
@@ -251,13 +251,13 @@ class BucketedReplica(nn.Module):
         parameters that were not used, which are 0.
         """
         self.bind()
-        _settle(self.buckets)
+        _wait_for_values(self.buckets)
         for bucket in self.buckets[self._num_reduced :]:
             for i in range(len(bucket.parameters)):
                 bucket.take(i)
         while self._num_reduced < len(self.buckets):
             self._reduce_next()
-        with self._beside():
+        with self._on_side_stream():
             self.buckets[-1].reduce_replicas()
             for bucket in self.buckets:
                 bucket.wait()
@@ -269,14 +269,14 @@ class BucketedReplica(nn.Module):
 
     def _reduce_next(self) -> None:
         """Begin to reduce the next bucket. The one before, most likely through by now, goes on to its replicas."""
-        with self._beside():
+        with self._on_side_stream():
             if self._num_reduced:
                 self.buckets[self._num_reduced - 1].reduce_replicas()
             self.buckets[self._num_reduced].reduce()
         self._num_reduced += 1
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_side_stream(self) -> Iterator[None]:
         """A stream for waiting in, so that the one that computes does not wait; the CPU has none."""
         if self._stream is not None:
             self._stream.wait_stream(self._compute_stream())
@@ -289,14 +289,14 @@ class BucketedReplica(nn.Module):
         return stream
 
 
-def _settle(buckets: Iterable[Bucket]) -> None:
+def _wait_for_values(buckets: Iterable[Bucket]) -> None:
     for bucket in buckets:
-        bucket.settle()
+        bucket.wait_for_values()
 
 
-def _call_settled(call: Callable[..., Any], buckets: tuple[Bucket, ...], *args: Any, **options: Any) -> Any:
+def _call_when_gathered(call: Callable[..., Any], buckets: tuple[Bucket, ...], *args: Any, **options: Any) -> Any:
     """Call a module once the weights in ``buckets`` are there."""
-    _settle(buckets)
+    _wait_for_values(buckets)
     return call(*args, **options)
 
 

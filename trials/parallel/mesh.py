@@ -508,7 +508,7 @@ class HeldTensor(Protocol):
         """Begin to send the new values to those who compute with them too."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_values(self) -> None:
         """Wait until everybody's new values are here."""
         ...
 
@@ -532,7 +532,7 @@ class HeldParameter:
     def publish(self) -> None:
         pass
 
-    def settle(self) -> None:
+    def wait_for_values(self) -> None:
         pass
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.overrides import wrap_torch_function
 
 from trials.failure import InfeasibleSpec
-from trials.models import GivenModel
+from trials.models import ImportedModel
 from trials.models.built_in import Block, Head, Llama, SubLayer
 from trials.models.model import SUM_GRADIENTS, TrainModel, matches
 from trials.parallel.mesh import Group, LocalShard, Pending, ShardMap, finish, group_of, launch, reduced, start, wait
@@ -377,7 +377,7 @@ def _half(block: Block, h: Tensor, rope: Tensor) -> Iterator[Tensor]:
 # Splits modules whose code is not ours over tensor-parallel ranks, by their plan.
 
 
-def apply_plan(model: GivenModel, mesh: DeviceMesh) -> ShardMap:
+def apply_plan(model: ImportedModel, mesh: DeviceMesh) -> ShardMap:
     """Split the modules that the model's plan names, in place; gives what has partial gradients.
 
     Raises:
@@ -435,7 +435,7 @@ def split_vocabulary(model: Llama, crossing: Borders, mesh: DeviceMesh | None) -
     return ShardMap(shards={name: LocalShard(dim=0, index=group.rank, num_shards=group.size) for name in split})
 
 
-def split_head(model: GivenModel, crossing: Borders, mesh: DeviceMesh) -> None:
+def split_head(model: ImportedModel, crossing: Borders, mesh: DeviceMesh) -> None:
     """Split the head of a decoder that is not ours over the group, in place, as DTensors.
 
     One that shares its weights with the embedding stays whole, like one whose vocabulary the group does not divide.
@@ -446,7 +446,7 @@ def split_head(model: GivenModel, crossing: Borders, mesh: DeviceMesh) -> None:
 
 def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     """Compute head and loss in so many parts of the positions, in place."""
-    if num_chunks > 1 and isinstance(model, Llama | GivenModel) and model.output is not None:
+    if num_chunks > 1 and isinstance(model, Llama | ImportedModel) and model.output is not None:
         head = model.output
         if isinstance(head, VocabParallelHead):
             head.num_chunks = num_chunks
@@ -673,7 +673,7 @@ def apply_tensor_parallel(
         overlap=layout.schedule != "zbv",
         in_16_bits=precision is None or "linear" not in precision.black,
     )
-    if isinstance(model, GivenModel):
+    if isinstance(model, ImportedModel):
         shard_map = apply_plan(model, mesh)
         split_head(model, crossing, mesh)
         return shard_map

@@ -308,7 +308,7 @@ class _Operator:
     name: str
     kind: str | None
     moves: bool
-    gives_new: bool
+    returns_new: bool
     """Whether it is a collective whose result is a new tensor."""
     mutated: tuple[int, ...]
     """Positions of the arguments it writes to."""
@@ -331,7 +331,7 @@ def _operator(func: Any) -> _Operator:
         name=name,
         kind=kind,
         moves=kind is None and not writes and (name in _MOVES or bool(aliases)),
-        gives_new=kind is not None and not in_place,
+        returns_new=kind is not None and not in_place,
         mutated=tuple(in_place),
     )
 
@@ -384,10 +384,10 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for i in operator.mutated:
             self._keys.written(args[i] if i < len(args) else options.get(func._schema.arguments[i].name))
         outputs = [self._keys.of(tensor) for tensor in leaves_in(result, Tensor)]
-        self._tell(operator, started, (args, options), inputs, outputs)
+        self._observe(operator, started, (args, options), inputs, outputs)
         return result
 
-    def _tell(
+    def _observe(
         self,
         operator: _Operator,
         started: StartedCollective | None,
@@ -395,7 +395,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs: list[TensorId],
         outputs: list[TensorId],
     ) -> None:
-        if started is not None and operator.gives_new and len(inputs) == len(outputs) == 1:
+        if started is not None and operator.returns_new and len(inputs) == len(outputs) == 1:
             self._flow.communicate(started, inputs[0], outputs[0])
         elif operator.name in ("add", "add_") and len(inputs) == 2 and len(outputs) == 1:
             self._flow.add(inputs, outputs[0])

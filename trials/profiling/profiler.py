@@ -78,15 +78,15 @@ class _Writer(logging.Handler):
         self._parts: Counter[tuple[str, str]] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        told = getattr(record, "metadata", {})
-        what = next((word for name, word in _GRAPHS.items() if name in told), None)
+        metadata = getattr(record, "metadata", {})
+        what = next((word for name, word in _GRAPHS.items() if name in metadata), None)
         text = getattr(record, "payload", None)
         if what is None or not isinstance(text, str):
             return
         self.num_graphs += 1
         if self.num_graphs > MAX_GRAPHS:
             return
-        number = f"{told.get('frame_id', 0)}-{told.get('frame_compile_id', 0)}"
+        number = f"{metadata.get('frame_id', 0)}-{metadata.get('frame_compile_id', 0)}"
         self._parts[number, what] += 1
         if (part := self._parts[number, what]) > 1:
             number = f"{number}-part{part}"

@@ -143,12 +143,12 @@ def _kept(path: Path, folder: Path, trace: dict[str, Any], rank: int) -> Iterato
 
 
 def _compilations(window: Mapping[str, Any]) -> Iterator[CompileEvent]:
-    for told in window.get("compilations", ()):
+    for compilation in window.get("compilations", ()):
         yield CompileEvent(
-            kind="recompilation" if told["kind"] == "recompilation" else "graph break",
-            place=str(told["place"]),
-            reason=str(told["reason"]),
-            num_times=int(told["times"]),
+            kind="recompilation" if compilation["kind"] == "recompilation" else "graph break",
+            place=str(compilation["place"]),
+            reason=str(compilation["reason"]),
+            num_times=int(compilation["times"]),
         )
 
 

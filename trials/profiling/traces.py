@@ -458,8 +458,8 @@ def long_enough(protocol: Protocol, spec: ProfileSpec) -> Protocol:
 
 def profiled_ranks(spec: ProfileSpec, layout: Layout) -> tuple[int, ...]:
     """The ranks asked for that exist; else, and by default, the first of every pipeline stage."""
-    asked = tuple(rank for rank in sorted(set(spec.ranks)) if 0 <= rank < layout.world_size)
-    return asked or tuple(range(0, layout.world_size, layout.world_size // layout.pp))
+    requested = tuple(rank for rank in sorted(set(spec.ranks)) if 0 <= rank < layout.world_size)
+    return requested or tuple(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
 MAX_PROGRAM_RANKS = 16
@@ -473,5 +473,5 @@ def long_enough_program(protocol: Protocol, spec: ProfileSpec) -> Protocol:
 
 def program_ranks(spec: ProfileSpec, world_size: int) -> tuple[int, ...]:
     """The ranks of a training program to record: those asked for that exist; else all, of many some that lie apart."""
-    asked = tuple(rank for rank in sorted(set(spec.ranks)) if rank < world_size)
-    return asked or tuple(range(0, world_size, math.ceil(world_size / MAX_PROGRAM_RANKS)))
+    requested = tuple(rank for rank in sorted(set(spec.ranks)) if rank < world_size)
+    return requested or tuple(range(0, world_size, math.ceil(world_size / MAX_PROGRAM_RANKS)))

@@ -1,4 +1,4 @@
-"""What a rank is told of a training program of the user's own: the command, and how it is watched. Standard library
+"""What a rank is told of a user's training program: the command, and how it is watched. Standard library
 only.
 """
 
@@ -73,7 +73,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCommand:
-    """All that a rank needs to run a program of the user's own for one trial, as JSON."""
+    """All that a rank needs to run a user's program for one trial, as JSON."""
 
     argv: tuple[str, ...]
     """Everything is filled in but ``{out}`` and the names of ``files``."""
@@ -108,7 +108,7 @@ class ScriptCommand:
     """Folder for compilers' caches, shared by the trials of a sweep on a node; None: the node's temporary folder."""
 
     @property
-    def is_look(self) -> bool:
+    def is_detection(self) -> bool:
         """Whether the run only observes the program: its times are no measurement."""
         return ALL_OPTIONS in self.options
 
@@ -370,7 +370,7 @@ SCRATCH = "script"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerWord:
+class PeerState:
     """What a rank lets the others of its node know."""
 
     state: Literal["training", "measured", "silent"] = "training"
@@ -398,7 +398,7 @@ class Places:
         self.error_file = self.scratch / f"error{rank.rank}.json"
         self._ranks = self.scratch / "ranks"
         self._rank = rank
-        self._last_word = PeerWord()
+        self._last_state = PeerState()
         self._attempt = attempt if is_own_folder else None
 
     @classmethod
@@ -435,13 +435,13 @@ class Places:
             text = text.replace(placeholder, value)
         return text
 
-    def tell(self, word: PeerWord) -> None:
+    def publish(self, word: PeerState) -> None:
         """Leave word for the other ranks of this node.
 
         Raises:
             OSError: the host's disk is full or broken; peers would wait in vain.
         """
-        self._last_word = word = replace(word, number=self._last_word.number + 1)
+        self._last_state = word = replace(word, number=self._last_state.number + 1)
         if self._rank.local_slots > 1:
             try:
                 write_atomically(self._ranks / str(self._rank.rank), [canonical_json(word).encode()])
@@ -449,28 +449,28 @@ class Places:
                 if of_host(error) is not None:
                     raise
 
-    def told(self) -> list[PeerWord]:
+    def peer_states(self) -> list[PeerState]:
         """The last words of the ranks of this node, as far as they have left any."""
-        found: list[PeerWord] = []
+        found: list[PeerState] = []
         with contextlib.suppress(OSError):
             for path in self._ranks.iterdir():
                 if not path.name.startswith("."):
                     with contextlib.suppress(OSError, ValueError):
-                        found.append(from_json(PeerWord, json.loads(path.read_bytes())))
+                        found.append(from_json(PeerState, json.loads(path.read_bytes())))
         return found
 
     def leave(self) -> None:
         """Delete the scratch folder, if this is the last rank of the node to leave it."""
         with contextlib.suppress(OSError):  # the disk is full: the warden removes the folder
-            self.tell(replace(self._last_word, is_gone=True))
-        if self._rank.local_slots == 1 or all_gone(self.told(), self._rank.local_slots):
+            self.publish(replace(self._last_state, is_gone=True))
+        if self._rank.local_slots == 1 or all_gone(self.peer_states(), self._rank.local_slots):
             shutil.rmtree(self.scratch, ignore_errors=True)
             if self._attempt is not None:
                 with contextlib.suppress(OSError):
                     self._attempt.rmdir()
 
 
-def all_gone(words: Sequence[PeerWord], num_ranks: int) -> bool:
+def all_gone(words: Sequence[PeerState], num_ranks: int) -> bool:
     """Whether all ranks of the node have said that they are gone."""
     return sum(word.is_gone for word in words) >= num_ranks
 

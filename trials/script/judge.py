@@ -30,9 +30,9 @@ from trials.script.report_lines import (
     PER_STEP,
     PLAIN_HOOK,
     REPORT,
+    ReportedError,
     StepBook,
     StepSeries,
-    ToldError,
 )
 from trials.secrets import redactor
 
@@ -104,16 +104,16 @@ class TrainingDiverged(NonFiniteLoss):  # says what was found
 
 
 def is_of_program(error: BaseException) -> bool:
-    """Whether an error is about a program of the user's own: where in our code it was found tells nobody anything."""
-    told = CommandError | NoMetricsError | TooFewStepsError | NotApplied | TrainingDiverged | NodeFault
-    return isinstance(error, told)
+    """Whether an error is about a user's program: where in our code it was found tells nobody anything."""
+    reported_errors = CommandError | NoMetricsError | TooFewStepsError | NotApplied | TrainingDiverged | NodeFault
+    return isinstance(error, reported_errors)
 
 
 class OutputWatch:
     """Remembers what a program's output says of its failure; at most some dozens of lines."""
 
     def __init__(self) -> None:
-        self._errors: deque[tuple[int, ToldError]] = deque(maxlen=64)
+        self._errors: deque[tuple[int, ReportedError]] = deque(maxlen=64)
         self._chain = 0
         self._is_chained = False
         self._memory = ""
@@ -129,18 +129,18 @@ class OutputWatch:
             self._chain += not self._is_chained
             self._is_chained = False
         elif (match := _ERROR.match(line)) and not _LAUNCHERS.search(line):
-            self._errors.append((self._chain, ToldError(match["type"], match["message"] or "")))
+            self._errors.append((self._chain, ReportedError(match["type"], match["message"] or "")))
         if not self._is_aborting and (match := _SURVIVED.search(line)):  # from then on, other ranks follow the first
             self._memory, self._is_aborting = "", not match[0].startswith("Ignoring")
         if not self._memory and _MEMORY.search(line):
             self._memory = line.strip()
         self.is_port_taken = self.is_port_taken or _PORT_TAKEN.search(line) is not None
 
-    def cause(self) -> ToldError | None:
+    def cause(self) -> ReportedError | None:
         """The error that ended the program, as far as its output tells."""
         roots = [entry for entry in self._errors if not _is_collateral(entry[1])]
         if self._memory and all(_UNHANDLED in error.message for _, error in roots):  # NCCL says why in another line
-            return ToldError("OutOfMemoryError", self._memory)
+            return ReportedError("OutOfMemoryError", self._memory)
         roots = roots or list(self._errors)
         if not roots:
             return None
@@ -148,16 +148,16 @@ class OutputWatch:
         return next((error for number, error in roots if number == chain and is_out_of_memory(error)), last)
 
 
-def is_out_of_memory(error: ToldError) -> bool:
+def is_out_of_memory(error: ReportedError) -> bool:
     """Whether an error says by type or words that an allocation failed."""
     return error.type_name.rpartition(".")[2] in _MEMORY_TYPES or _MEMORY.search(error.message) is not None
 
 
-def _is_collateral(error: ToldError) -> bool:
+def _is_collateral(error: ReportedError) -> bool:
     return classify(raised(error)) == "connection"
 
 
-def raised(error: ToldError, suffix: str = "") -> Exception:
+def raised(error: ReportedError, suffix: str = "") -> Exception:
     """The program's error as an exception of ours, whose class is called like the program's."""
     module, _, name = error.type_name.rpartition(".")
     name = "OutOfMemoryError" if is_out_of_memory(error) and name != "MemoryError" else name or "Error"
@@ -168,7 +168,7 @@ def raised(error: ToldError, suffix: str = "") -> Exception:
     return made
 
 
-def left_behind(path: Path) -> ToldError | None:
+def left_behind(path: Path) -> ReportedError | None:
     """The error in the file that torch's ``record`` writes; None where there is none."""
     try:
         message = json.loads(path.read_bytes()[: 1 << 20])["message"]
@@ -176,11 +176,21 @@ def left_behind(path: Path) -> ToldError | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     match = _ERROR.match(text[:MAX_CHARS].partition("\n")[0])
-    return ToldError(match["type"], match["message"] or "") if match else ToldError("RuntimeError", text[:MAX_CHARS])
+    return (
+        ReportedError(match["type"], match["message"] or "")
+        if match
+        else ReportedError("RuntimeError", text[:MAX_CHARS])
+    )
 
 
 def failure(
-    *, told: Iterable[ToldError], file: Path, output: OutputWatch, exit_code: int | None, where: str, is_megatron: bool
+    *,
+    reported_errors: Iterable[ReportedError],
+    file: Path,
+    output: OutputWatch,
+    exit_code: int | None,
+    where: str,
+    is_megatron: bool,
 ) -> Exception | None:
     """What to raise for a program that ended before its steps were measured; None where only its exit code speaks.
 
@@ -190,7 +200,7 @@ def failure(
     suffix = f" (the command {how_it_ended(exit_code)} {where})"
     if is_megatron and exit_code in NODE_FAULT_CODES:
         return NodeFault(f"Megatron-LM {NODE_FAULT_CODES[exit_code]}{suffix}")
-    errors = [error for error in told if error.type_name not in ("SystemExit", "KeyboardInterrupt")]
+    errors = [error for error in reported_errors if error.type_name not in ("SystemExit", "KeyboardInterrupt")]
     errors = [error for error in errors if not _is_collateral(error)] or errors
     cause = next((error for error in reversed(errors) if is_out_of_memory(error)), errors[-1] if errors else None)
     cause = cause or left_behind(file) or output.cause()
@@ -213,7 +223,7 @@ def how_it_ended(exit_code: int | None) -> str:
 # What becomes of what was heard: a report of the measured steps, or the error that says why there is none.
 
 
-LOOK_SLACK_S = 0.2
+REPORT_SLACK_S = 0.2
 """How much later than its report, or earlier, the line of a hook may arrive for the same step: files are polled."""
 NORMS_IN_A_ROW = 3
 """So many gradient norms in a row that are not finite mean divergence; fewer are steps that loss scaling skips."""
@@ -313,7 +323,7 @@ class Judge:
         if found is not None or span is None:
             return found
         between, began_s, ended_s = span
-        num_seen = hook.num_between(began_s - LOOK_SLACK_S, ended_s + LOOK_SLACK_S)
+        num_seen = hook.num_between(began_s - REPORT_SLACK_S, ended_s + REPORT_SLACK_S)
         if not num_seen or len(between) <= (num_seen + 1) * (1 + TOLERANCE):
             return None
         return Contradiction(
@@ -330,13 +340,13 @@ class Judge:
         reported = [series for series in self._book.series.values() if series.kind == REPORT]
         if self._reports_otherwise(reported):
             return max(series.num_steps for series in reported)
-        return self._num_steps_told
+        return self._num_steps_reported
 
     def last_step_time_s(self) -> float | None:
         """Seconds of the last step, by the best source that tells times."""
         for _, group in self._groups():
-            if told := group[0].last_time(*self._amounts):
-                return told.value
+            if reported_errors := group[0].last_time(*self._amounts):
+                return reported_errors.value
         return None
 
     def check_finite(self) -> None:
@@ -402,7 +412,7 @@ class Judge:
                 raise NotApplied(f"not applied: {name}: no report from {who}")
 
     def _is_wanted(self, option: SeenOption) -> bool:
-        return self._command.is_look or any(map(option.is_called, self._command.options))
+        return self._command.is_detection or any(map(option.is_called, self._command.options))
 
     def _check_amounts(self) -> None:
         """Raises:
@@ -553,14 +563,14 @@ class Judge:
         return self._command.tokens_per_step, self._command.samples_per_step, self._command.num_devices
 
     @property
-    def _num_steps_told(self) -> int:
+    def _num_steps_reported(self) -> int:
         return max((series.num_steps for series in self._book.series.values()), default=0)
 
     def _reports_otherwise(self, group: list[StepSeries]) -> bool:
         """Whether these are what the program reports itself, and a step of its own is several of other sources: then
         theirs are of another scope than its tokens. One step of difference is nobody's but the moment's."""
         reported = max((s.num_steps for s in group if s.kind == REPORT and s.has_several), default=0)
-        return 0 < reported < self._num_steps_told - 1
+        return 0 < reported < self._num_steps_reported - 1
 
     def _covers(self, table: dict[int, LogValue]) -> bool:
         return all(step in table for step in self._measured)

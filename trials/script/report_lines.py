@@ -124,7 +124,7 @@ class BoundedLog:
     def close(self) -> None:
         """Write the end of what was held back."""
         if self._omitted and not self._is_file:
-            self._say_omitted(self._omitted - self._tail_bytes)
+            self._log_omitted(self._omitted - self._tail_bytes)
             for chunk in self._tail:
                 self._put(chunk)
         self._tail.clear()
@@ -140,11 +140,11 @@ class BoundedLog:
             return
         self._omitted += self._written - self._head_bytes - self._tail_bytes
         self._written = self._head_bytes
-        self._say_omitted(self._omitted)
+        self._log_omitted(self._omitted)
         for chunk in self._tail:
             self._put(chunk)
 
-    def _say_omitted(self, count: int) -> None:
+    def _log_omitted(self, count: int) -> None:
         if count > 0:
             self._put(f"\n[... {count} bytes left out ...]\n".encode())
 
@@ -164,11 +164,11 @@ class BoundedLog:
 CHUNK = 1 << 18
 MAX_FILE_BYTES = 64 << 20
 """What is read of a file that grows on and on."""
-MAX_BYTES_PER_LOOK = 4 << 20
+MAX_BYTES_PER_POLL = 4 << 20
 """What is read of a file at once, so that others and the program's output get their turn."""
 MAX_FILES = 64
 """Files that are followed per pattern."""
-LOOK_AGAIN_S = 1.0
+POLL_AGAIN_S = 1.0
 """How often patterns are matched again for new files, in seconds, unless somebody is in a hurry."""
 
 
@@ -184,7 +184,7 @@ class FileTail:
         since_s: float | None = None,
     ) -> None:
         self.path = path
-        self.since_s = self._looked_s = time.monotonic() if since_s is None else since_s
+        self.since_s = self._polled_s = time.monotonic() if since_s is None else since_s
         """When (monotonic) the latest lines were not there yet."""
         self.written_s = self.since_s
         """When the file was last written to: by its own time stamp, which the kernel sets, as far as it lies between
@@ -208,11 +208,11 @@ class FileTail:
             self._identity, self._offset = identity, 0
             yield from self._lines.flush()
         now_s = time.monotonic()
-        is_new, looked_s, self._looked_s = status.st_size > self._offset, self._looked_s, now_s
+        is_new, polled_s, self._polled_s = status.st_size > self._offset, self._polled_s, now_s
         if is_new and not self.is_full:
             age_s = max(0.0, time.time() - status.st_mtime)
-            self.since_s, self.written_s = looked_s, max(looked_s, now_s - age_s)
-            yield from self._read(min(status.st_size, self._offset + MAX_BYTES_PER_LOOK))
+            self.since_s, self.written_s = polled_s, max(polled_s, now_s - age_s)
+            yield from self._read(min(status.st_size, self._offset + MAX_BYTES_PER_POLL))
 
     def last_line(self) -> Iterator[str]:
         """What is left at the end of the program: all that is still to be read, and a line without an end."""
@@ -242,23 +242,23 @@ class FolderTails:
         patterns: Sequence[str],
         needles: tuple[bytes, ...] | None = None,
         *,
-        look_again_s: float = LOOK_AGAIN_S,
+        poll_again_s: float = POLL_AGAIN_S,
     ) -> None:
         self.tails: dict[str, FileTail] = {}
         self._patterns = tuple(patterns)
         self._needles = needles
-        self._look_again_s = look_again_s
-        self._looked_at_s = -math.inf
+        self._poll_again_s = poll_again_s
+        self._polled_at_s = -math.inf
         self._listed_s = time.monotonic()
 
     def skip_present(self) -> None:
         """Leave out what the files that match now hold already: it is of an earlier run."""
-        self._look(is_old=True)
+        self._poll(is_old=True)
 
     def new_lines(self, *, is_last: bool = False) -> Iterator[tuple[str, str]]:
         """Path and text of every new line; with ``is_last`` also of those without an end."""
-        if is_last or time.monotonic() - self._looked_at_s >= self._look_again_s:
-            self._look()
+        if is_last or time.monotonic() - self._polled_at_s >= self._poll_again_s:
+            self._poll()
         for path, tail in self.tails.items():
             for line in tail.last_line() if is_last else tail.new_lines():
                 yield path, line
@@ -268,9 +268,9 @@ class FolderTails:
         """Paths of files that were not read to their end."""
         return [path for path, tail in self.tails.items() if tail.is_full]
 
-    def _look(self, *, is_old: bool = False) -> None:
-        self._looked_at_s = time.monotonic()
-        since_s, self._listed_s = self._listed_s, self._looked_at_s
+    def _poll(self, *, is_old: bool = False) -> None:
+        self._polled_at_s = time.monotonic()
+        since_s, self._listed_s = self._listed_s, self._polled_at_s
         for pattern in self._patterns:
             for path in sorted(_matches(pattern)):
                 if path not in self.tails:
@@ -425,8 +425,8 @@ class StepSeries:
 
     def last_time(self, tokens_per_step: float, samples_per_step: float, num_devices: int) -> LogValue | None:
         """Seconds of the last step; None where the source does not tell them yet."""
-        if self._arrived_s and (told := self._positive("step_time_s", max(self._arrived_s))) and not self._is_unclear:
-            return told
+        if self._arrived_s and (record := self._positive("step_time_s", max(self._arrived_s))) and not self._is_unclear:
+            return record
         table = self.times(tokens_per_step, samples_per_step, num_devices)
         return table[max(table)] if table else None
 
@@ -546,7 +546,7 @@ FACTS: dict[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class ToldError:
+class ReportedError:
     """An error that the program told of by itself."""
 
     type_name: str
@@ -567,7 +567,7 @@ class StepBook:
         """State of each knob that the hook was to set, and what was seen, by origin and name."""
         self.fingerprint: str | None = None
         """What identifies the program, as JSON, where the hook sets knobs."""
-        self.errors: list[ToldError] = []
+        self.errors: list[ReportedError] = []
         self.versions: dict[str, str] = {}
         self.extras: dict[str, str] = {}
         self.notes: dict[str, None] = {}
@@ -582,7 +582,7 @@ class StepBook:
         if len(self.notes) < MAX_NOTES:
             self.notes[text] = None
 
-    def hear_log(
+    def add_log_record(
         self, record: LogRecord, *, format_name: str, origin: str, arrived_s: float, since_s: float | None = None
     ) -> None:
         """Note what a line of output or of a log file says; of a file, ``since_s`` is when it was not there yet."""
@@ -593,78 +593,82 @@ class StepBook:
         if record.non_finite and len(self.non_finite) < MAX_NOTES:
             self.non_finite.append((record.step, record.non_finite))
 
-    def hear_report(self, line: str, *, origin: str, arrived_s: float, since_s: float | None = None) -> None:
+    def add_report_line(self, line: str, *, origin: str, arrived_s: float, since_s: float | None = None) -> None:
         """Take down a JSON line of a report file; one that is none, or is too long, is only counted."""
         if len(line) > MAX_REPORT_LINE:
             self.note(f"{origin}: lines of more than {MAX_REPORT_LINE} characters are ignored")
             return
         try:
-            told: Any = json.loads(line)
+            record: Any = json.loads(line)
         except (ValueError, RecursionError):
-            told = None
-        if not isinstance(told, dict):
+            record = None
+        if not isinstance(record, dict):
             self.note(f"{origin}: not every line is a JSON object")
             return
-        self._take(told, origin, arrived_s, since_s)
+        self._take(record, origin, arrived_s, since_s)
 
-    def _take(self, told: dict[str, Any], origin: str, arrived_s: float, since_s: float | None) -> None:
-        source = told.get("source")
+    def _take(self, record: dict[str, Any], origin: str, arrived_s: float, since_s: float | None) -> None:
+        source = record.get("source")
         source = source[:MAX_TEXT] if isinstance(source, str) and source.startswith("hook:") else "report"
         kind = REPORT if source == "report" else PLAIN_HOOK if source == "hook:torch" else HOOK
-        event, clock = told.get("event"), _number(told.get("t"))
+        event, clock = record.get("event"), _number(record.get("t"))
         if event == "error":
-            self._take_error(told)
+            self._take_error(record)
             return
         if event == "options":
-            self._take_options(told)
+            self._take_options(record)
             return
         if event in ("knob", "fingerprint"):
-            self._take_knob(told, origin)
+            self._take_knob(record, origin)
             return
         if event == "note":
-            self.note(f"{origin}: {str(told.get('text'))[:MAX_TEXT]}")
+            self.note(f"{origin}: {str(record.get('text'))[:MAX_TEXT]}")
             return
-        if kind == REPORT or told.get("loss_scope") == "rank":  # reports may be of either: their mean is right for both
+        if (
+            kind == REPORT or record.get("loss_scope") == "rank"
+        ):  # reports may be of either: their mean is right for both
             self.shares.add(source)
-        self._take_facts(told, origin)
-        self._take_rest(told)
+        self._take_facts(record, origin)
+        self._take_rest(record)
         series = self._of(kind, source, origin)
         if series is None:
             return
         if event == "begin":
             series.begin(clock)
-        step = _number(told.get("step"))
+        step = _number(record.get("step"))
         if step is not None and math.isfinite(step.value) and event in (None, "log", "step", "end"):
-            values = {name: value for name in VALUES if (value := _number(told.get(name))) is not None}
+            values = {name: value for name in VALUES if (value := _number(record.get(name))) is not None}
             if values or event is None:
                 series.add(int(step.value), values, at_s=clock, arrived_s=arrived_s, since_s=since_s)
 
-    def _take_error(self, told: dict[str, Any]) -> None:
+    def _take_error(self, record: dict[str, Any]) -> None:
         if len(self.errors) < MAX_NOTES:
-            type_name, message = told.get("type"), told.get("message")
-            self.errors.append(ToldError(str(type_name or "Error")[:MAX_TEXT], str(message or "")[:MAX_REPORT_LINE]))
+            type_name, message = record.get("type"), record.get("message")
+            self.errors.append(
+                ReportedError(str(type_name or "Error")[:MAX_TEXT], str(message or "")[:MAX_REPORT_LINE])
+            )
 
-    def _take_knob(self, told: dict[str, Any], origin: str) -> None:
-        if isinstance(fingerprint := told.get("fingerprint"), dict) and self.fingerprint is None:
+    def _take_knob(self, record: dict[str, Any], origin: str) -> None:
+        if isinstance(fingerprint := record.get("fingerprint"), dict) and self.fingerprint is None:
             self.fingerprint = canonical_json(fingerprint)
-        name, state = told.get("name"), told.get("state")
+        name, state = record.get("name"), record.get("state")
         if isinstance(name, str) and isinstance(state, str) and len(self.knobs) < MAX_SERIES:
             found = self.knobs.setdefault(origin, {})
             if name in found or len(found) < MAX_EXTRAS:
-                found[name] = state, str(told.get("detail") or "")[:MAX_DETAIL]
+                found[name] = state, str(record.get("detail") or "")[:MAX_DETAIL]
 
-    def _take_options(self, told: dict[str, Any]) -> None:
-        options = told.get("options")
+    def _take_options(self, record: dict[str, Any]) -> None:
+        options = record.get("options")
         for one in options if isinstance(options, list) else ():
             option = _option_of(one)
             if option is not None and (option.key in self.options or len(self.options) < MAX_OPTIONS):
                 before = self.options.get(option.key)
                 self.options[option.key] = option if before is None else before.merged(option)
 
-    def _take_facts(self, told: dict[str, Any], origin: str) -> None:
+    def _take_facts(self, record: dict[str, Any], origin: str) -> None:
         found: dict[str, Any] = {}
         for name, convert in FACTS.items():
-            given = told.get(name)
+            given = record.get(name)
             if convert is str:
                 if isinstance(given, str):
                     found[name] = given[:MAX_TEXT].removeprefix("torch.")
@@ -675,13 +679,13 @@ class StepBook:
         if found and (origin in self.facts or len(self.facts) < MAX_SERIES):
             self.facts.setdefault(origin, {}).update(found)
 
-    def _take_rest(self, told: dict[str, Any]) -> None:
-        versions = told.get("versions")
+    def _take_rest(self, record: dict[str, Any]) -> None:
+        versions = record.get("versions")
         if isinstance(versions, dict):
             for name, version in list(versions.items())[:MAX_EXTRAS]:
                 if len(self.versions) < MAX_EXTRAS:
                     self.versions.setdefault(str(name)[:MAX_TEXT], str(version)[:MAX_TEXT])
-        for name, value in told.items():
+        for name, value in record.items():
             is_new = name not in _KNOWN and name not in FACTS
             if is_new and (name in self.extras or len(self.extras) < MAX_EXTRAS):
                 self.extras[name[:MAX_TEXT]] = str(value)[:MAX_TEXT]
@@ -693,18 +697,22 @@ class StepBook:
         return self.series.get(key)
 
 
-def _option_of(told: Any) -> SeenOption | None:
+def _option_of(record: Any) -> SeenOption | None:
     """An option as a hook reports it; None if that is none."""
-    if not isinstance(told, dict) or not isinstance(told.get("kind"), str) or not isinstance(told.get("name"), str):
+    if (
+        not isinstance(record, dict)
+        or not isinstance(record.get("kind"), str)
+        or not isinstance(record.get("name"), str)
+    ):
         return None
-    value, flags = told.get("value"), told.get("flags")
+    value, flags = record.get("value"), record.get("flags")
     return SeenOption(
-        kind=told["kind"][:32],
-        name=told["name"][:200],
+        kind=record["kind"][:32],
+        name=record["name"][:200],
         value=value if isinstance(value, int | float) and math.isfinite(value) else None,
         flags=tuple(str(flag)[:200] for flag in flags[:16]) if isinstance(flags, list) else (),
-        is_read=told.get("is_read") is True,
-        at_once=told.get("at_once") is True,
+        is_read=record.get("is_read") is True,
+        at_once=record.get("at_once") is True,
     )
 
 

@@ -1,4 +1,4 @@
-"""The entry of a rank whose work is a training program of the user's own: starts it, watches it, reports.
+"""The entry of a rank whose work is a user's training program: starts it, watches it, reports.
 
 Also runs under plain torchrun::
 
@@ -32,7 +32,7 @@ from trials.profiling.program_profile import UnreadableProfile, read_window, win
 from trials.reports import Findings, RankProfile, ScriptReport
 from trials.script.command import (
     OUT,
-    PeerWord,
+    PeerState,
     Places,
     ScriptCommand,
     ScriptRank,
@@ -161,7 +161,7 @@ def _children() -> list[int]:
 
 # ---- Follows a running program until its steps are measured or it has ended: output, report files, log files, peers
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """How often files are looked at."""
 REPORTS_S = 0.02
 """How often report files are at least, where steps are as short: the arrival of their lines shows how long steps took.
@@ -173,7 +173,7 @@ MAX_JUDGING = 0.05
 LIFE_S = 5.0
 """How often a program that prints but ends no step is told to be alive."""
 READ_BYTES = 1 << 18
-READS_PER_LOOK = 16
+READS_PER_POLL = 16
 DRAIN_S = 1.0
 """How long the output of a program that has ended is read: what it left behind may print for ever."""
 GRACE_S = 2.0
@@ -209,7 +209,7 @@ class ProgramWatch:
         self._log = BoundedLog(1, is_own=places.has_own_log)
         self._parser = make_parser(command.log)
         self._lines = LineSplitter(_needles(self._parser))
-        self._reports = FolderTails([f"{glob.escape(str(places.report))}/rank*.jsonl"], look_again_s=LOOK_S)
+        self._reports = FolderTails([f"{glob.escape(str(places.report))}/rank*.jsonl"], poll_again_s=POLL_S)
         self._files = files
         self._file_parsers: dict[str, LogParser] = {}
         self._selector = selectors.DefaultSelector()
@@ -217,15 +217,15 @@ class ProgramWatch:
         self._selector.register(child.pidfd, selectors.EVENT_READ)
         self._output_bytes = 0
         self._is_open = True
-        self._looked_at_s = self._heard_at_s = self._judge_at_s = 0.0
-        self._told_steps = -1
+        self._polled_at_s = self._output_at_s = self._judge_at_s = 0.0
+        self._reported_steps = -1
         self._step_time_s = 0.0
-        self._told_at_s = time.monotonic()
-        self._heard_bytes = 0
-        self._told_word: PeerWord | None = None
+        self._reported_at_s = time.monotonic()
+        self._reported_bytes = 0
+        self._reported_state: PeerState | None = None
         self._has_measured = False
-        self._peers: list[PeerWord] = []
-        self._asked_at_s = 0.0
+        self._peers: list[PeerState] = []
+        self._polled_peers_at_s = 0.0
         self._disk_full_since_s: float | None = None
 
     def follow(self) -> MeasuredSteps | None:
@@ -240,15 +240,15 @@ class ProgramWatch:
         while times is None:
             if self._child.exit_code is not None:
                 return self._after_end()
-            if self._wait(LOOK_S):
+            if self._wait(POLL_S):
                 begin_s = time.monotonic()
-                self._tell()
+                self._publish_progress()
                 times = self._measured()
                 self._judge_at_s = time.monotonic() + (time.monotonic() - begin_s) / MAX_JUDGING
-                if times is None and self._is_spoken_for():
+                if times is None and self._is_covered_by_peer():
                     return None
         self._await_profile()
-        self._say_measured()
+        self._publish_measured()
         self._let_peers_finish(times)
         return self._measured()
 
@@ -258,7 +258,7 @@ class ProgramWatch:
         while self._child.exit_code is None and time.monotonic() < end_s:
             if len(windows(self._places.report)) >= _num_recorded(self._command, self._rank):
                 return
-            self._wait(LOOK_S)
+            self._wait(POLL_S)
             self._progress("measuring", step=self._command.protocol.num_steps)
 
     def close(self) -> None:
@@ -275,16 +275,16 @@ class ProgramWatch:
                 self._read()
             else:
                 self._selector.unregister(self._child.pidfd)
-        self._hear_reports()
-        is_due = time.monotonic() - self._looked_at_s >= LOOK_S
+        self._read_reports()
+        is_due = time.monotonic() - self._polled_at_s >= POLL_S
         if is_due:
             self._watch_disk()
-            self._look()
+            self._poll()
         return is_due and time.monotonic() >= self._judge_at_s
 
     def _read(self) -> bool:
         """Take in what the program has printed; whether there may be more."""
-        for _ in range(READS_PER_LOOK):
+        for _ in range(READS_PER_POLL):
             try:
                 chunk = os.read(self._child.output, READ_BYTES)
             except BlockingIOError:
@@ -294,36 +294,36 @@ class ProgramWatch:
                 self._is_open = False
                 return False
             self._output_bytes += len(chunk)
-            self._heard_at_s = time.monotonic()
+            self._output_at_s = time.monotonic()
             self._log.write(chunk)
             for line in self._lines.feed(chunk):
-                self._hear(line, self._parser, "output", arrived_s=self._heard_at_s)
+                self._parse_line(line, self._parser, "output", arrived_s=self._output_at_s)
         return True
 
-    def _hear(
+    def _parse_line(
         self, line: str, parser: LogParser, origin: str, *, arrived_s: float, since_s: float | None = None
     ) -> None:
         self._errors.feed(line)
         name = self._command.log.name
         for record in parser.feed(line):
-            self.book.hear_log(record, format_name=name, origin=origin, arrived_s=arrived_s, since_s=since_s)
+            self.book.add_log_record(record, format_name=name, origin=origin, arrived_s=arrived_s, since_s=since_s)
 
-    def _look(self, *, is_last: bool = False) -> None:
+    def _poll(self, *, is_last: bool = False) -> None:
         """Take in what has been appended to files."""
-        self._looked_at_s = time.monotonic()
-        self._hear_reports(is_last=is_last)
+        self._polled_at_s = time.monotonic()
+        self._read_reports(is_last=is_last)
         for path, line in self._files.new_lines(is_last=is_last):
             if path not in self._file_parsers:
                 self._file_parsers[path] = make_parser(self._command.log)
             tail = self._files.tails[path]
-            self._hear(line, self._file_parsers[path], path, arrived_s=tail.written_s, since_s=tail.since_s)
+            self._parse_line(line, self._file_parsers[path], path, arrived_s=tail.written_s, since_s=tail.since_s)
         for path in (*self._reports.full, *self._files.full):
             self.book.note(f"{Path(path).name} is not read to its end: it is too long")
 
-    def _hear_reports(self, *, is_last: bool = False) -> None:
+    def _read_reports(self, *, is_last: bool = False) -> None:
         for path, line in self._reports.new_lines(is_last=is_last):
             tail = self._reports.tails[path]
-            self.book.hear_report(line, origin=Path(path).name, arrived_s=tail.written_s, since_s=tail.since_s)
+            self.book.add_report_line(line, origin=Path(path).name, arrived_s=tail.written_s, since_s=tail.since_s)
 
     def _measured(self) -> MeasuredSteps | None:
         """Times of the measured steps, once they are there and nothing speaks against them."""
@@ -338,35 +338,39 @@ class ProgramWatch:
         self.judge.check_knobs(is_last=True)
         return self.judge.times()
 
-    def _tell(self) -> None:
+    def _publish_progress(self) -> None:
         """Report progress: new steps, or that the program is alive."""
         if self._has_measured:
             return
         command, now_s = self._command, time.monotonic()
         steps = min(self.judge.num_steps, command.num_required_steps)
-        is_alive = self._output_bytes > self._heard_bytes and now_s - self._told_at_s >= LIFE_S
+        is_alive = self._output_bytes > self._reported_bytes and now_s - self._reported_at_s >= LIFE_S
         if steps == 0:  # the first may compile for long: until it is over, the deadline of starting counts
-            self._tell_of_peers()
+            self._report_peers()
             return
-        if steps <= self._told_steps and not is_alive:
+        if steps <= self._reported_steps and not is_alive:
             return
-        self._told_steps, self._told_at_s, self._heard_bytes = max(steps, self._told_steps), now_s, self._output_bytes
-        is_warm = self._told_steps > command.num_warmup_steps
+        self._reported_steps, self._reported_at_s, self._reported_bytes = (
+            max(steps, self._reported_steps),
+            now_s,
+            self._output_bytes,
+        )
+        is_warm = self._reported_steps > command.num_warmup_steps
         phase: Phase = "measuring" if is_warm else "warmup"
-        step = self._told_steps - (command.num_warmup_steps if is_warm else 0)
+        step = self._reported_steps - (command.num_warmup_steps if is_warm else 0)
         time_s = self.judge.last_step_time_s()
         self._step_time_s = time_s or 0.0
-        self._places.tell(PeerWord(state="training", phase=phase, step=step, step_time_s=time_s))
+        self._places.publish(PeerState(state="training", phase=phase, step=step, step_time_s=time_s))
         self._progress(phase, step=step, step_time_s=time_s)
 
-    def _tell_of_peers(self) -> None:
+    def _report_peers(self) -> None:
         """Report the progress of a rank of this node that speaks for this one."""
         if self._rank.local_slots == 1:
             return
-        words = [word for word in self._words() if word.phase is not None]
+        words = [word for word in self._peer_states() if word.phase is not None]
         furthest = max(words, key=lambda word: (word.phase == "measuring", word.step), default=None)
-        if furthest is not None and furthest.phase is not None and furthest != self._told_word:
-            self._told_word = furthest
+        if furthest is not None and furthest.phase is not None and furthest != self._reported_state:
+            self._reported_state = furthest
             self._progress(furthest.phase, step=furthest.step, step_time_s=furthest.step_time_s)
 
     def _let_peers_finish(self, times: MeasuredSteps) -> None:
@@ -376,45 +380,45 @@ class ProgramWatch:
         while (waited_s := time.monotonic() - begin_s) < MAX_GRACE_S and self._child.exit_code is None:
             if waited_s >= grace_s and self._num_done() >= self._rank.local_slots:
                 break
-            self._wait(LOOK_S)
+            self._wait(POLL_S)
         self._finish_reading()
 
-    def _is_spoken_for(self) -> bool:
+    def _is_covered_by_peer(self) -> bool:
         """Whether another rank of the node has measured, and this one has nothing to tell."""
         if self._rank.local_slots == 1 or not self._is_measured_by_peer():
             return False
         if self.judge.last_step_time_s() is not None:
             end_s = time.monotonic() + MAX_GRACE_S
             while self._measured() is None and self._child.exit_code is None and time.monotonic() < end_s:
-                self._wait(LOOK_S)
+                self._wait(POLL_S)
             if self._measured() is not None or self._child.exit_code is not None:
                 return False
             self.book.note("this rank told of fewer steps than another one of its node, which speaks for it")
-        self._tell_of_peers()
-        self._places.tell(PeerWord(state="silent"))
+        self._report_peers()
+        self._places.publish(PeerState(state="silent"))
         return True
 
     def _after_end(self) -> MeasuredSteps | None:
         """The times that came with the program's last words, or the reason why there are none."""
         self._finish_reading()
         if (times := self._measured()) is not None:
-            self._say_measured()
+            self._publish_measured()
             return times
         cause = self._failure()
         if isinstance(cause, TooFewStepsError) and self._has_enough() and (times := self._measured()) is not None:
-            self._say_measured()
+            self._publish_measured()
             return times
         is_good = self._child.exit_code == 0 and isinstance(cause, NoMetricsError | TooFewStepsError)
         end_s = time.monotonic() + (PEER_WAIT_S if is_good else PEER_WAIT_AFTER_FAILURE_S)
         while self._rank.local_slots > 1 and time.monotonic() < end_s:
             if self._is_measured_by_peer():
-                self._places.tell(PeerWord(state="silent"))
+                self._places.publish(PeerState(state="silent"))
                 return None
             if self._num_done() >= self._rank.local_slots - 1:
                 break
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         if is_good and self._rank.num_slots > self._rank.local_slots and not self.book.series:
-            self._places.tell(PeerWord(state="silent"))
+            self._places.publish(PeerState(state="silent"))
             return None
         raise cause
 
@@ -428,27 +432,27 @@ class ProgramWatch:
         self.judge = Judge(self._command, self.book)
         return True
 
-    def _say_measured(self) -> None:
+    def _publish_measured(self) -> None:
         """Tell everybody that this rank has its steps; the last thing that they hear of it."""
-        self._tell()
+        self._publish_progress()
         self._has_measured = True
-        self._places.tell(PeerWord(state="measured", phase="measuring", step=self._command.protocol.num_steps))
+        self._places.publish(PeerState(state="measured", phase="measuring", step=self._command.protocol.num_steps))
 
-    def _words(self) -> list[PeerWord]:
+    def _peer_states(self) -> list[PeerState]:
         """What the ranks of the node have told, as of late."""
-        if time.monotonic() - self._asked_at_s >= PEERS_S:
-            self._asked_at_s, self._peers = time.monotonic(), self._places.told()
+        if time.monotonic() - self._polled_peers_at_s >= PEERS_S:
+            self._polled_peers_at_s, self._peers = time.monotonic(), self._places.peer_states()
         return self._peers
 
     def _is_measured_by_peer(self) -> bool:
-        return any(word.state == "measured" for word in self._words())
+        return any(word.state == "measured" for word in self._peer_states())
 
     def _num_done(self) -> int:
         """How many ranks of the node need their programs no more."""
         return (
             1
             if self._rank.local_slots == 1
-            else sum(word.state != "training" or word.is_gone for word in self._words())
+            else sum(word.state != "training" or word.is_gone for word in self._peer_states())
         )
 
     def _finish_reading(self) -> None:
@@ -457,9 +461,9 @@ class ProgramWatch:
         while self._is_open and time.monotonic() < end_s and self._read():
             pass
         for line in self._lines.flush():
-            self._hear(line, self._parser, "output", arrived_s=self._heard_at_s)
-        self._look(is_last=True)
-        self._tell()
+            self._parse_line(line, self._parser, "output", arrived_s=self._output_at_s)
+        self._poll(is_last=True)
+        self._publish_progress()
 
     def _watch_disk(self) -> None:
         """Note when the disk of the attempt's folder is full.
@@ -483,7 +487,7 @@ class ProgramWatch:
             return self._disk_error()
         code, done = self._child.exit_code, min(self.judge.num_steps, self._command.num_required_steps)
         found = failure(
-            told=self.book.errors,
+            reported_errors=self.book.errors,
             file=self._places.error_file,
             output=self._errors,
             exit_code=code,
@@ -493,10 +497,10 @@ class ProgramWatch:
         if found is not None:
             return found
         if self.judge.num_steps == 0:
-            return NoMetricsError(self._nothing_told())
+            return NoMetricsError(self._nothing_reported())
         return TooFewStepsError(self._too_few())
 
-    def _nothing_told(self) -> str:
+    def _nothing_reported(self) -> str:
         """How it could have told of its steps, and what was seen of each way."""
         log, hooked = self._command.log, "the hook is off"
         if self.book.facts or self.book.versions:
@@ -516,11 +520,11 @@ class ProgramWatch:
     def _too_few(self) -> str:
         """What is missing in the steps that it told of."""
         needed, warm_up = self._command.num_required_steps, self._command.num_warmup_steps
-        told = f"{self.judge.num_steps} of {needed} steps ({warm_up} to warm up, {needed - warm_up} to measure)"
+        counted = f"{self.judge.num_steps} of {needed} steps ({warm_up} to warm up, {needed - warm_up} to measure)"
         if self.judge.num_steps < needed:
-            return f"the command {how_it_ended(self._child.exit_code)} after {told}: have it train longer"
+            return f"the command {how_it_ended(self._child.exit_code)} after {counted}: have it train longer"
         return (
-            f"the command told of {told}, but not how long each of them took: have it tell of each step, with its"
+            f"the command told of {counted}, but not how long each of them took: have it tell of each step, with its"
             " time, or print each line as the step ends"
         )
 
@@ -616,7 +620,7 @@ def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: Pro
         child.end()
         child.close()
     report = _report(command, rank, watch.judge, times, exit_code)
-    if times is None or command.is_look:
+    if times is None or command.is_detection:
         return report
     if command.profile is not None:  # recording holds up the lines, and its times are no measurement
         profile = read_profile(command, rank, places, progress)
@@ -690,9 +694,9 @@ def _flops_per_token(script: ScriptReport, command: ScriptCommand) -> float:
     return facts.flops_per_step * command.num_devices / _amount(script.tokens_per_step, command.tokens_per_step)
 
 
-def _amount(seen: float | None, said: int) -> int:
+def _amount(seen: float | None, reported: int) -> int:
     """What a step trained on, by the program's own count where it has one: batches may vary in length."""
-    return max(1, round(seen)) if seen is not None else said
+    return max(1, round(seen)) if seen is not None else reported
 
 
 def main() -> None:

@@ -167,11 +167,11 @@ class Trainer:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
-    def settle(self) -> None:
+    def wait_for_values(self) -> None:
         """Wait for all weights, which after a step may be on their way from other ranks: before reading them, and
         before the gang ends."""
         for held in self.gradients.held:
-            held.settle()
+            held.wait_for_values()
 
     def findings(self, num_steps: int) -> Findings:
         """What this rank found out over the last ``num_steps`` steps."""
@@ -360,7 +360,7 @@ def format_by_rule(precision: Precision) -> Format:
     return "nchw" if precision.dtype == "float32" else "nhwc"
 
 
-def settle_memory_format(
+def choose_memory_format(
     trainer: Trainer, spec: TrialSpec, dataset: StepBatches | None
 ) -> tuple[torch.memory_format, MemoryFormatReport | None]:
     """Convert the trainer's models; gives the format its inputs need, and what ``auto`` found out.
@@ -694,7 +694,7 @@ class Pipeline:
         marker.mark("bubble")
         if not self._is_last:
             return torch.zeros((), device=self._device)
-        # In the first step the schedule has called the loss once more, before, to find out shapes.
+        # In the first step the schedule has called the loss again, before, to find out shapes.
         return torch.stack(self._losses[-self._num_microbatches :]).mean()
 
     def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -280,14 +280,16 @@ class RankDevice:
         """A sink of progress that tells ``progress``, and watches the device's health from when measuring begins; what
         that takes is made ready in the warm-up."""
 
-        def tell(phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False) -> None:
+        def report_phase(
+            phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
+        ) -> None:
             if phase == "warmup":
                 self._health.prepare()
             elif phase == "measuring":
                 self._health.begin()
             progress(phase, step=step, step_time_s=step_time_s, is_compiling=is_compiling)
 
-        return tell
+        return report_phase
 
     def health(self, rank: int) -> tuple[DeviceHealth, ...]:
         """Stop watching; what was seen."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trials import offload
-from trials.offload import GRANULE_BYTES, CopyStream, Region, memory_beside
+from trials.offload import GRANULE_BYTES, CopyStream, Region, host_memory_for
 from trials.parallel.mesh import HeldTensor
 from trials.precision import LossScaler
 from trials.spec import AdamW
@@ -92,7 +92,7 @@ class LocalAdamW(torch.optim.Optimizer):
     They are updated group by group, so that fp32 copies of 16-bit gradients take no more than :data:`WORKSPACE_BYTES`,
     and new weights are on their way to other ranks while more are made. Nobody waits for those here. Gradients are
     divided by ``grad_scale()`` after that cast, where small ones do not underflow. States are made at the first step:
-    FSDP may place shards anew before its first forward pass, and parameters have the memory format they train in.
+    FSDP may place shards again before its first forward pass, and parameters have the memory format they train in.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class HostAdamW(LocalAdamW):
     def __init__(self, held: Sequence[HeldTensor], device: torch.device, **options: Any) -> None:
         super().__init__(held, **options)
         self._device = device
-        self._memory = memory_beside(device)
+        self._memory = host_memory_for(device)
         self._out, self._back = CopyStream(device), CopyStream(device)
         self._buffers: list[_Buffers] = []
         """For every other group."""

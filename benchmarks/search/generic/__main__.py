@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.search.generic --seeds 10
 
-Prints, per program and sampler, the trials until within 2 % of the best (the mean over seeds, one more than allowed
+Prints, per program and sampler, the trials until within 2% of the best (the mean over seeds, one more than allowed
 where never) and how far the best of the first 5, 10 and 20 trials is from it. Every sampler is the product's own
 (``orchestrator.search.search.Search``); TPE starts as the product starts it. Trial 1 is the baseline.
 """
@@ -56,7 +56,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(rows, indent=2))
         return
-    print("| program | sampler | trials to 2 % | regret % after 5 / 10 / 20 | OOM of first 10 |")
+    print("| program | sampler | trials to 2% | regret % after 5 / 10 / 20 | OOM of first 10 |")
     print("|---|---|---:|---:|---:|")
     for row in rows:
         regret = " / ".join(f"{100 * float(str(row[f'regret_{number}'])):.1f}" for number in GOALS)

@@ -2,7 +2,7 @@
 
 The truth is written for itself and shares nothing with what the search believes: kernels that run in waves of tiles,
 element-wise work by bytes, a host that launches ahead, a loader whose workers share cores and a disk, a fixed number of
-bytes in flight; constants are drawn anew for every seed, effects of pairs of knobs besides.
+bytes in flight; constants are drawn again for every seed, effects of pairs of knobs besides.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from trials.spec import (
     Candidate,
+    CustomChoice,
     ImageFolderData,
     Kernels,
     Layout,
     LinearModel,
     Loader,
-    OwnChoice,
     Precision,
     RandomData,
     ResNetModel,
@@ -85,7 +85,7 @@ class Machine:
     shares_cores: bool = False
     """Whether reading and computing use the same cores."""
     own: Mapping[str, Callable[[Any], float]] = field(default_factory=dict)
-    """Factor on the time of the device by the value of an own knob."""
+    """Factor on the time of the device by the value of a custom knob."""
 
 
 def device_seconds(v: Values, m: Machine) -> float:
@@ -179,7 +179,7 @@ def _candidate(v: Values, own: Own) -> Candidate:
             memory_format="nhwc" if builtin("channels_last", False) else "nchw",
             cudnn_tuning_range=(1, 10) if builtin("benchmark", False) else (),
         ),
-        own=tuple(OwnChoice(name=f"--{name}", value=value) for name, value in sorted(chosen)),
+        own=tuple(CustomChoice(name=f"--{name}", value=value) for name, value in sorted(chosen)),
     )
 
 
@@ -194,7 +194,7 @@ def make_program(
     seed: int,
     own: Own | None = None,
 ) -> Program:
-    """The program on a machine whose constants a seed moves by some 20 %."""
+    """The program on a machine whose constants a seed moves by some 20%."""
     rng = random.Random(f"{name}/{seed}")
     constants = {one: value for one, value in vars(machine).items() if one.endswith("_s")}
     moved = replace(machine, **{one: value * math.exp(rng.gauss(0.0, 0.2)) for one, value in constants.items()})

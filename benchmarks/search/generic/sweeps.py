@@ -42,7 +42,7 @@ class Searched:
 
     @property
     def to_best(self) -> int:
-        """Trials until within 2 % of the best; one more than allowed where that was never reached."""
+        """Trials until within 2% of the best; one more than allowed where that was never reached."""
         near = (i for i, value in enumerate(self.device_s, start=1) if value <= self.best_s * (1 + TOLERANCE))
         return next(near, self.num_trials + 1)
 
@@ -64,7 +64,7 @@ def search(program: Program, sampler: SamplerName, seed: int, num_trials: int) -
     events: list[Event] = [_created(program, num_trials)]
     seen = []
     for number in range(min(num_trials, len(program.candidates))):
-        suggestion = None if number == 0 else sweep.ask(number, fold(events))
+        suggestion = None if number == 0 else sweep.suggest(number, fold(events))
         if number and suggestion is None:
             break
         candidate = program.baseline if suggestion is None else suggestion.candidate

@@ -3,7 +3,7 @@
     python -m benchmarks.search.made.dryruns [--only 8B]
 
 adds to the file what is missing: of each of ``TASKS`` a random part of the legal candidates, some 4 CPU-seconds each.
-What is there is kept; remove the file to have all made anew. Peaks do not depend on the card, so that one task serves
+What is there is kept; remove the file to have all made again. Peaks do not depend on the card, so that one task serves
 problems on several.
 """
 

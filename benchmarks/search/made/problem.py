@@ -86,7 +86,7 @@ class MadeProblem:
     planted: tuple[str, ...]
     """Structures of memory and errors of time in it."""
     baseline: int
-    """Where a careful user starts; fits, and is not within 2 % of the best."""
+    """Where a careful user starts; fits, and is not within 2% of the best."""
 
     def __len__(self) -> int:
         return len(self.setup.candidates)

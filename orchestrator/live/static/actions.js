@@ -50,8 +50,8 @@ const run = async (action, head) => {
   if (body === null) return;
   notice(`${WORDS[action][0]} …`, false);
   try {
-    const { said, error } = await send(head.sweep, action, body);
-    notice(said ?? error, error !== undefined);
+    const { message, error } = await send(head.sweep, action, body);
+    notice(message ?? error, error !== undefined);
   } catch {
     notice("The server does not answer: is tune-cluster ui still running?", true);
   }

@@ -108,5 +108,5 @@ export const intervals = finalists => {
     for (const [round, value] of one.rounds) svg.append(point(x(value), y - 9, "grey", `${one.id}, round ${round}: ${value.toFixed(3)}x`, null, 2.5));
     if (one.value != null) svg.append(point(x(one.value), y, color, `${one.id}: ${one.title}`, null, 5));
   });
-  return figure(svg, "Line: 95 % interval over all rounds. Dots: the rounds.");
+  return figure(svg, "Line: 95% interval over all rounds. Dots: the rounds.");
 };

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator import units
 from orchestrator.errors import ConfigError
-from orchestrator.report import profile_tables, tables, words
+from orchestrator.report import descriptions, profile_tables, tables
 from orchestrator.report.plots.charts import Plot, gallery
 from orchestrator.report.plots.style import PALETTE
 from orchestrator.report.report import Report, ShortReport
@@ -49,7 +49,7 @@ def environment() -> Environment:
         "judged": tables.judged,
         "units": units,
         "zip": zip,
-        "words": words,
+        "descriptions": descriptions,
         "virtual": units,
     }
     return found
@@ -75,7 +75,7 @@ def result_table(report: ShortReport) -> ShownTable:
             tables.trial_cell(one.number),
             Cell(one.configuration, note=one.spelled),
             Cell(report.figures[one.role], flags=tuple(tables.measurement_flags(one.measurement))),
-            words.peak_memory(one.measurement),
+            descriptions.peak_memory(one.measurement),
         )
         for one in report.shown
     )

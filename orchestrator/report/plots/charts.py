@@ -13,8 +13,9 @@ import numpy as np
 from orchestrator import units
 from orchestrator.diagnosis.values import KnobEffect, PartName, StepParts
 from orchestrator.proof.loss_gate import Curve
-from orchestrator.report import words
+from orchestrator.report import descriptions
 from orchestrator.report.curves import Finalist, GateCurves, History, ParallelCoordinates, SpeedPoint, front
+from orchestrator.report.descriptions import finalist_text, versus
 from orchestrator.report.plots.style import (
     BLUE,
     CHAR_IN,
@@ -43,7 +44,6 @@ from orchestrator.report.plots.style import (
     to_svg,
 )
 from orchestrator.report.report import Report
-from orchestrator.report.words import finalist_words, versus
 from orchestrator.sweep.events import GateReport, RatioInterval
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def _draw_measured(axes: Axes, found: History, unit: str) -> None:
     if len(points) <= MAX_ERROR_BARS:
         axes.vlines(numbers, [p.low for p in points], [p.high for p in points], color=BLUE, linewidth=1.1, alpha=0.55)
     size = 5.0 if len(points) <= MAX_ERROR_BARS else 2.5
-    look: dict[str, Any] = {"color": BLUE, "markersize": size, "markeredgewidth": 0, "alpha": 0.8}
-    (drawn,) = axes.plot(numbers, [p.speed for p in points], "o", **look)
+    style: dict[str, Any] = {"color": BLUE, "markersize": size, "markeredgewidth": 0, "alpha": 0.8}
+    (drawn,) = axes.plot(numbers, [p.speed for p in points], "o", **style)
     entitle(drawn, [_point_title(point, unit) for point in points])
     steps, speeds = found.best_so_far()
     last = max((*numbers, *found.failed, *found.stopped))
@@ -143,15 +143,15 @@ def plot_pareto(points: Sequence[SpeedPoint], unit: str, limit_bytes: int | None
     labelled = [*best[:-2:-1], *baseline, *best[-2::-1]]
     labels = [("baseline", ORANGE) if not p.trial else (units.trial_id(p.trial), GREEN) for p in labelled]
     places = {
-        point.trial: (point.peak_bytes / memory, point.speed, *look)
-        for point, look in zip(labelled, labels, strict=True)
+        point.trial: (point.peak_bytes / memory, point.speed, *style)
+        for point, style in zip(labelled, labels, strict=True)
     }
     point_labels(axes, list(places.values()))
     return figure
 
 
-def _draw_points(axes: Axes, points: Sequence[SpeedPoint], memory: float, unit: str, look: Mapping[str, Any]) -> None:
-    options = {"marker": "o", "linestyle": "", "markeredgewidth": 0, **look}
+def _draw_points(axes: Axes, points: Sequence[SpeedPoint], memory: float, unit: str, style: Mapping[str, Any]) -> None:
+    options = {"marker": "o", "linestyle": "", "markeredgewidth": 0, **style}
     (drawn,) = axes.plot([p.peak_bytes / memory for p in points], [p.speed for p in points], **options)
     entitle(drawn, [_point_title(point, unit) for point in points])
 
@@ -294,7 +294,7 @@ _GATE_HEIGHT_IN = 5.8
 
 def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
     """The speed of each finalist over the baseline's in every round; at the right, over all rounds."""
-    what = "speed over the baseline's, side by side in every round; right: over all rounds, 95 % interval"
+    what = "speed over the baseline's, side by side in every round; right: over all rounds, 95% interval"
     figure = new_figure(title, what, 3.1)
     axes = add_axes(figure, right_in=1.2)
     axes.grid(axis="y")
@@ -368,7 +368,7 @@ def _gate_subtitle(found: GateCurves, num_steps: int) -> str:
 
 
 def _draw_losses(axes: Axes, found: GateCurves) -> None:
-    looks = {
+    styles = {
         "baseline": (ORANGE, "-"),
         "twin": (ORANGE, (0, (1, 2))),
         "reference": (DIM, (0, (2, 2))),
@@ -385,7 +385,7 @@ def _draw_losses(axes: Axes, found: GateCurves) -> None:
         run = found.runs.get(role)
         if run is None:
             continue
-        color, dashes = looks[role]
+        color, dashes = styles[role]
         width, alpha = (3.0, 0.5) if role == "baseline" else (1.4, 1.0)
         steps = range(1, len(run.losses) + 1)
         (drawn,) = axes.plot(steps, run.losses, color=color, lw=width, linestyle=dashes, alpha=alpha)
@@ -423,7 +423,7 @@ def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
         axes.set_ylim(0.0, max(room, 1.15 * largest))
         axes.annotate(" tolerance", (1.0, curve.limits[-1]), xycoords=("axes fraction", "data"), color=VERMILION,
                       size=8, va="center")  # fmt: skip
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.2g} %")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.2g}%")
 
 
 def _deviation_title(name: str, step: int, value: float, limit: float) -> str:
@@ -435,7 +435,7 @@ def _gate_title(trial: int, report: GateReport | None) -> str:
     if report is None:
         return f"The loss gate has not judged {name} yet"
     if report.passed:
-        judged = words.gate_words(report).removeprefix("passed").partition("; gradient norm")[0]
+        judged = descriptions.gate_text(report).removeprefix("passed").partition("; gradient norm")[0]
         return f"{name} trains the same{judged}"
     if report.answer == "inconclusive":
         return f"Whether {name} trains the same could not be told"
@@ -504,7 +504,7 @@ def _bar(axes: Axes, row: int, step: StepParts, longest: float) -> None:
     for name, seconds, _ in step.parts:
         (drawn,) = axes.barh(row, seconds, left=at, height=0.62, color=part_color(name), linewidth=0)
         share = f"{seconds / step.step_time_s:.0%}" if step.step_time_s else units.DASH
-        entitle(drawn, [f"{part_words(name)}: {units.milliseconds(seconds)}, {share} of the step"], element="g")
+        entitle(drawn, [f"{part_label(name)}: {units.milliseconds(seconds)}, {share} of the step"], element="g")
         words = _number(1000 * seconds)
         if seconds / longest * _BAR_IN > (len(words) + 1) * 8 * CHAR_IN:
             axes.text(at + seconds / 2, row, words, ha="center", va="center", size=8, color=PAPER)
@@ -520,11 +520,11 @@ def _keys(axes: Axes, names: Sequence[PartName]) -> None:
     from matplotlib.patches import Rectangle
 
     handles = [Rectangle((0, 0), 1, 1, color=part_color(name)) for name in names]
-    look = {"fontsize": 8, "labelcolor": DIM, "handlelength": 0.8, "handleheight": 0.8}
+    style = {"fontsize": 8, "labelcolor": DIM, "handlelength": 0.8, "handleheight": 0.8}
     space = {"columnspacing": 1.2, "handletextpad": 0.4, "ncols": min(8, len(names))}
     if handles:
-        words = [part_words(name) for name in names]
-        axes.legend(handles, words, loc="upper left", bbox_to_anchor=(-0.01, -0.02), **look, **space)
+        words = [part_label(name) for name in names]
+        axes.legend(handles, words, loc="upper left", bbox_to_anchor=(-0.01, -0.02), **style, **space)
 
 
 def _breakdown_title(steps: Sequence[LabelledStep]) -> str:
@@ -537,9 +537,9 @@ def _breakdown_title(steps: Sequence[LabelledStep]) -> str:
     names = dict.fromkeys(part.name for part in (*first.parts, *last.parts))
     where = max(names, key=lambda name: first.seconds(name) - last.seconds(name))
     if len(steps) == 1 or gain_s <= 0:
-        return f"{share} of the step of {label} is {part_words(largest.name)}"
-    most = f", most of it {part_words(where)}" if _is_split_alike(first, last) else ""
-    return f"{units.milliseconds(gain_s)} less per step{most}; now {share} is {part_words(largest.name)}"
+        return f"{share} of the step of {label} is {part_label(largest.name)}"
+    most = f", most of it {part_label(where)}" if _is_split_alike(first, last) else ""
+    return f"{units.milliseconds(gain_s)} less per step{most}; now {share} is {part_label(largest.name)}"
 
 
 def _is_split_alike(a: StepParts, b: StepParts) -> bool:
@@ -548,7 +548,7 @@ def _is_split_alike(a: StepParts, b: StepParts) -> bool:
     return all(bool(a.seconds(name)) == bool(b.seconds(name)) for name in passes)
 
 
-def part_words(name: PartName) -> str:
+def part_label(name: PartName) -> str:
     """The part's name for people."""
     return name.replace("forward_backward", "forward and backward").replace("_", " ")
 
@@ -559,7 +559,7 @@ def plot_effects(effects: Sequence[KnobEffect], unit: str) -> Figure:
     for effect in effects:
         largest.setdefault(effect.knobs, effect)
     shown = list(largest.values())[:MAX_KNOBS]
-    what = f"gain in {unit} of one value of a knob over another, all else equal, with its 95 % interval"
+    what = f"gain in {unit} of one value of a knob over another, all else equal, with its 95% interval"
     figure = new_figure(_effects_title(shown), what, 0.85 + 0.28 * len(shown))
     axes = add_axes(figure, left_in=2.1, right_in=3.0, bottom_in=0.1, top_in=0.65)
     axes.set_axis_off()
@@ -569,11 +569,11 @@ def plot_effects(effects: Sequence[KnobEffect], unit: str) -> Figure:
     for row, effect in enumerate(shown):
         color = BLUE if effect.is_shown else SKY
         (drawn,) = axes.barh(row, effect.ratio - 1, height=0.6, color=color, linewidth=0)
-        entitle(drawn, [f"{_joined(effect.knobs)}: {_effect_words(effect, 99.0)}"], element="g")
+        entitle(drawn, [f"{_joined(effect.knobs)}: {_effect_label(effect, 99.0)}"], element="g")
         if effect.low is not None and effect.high is not None:
             axes.hlines(row, max(0.0, effect.low - 1), min(longest, effect.high - 1), color=DIM, linewidth=1.2)
         axes.text(-0.015 * longest, row, fitting(_joined(effect.knobs), 1.9, 9), ha="right", va="center", size=9)
-        words = fitting(f"  {_effect_words(effect, 0.9)}", 2.9, 8)
+        words = fitting(f"  {_effect_label(effect, 0.9)}", 2.9, 8)
         axes.text(1.02 * longest, row, words, ha="left", va="center", size=8, color=DIM)
     return figure
 
@@ -584,7 +584,7 @@ def _effects_title(shown: Sequence[KnobEffect]) -> str:
     return f"Largest gain of a single knob: {gain}" if first.is_shown else "No knob is shown to matter by itself"
 
 
-def _effect_words(effect: KnobEffect, room_in: float) -> str:
+def _effect_label(effect: KnobEffect, room_in: float) -> str:
     """The gain of a change; its values are cut to the room in inches."""
     after, before = (fitting(_joined(values), room_in, 8) for values in (effect.after, effect.before))
     return f"{units.short_ratio(effect.ratio, effect)}, {after} over {before}"
@@ -663,4 +663,4 @@ def _rounds_title(found: tuple[Finalist, ...]) -> str:
 
 def _round_title(one: Finalist) -> str:
     speed = f"{units.short_ratio(one.overall.value, one.overall)}, " if one.overall else ""
-    return f"{units.trial_id(one.trial)} {speed}{finalist_words(one)}"
+    return f"{units.trial_id(one.trial)} {speed}{finalist_text(one)}"

@@ -23,13 +23,13 @@ from tests.support.sweep_files import topology
 from trials.sizes import model_flops_per_token, num_parameters
 from trials.spec import (
     Candidate,
+    CustomChoice,
     ImageFolderData,
     Kernels,
     Layout,
     LinearModel,
     LlamaModel,
     Offload,
-    OwnChoice,
     Precision,
     RandomData,
     Recompute,
@@ -57,7 +57,7 @@ def mixed(rng, num):
     found = []
     for _ in range(num):
         layouts, others = rng.choice(few), rng.choice(few)
-        own = rng.choice([(), (OwnChoice(name="--flag", value=rng.randint(0, 2)),)])
+        own = rng.choice([(), (CustomChoice(name="--flag", value=rng.randint(0, 2)),)])
         found.append(replace(others, layout=layouts.layout, recompute=layouts.recompute, own=own))
     return tuple(found)
 

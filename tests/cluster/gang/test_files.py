@@ -132,4 +132,4 @@ def test_an_agent_on_another_file_system_sends_the_files_before_the_end(tmp_path
         for rank in (0, 1):
             trace = folder / f"rank{rank}.trace.json.gz"
             assert gzip.decompress(trace.read_bytes()) == f"rank {rank}".encode()
-            assert str(trace.stat().st_ino) != (folder / f"inode-{rank}").read_text(), "written anew"
+            assert str(trace.stat().st_ino) != (folder / f"inode-{rank}").read_text(), "written again"

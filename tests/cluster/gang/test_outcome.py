@@ -21,7 +21,7 @@ from cluster.gang.gang_outcome import (
     root_cause,
 )
 from cluster.gang.messages import RankFailure, RankPlace, RankSuccess
-from orchestrator.report.words import disturbed, findings_lines, findings_metrics
+from orchestrator.report.descriptions import disturbed, findings_lines, findings_metrics
 from orchestrator.sweep.fold import blamed_node
 from orchestrator.sweep.state import describe_failure
 from trials.failure import TREATMENTS
@@ -104,7 +104,7 @@ def test_times_are_the_maximum_over_ranks_step_by_step():
 
 
 def test_utilisation_is_of_the_peak_of_device_and_number_format():
-    """At 300 TFLOP/s an H100 is busy to 61 % with TF32; of its peak without it would be 448 %."""
+    """At 300 TFLOP/s an H100 is busy to 61% with TF32; of its peak without it would be 448%."""
     told = {"device_name": "NVIDIA H100 80GB HBM3", "matmul_format": "tf32", "model_flops_per_token": 300e12 / 4}
     outcome = fold([success(rank, [1.0], **told) for rank in (0, 1)])
     assert outcome.measurement.peak_flops_per_s == 494.7e12
@@ -361,7 +361,7 @@ def test_a_report_that_its_rank_contradicts_is_not_believed():
 
 
 def of_script(rank, times, place=None, **changes):
-    """The success of a rank that ran a program of the user's own, of which it learnt nothing but ``times``."""
+    """The success of a rank that ran a user's program, of which it learnt nothing but ``times``."""
     nothing = {"losses": (), "grad_norms": (), "peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
     values = {"model_flops_per_token": 0.0, "findings": Findings(script=ScriptReport()), **nothing, **changes}
     return success(rank, times, place, **values)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.base import Deadlines
-from cluster.gang.blame import Blame, FlightRecord
+from cluster.gang.hang_verdict import FlightRecord, StackState
 from cluster.node import hang
 from cluster.node.hang import HangingSlot, RecordedRank, examine, judge, listening, recorder_env, records, unpickled
 from cluster.node.ranks import tail_of
@@ -29,19 +29,19 @@ def frame(file, number, function):
 @pytest.mark.parametrize(
     ("line", "on_cuda"),
     [
-        ("    loss = losses.tolist()", Blame.WAITING),
-        ("    end.synchronize()", Blame.WAITING),
-        ("    host = grads.to('cpu')", Blame.WAITING),
-        ("    finite = bool(torch.isfinite(norm))", Blame.WAITING),
-        ("    print(step, float(loss))", Blame.WAITING),
-        ("    count = int(mask.sum())", Blame.WAITING),
-        ("    places = torch.nonzero(mask)", Blame.WAITING),
-        ("    kept = losses[losses > 0]", Blame.WAITING),
-        ("    while not done.all():", Blame.WAITING),
-        ("    losses[names['a']] = time.time()", Blame.ELSEWHERE),
-        ("    checkpoint(bools(kept))", Blame.ELSEWHERE),
-        ("    time.sleep(600)", Blame.ELSEWHERE),
-        ("    batch = next(batches)", Blame.ELSEWHERE),
+        ("    loss = losses.tolist()", StackState.WAITING),
+        ("    end.synchronize()", StackState.WAITING),
+        ("    host = grads.to('cpu')", StackState.WAITING),
+        ("    finite = bool(torch.isfinite(norm))", StackState.WAITING),
+        ("    print(step, float(loss))", StackState.WAITING),
+        ("    count = int(mask.sum())", StackState.WAITING),
+        ("    places = torch.nonzero(mask)", StackState.WAITING),
+        ("    kept = losses[losses > 0]", StackState.WAITING),
+        ("    while not done.all():", StackState.WAITING),
+        ("    losses[names['a']] = time.time()", StackState.ELSEWHERE),
+        ("    checkpoint(bools(kept))", StackState.ELSEWHERE),
+        ("    time.sleep(600)", StackState.ELSEWHERE),
+        ("    batch = next(batches)", StackState.ELSEWHERE),
     ],
 )
 def test_a_rank_that_waits_for_its_gpu_waits_for_its_peers(tmp_path, line, on_cuda):
@@ -49,24 +49,24 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_its_peers(tmp_path, line, on_cu
     code = tmp_path / "step.py"
     code.write_text(f"def step():\n{line}\n")
     assert judge(frame(code, 2, "step"), "cuda")[0] is on_cuda
-    assert judge(frame(code, 2, "step"), "cpu")[0] is Blame.ELSEWHERE, "nothing waits for a CPU"
+    assert judge(frame(code, 2, "step"), "cpu")[0] is StackState.ELSEWHERE, "nothing waits for a CPU"
 
 
 @pytest.mark.parametrize(
     ("file", "function", "blame"),
     [
-        ("torch/cuda/__init__.py", "synchronize", Blame.WAITING),
-        ("torch/cuda/streams.py", "synchronize", Blame.WAITING),
-        ("torch_npu/npu/utils.py", "synchronize", Blame.WAITING),
-        ("torch/distributed/distributed_c10d.py", "all_reduce", Blame.WAITING),
-        ("torch/nn/modules/linear.py", "forward", Blame.UNCLEAR),
-        ("torch/autograd/graph.py", "_engine_run_backward", Blame.UNCLEAR),
-        ("torch/utils/data/dataloader.py", "_get_data", Blame.ELSEWHERE),
-        ("torch/_inductor/compile_fx.py", "compile_fx", Blame.ELSEWHERE),
+        ("torch/cuda/__init__.py", "synchronize", StackState.WAITING),
+        ("torch/cuda/streams.py", "synchronize", StackState.WAITING),
+        ("torch_npu/npu/utils.py", "synchronize", StackState.WAITING),
+        ("torch/distributed/distributed_c10d.py", "all_reduce", StackState.WAITING),
+        ("torch/nn/modules/linear.py", "forward", StackState.UNCLEAR),
+        ("torch/autograd/graph.py", "_engine_run_backward", StackState.UNCLEAR),
+        ("torch/utils/data/dataloader.py", "_get_data", StackState.ELSEWHERE),
+        ("torch/_inductor/compile_fx.py", "compile_fx", StackState.ELSEWHERE),
     ],
 )
-def test_frames_of_torch_on_accelerators(file, function, blame):
-    assert judge(frame(f"/opt/site-packages/{file}", 1, function), "cuda")[0] is blame
+def test_frames_of_torch_on_accelerators(file, function, stack_state):
+    assert judge(frame(f"/opt/site-packages/{file}", 1, function), "cuda")[0] is stack_state
 
 
 TELLS_LATE = """
@@ -137,8 +137,8 @@ def test_a_stack_that_comes_late_is_that_of_its_own_rank(ranks_of_one_slot):
 @pytest.mark.slow
 def test_a_rank_that_lives_and_does_not_answer_is_not_blamed_for_that(ranks_of_one_slot):
     seen = ranks_of_one_slot(in_the_kernel=60, in_a_file=0)
-    assert (seen[0].blame, seen[0].where) == (Blame.UNCLEAR, "it did not tell its stack in time")
-    assert (seen[1].blame, "in_a_file" in seen[1].where) == (Blame.ELSEWHERE, True)
+    assert (seen[0].stack_state, seen[0].where) == (StackState.UNCLEAR, "it did not tell its stack in time")
+    assert (seen[1].stack_state, "in_a_file" in seen[1].where) == (StackState.ELSEWHERE, True)
 
 
 def test_a_late_stack_is_not_taken_for_that_of_another_rank(ranks_of_one_slot, monkeypatch):
@@ -211,7 +211,7 @@ def test_a_dump_cannot_run_code():
 def test_a_rank_that_cannot_answer_is_asked_through_the_pipe_of_nccl(tmp_path, alone):
     """A thread stands in for NCCL's: it makes the pipe that the environment names, and dumps when a byte comes."""
     environment = recorder_env(tmp_path, {})
-    rank = RecordedRank(rank=3, folder=tmp_path, asking=-1)
+    rank = RecordedRank(rank=3, folder=tmp_path, request_write=-1)
     assert records([rank]) == {}, "there is no pipe"
     pipe = f"{environment['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}3.pipe"
     os.mkfifo(pipe)
@@ -274,7 +274,7 @@ def test_where_c_code_holds_the_interpreter_only_a_rank_without_a_thread_is_aske
     asked, asking = os.pipe()
     os.mkfifo(tmp_path / "nccl-flight-rank0.pipe")
     reading = os.open(tmp_path / "nccl-flight-rank0.pipe", os.O_RDONLY | os.O_NONBLOCK)
-    assert records([RecordedRank(rank=0, folder=tmp_path, asking=asking)]) == {}
+    assert records([RecordedRank(rank=0, folder=tmp_path, request_write=asking)]) == {}
     assert (os.read(asked, 9), os.read(reading, 9)) == (b"?", b"")
     for descriptor in (asked, asking, reading):
         os.close(descriptor)

@@ -61,9 +61,9 @@ def burner():
 
 def test_what_descends_from_the_owner_is_no_foreign_load():
     """However busy the host is: from the first process all others descend but the kernel's own threads."""
-    before = load_watch.look()
+    before = load_watch.sample_cpu()
     time.sleep(load_watch.MIN_WINDOW_S)
-    after = load_watch.look()
+    after = load_watch.sample_cpu()
     found = load_watch.disturbance("n", before, after, owner=1)
     assert found.foreign_cpu is not None and found.foreign_cpu < 2 * FOREIGN_CPU_LIMIT
     kernel = {one.name for one in after.processes.values() if one.parent_pid == 2}
@@ -71,11 +71,11 @@ def test_what_descends_from_the_owner_is_no_foreign_load():
 
 
 def test_a_busy_process_of_somebody_else_is_found_and_named(burner):
-    before = load_watch.look()
+    before = load_watch.sample_cpu()
     end_s = time.monotonic() + load_watch.MIN_WINDOW_S
     while time.monotonic() < end_s:  # our own load, beside it
         pass
-    after = load_watch.look()
+    after = load_watch.sample_cpu()
     own = load_watch.family(after.processes, os.getpid())
     assert os.getpid() in own and burner not in own
     burnt_s = (after.processes[burner].own_ticks - before.processes[burner].own_ticks) / os.sysconf("SC_CLK_TCK")

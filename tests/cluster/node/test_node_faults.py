@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
-from cluster.gang.blame import Blame
 from cluster.gang.environment import single_node_env
 from cluster.gang.gang_outcome import GangTracker, fold
+from cluster.gang.hang_verdict import StackState
 from cluster.gang.messages import NodeGone, NodeLaunch, RankSlot
 from cluster.hardware.discovery import discover_node
 from cluster.hardware.topology import Device, Placement
@@ -59,7 +59,7 @@ def test_of_ranks_in_one_step_the_one_that_hangs_is_blamed_with_its_stack(local_
         header = next(i for i, text in enumerate(evidence.log_tail) if "most recent call first" in text)
         assert innermost in evidence.log_tail[header + 1]
     waiting = Path(end.log_dir, "rank0.log").read_text()
-    assert judge(main_thread(waiting))[0] is Blame.WAITING
+    assert judge(main_thread(waiting))[0] is StackState.WAITING
     assert "in all_reduce\n" in waiting
 
 

@@ -1,4 +1,4 @@
-"""Gangs whose ranks run a program of the user's own: where they meet, what is known of them, how a hang is told."""
+"""Gangs whose ranks run a user's program: where they meet, what is known of them, how a hang is told."""
 
 import socket
 import sys

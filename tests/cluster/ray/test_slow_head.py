@@ -48,7 +48,7 @@ def test_our_own_head_is_waited_for_while_its_process_lives(cluster, monkeypatch
 GONE = """
 import os, signal, sys, time
 from pathlib import Path
-from cluster.base import OwnClusterLostError
+from cluster.base import PrivateClusterLostError
 from cluster.connect import connect
 from cluster.base import ClusterRequest
 from tests.cluster.gangs import PRELOAD, run
@@ -60,7 +60,7 @@ try:
         began_s = time.monotonic()
         while time.monotonic() < began_s + 60.0:
             cluster.poll(0.5)
-except OwnClusterLostError as error:
+except PrivateClusterLostError as error:
     print(f"lost: {error}", flush=True)
 with connect(request, workdir=workdir / "two", preload=PRELOAD) as cluster:
     print(run(cluster, "ok").outcome.kind, flush=True)

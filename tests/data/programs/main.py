@@ -1,1 +1,1 @@
-"""Stands for a program of the user's own: what is read of it is its command."""
+"""Stands for a user's program: what is read of it is its command."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from cluster.base import GangProgress
 from orchestrator.controller.observer import Heartbeat
 from orchestrator.status.overview import changes, follow, show
-from orchestrator.sweep.events import Asked, FinishCause, SweepFinished, SweepPaused
+from orchestrator.sweep.events import ActionRequested, FinishCause, SweepFinished, SweepPaused
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.snapshot import Home, read_snapshot
 from orchestrator.terminal.sweep_screen import LiveView
@@ -38,7 +38,7 @@ def last_at_s(events):
 def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
     story = long_story.events(long_story.speeds(0.1, 0.08), finished=False)
     at_s = last_at_s(story)
-    asked = Asked(at_s=at_s, request=1, action="drain", by="anna@desk")
+    asked = ActionRequested(at_s=at_s, request=1, action="drain", by="anna@desk")
     keep(tmp_path, "done", long_story.events(long_story.all_kinds()))
     keep(tmp_path, "left", story, controller=controller(), lease=LEASE)
     keep(tmp_path, "paused", [*story, SweepPaused(at_s=at_s, reason="paused by anna@desk")])

@@ -10,7 +10,7 @@ from orchestrator.cli.main import main
 from orchestrator.commands import steering
 from orchestrator.controller import controller
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.events import Asked, AttemptEnded, ControllerStarted
+from orchestrator.sweep.events import ActionRequested, AttemptEnded, ControllerStarted
 from orchestrator.sweep.ledger import Ledger
 from tests.support.sweep_files import write
 from tests.support.virtual_sweeps import SWEEP, Quiet, home, resume, submit_file
@@ -28,7 +28,7 @@ class AskAfter(Quiet):
 
     def on_state(self, state):
         if self.answer is None and len(state.end_order) >= self.num_ended and state.running:
-            self.answer = steering.ask(NAME, self.found, self.action)
+            self.answer = steering.request_action(NAME, self.found, self.action)
 
 
 def sweep(**changes):
@@ -68,7 +68,7 @@ def test_a_stopped_sweep_goes_on_and_ends_as_if_nothing_had_been(tmp_path, actio
     assert len(once) == num_measured
     assert all(trial.num_lost == 0 for trial in ended.state.trials)
     with pytest.raises(ConfigError, match="finished already"):
-        steering.ask(NAME, found, "pause")
+        steering.request_action(NAME, found, "pause")
     with pytest.raises(ConfigError, match="is finished"):
         resume(NAME, found)
 
@@ -102,12 +102,12 @@ def test_without_a_controller_the_command_does_it(tmp_path):
     with pytest.raises(KilledError):
         submit_file(file, found, KillAfter(2))
     assert controller.load(NAME, found).state.status == "running"
-    answer = steering.ask(NAME, found, "pause")
+    answer = steering.request_action(NAME, found, "pause")
     assert (answer.is_controlled, answer.state) == (False, "paused")
     state = controller.load(NAME, found).state
     assert not state.running, "what the dead controller left is settled"
-    assert steering.ask(NAME, found, "cancel").state == "cancelled"
-    assert [event.action for event in events_of(found) if isinstance(event, Asked)] == ["pause", "cancel"]
+    assert steering.request_action(NAME, found, "cancel").state == "cancelled"
+    assert [event.action for event in events_of(found) if isinstance(event, ActionRequested)] == ["pause", "cancel"]
 
 
 def test_a_request_made_in_vain_does_not_stop_the_next_controller(tmp_path):
@@ -115,7 +115,7 @@ def test_a_request_made_in_vain_does_not_stop_the_next_controller(tmp_path):
     with pytest.raises(KilledError):
         submit_file(file, found, KillAfter(1))
     with Ledger.open_existing(found.sweep_folder(NAME)) as ledger:
-        ledger.ask({"action": "pause"}, by="eve", at_s=0.0)  # and its controller died before it took it up
+        ledger.add_request({"action": "pause"}, by="eve", at_s=0.0)  # and its controller died before it took it up
     assert resume(NAME, found).state.status == "finished"
 
 
@@ -124,7 +124,7 @@ def test_a_pause_asked_for_while_the_sweep_is_created_counts(tmp_path, monkeypat
     create = controller.create
 
     def slowly(ledger, *args):
-        ledger.ask({"action": "pause"}, by="eve", at_s=0.0)
+        ledger.add_request({"action": "pause"}, by="eve", at_s=0.0)
         return create(ledger, *args)
 
     monkeypatch.setattr(controller, "create", slowly)

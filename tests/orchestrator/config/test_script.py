@@ -1,4 +1,4 @@
-"""Sweep files with a training program of the user's own: what they mean, and what is wrong before anything runs."""
+"""Sweep files with a user's training program: what they mean, and what is wrong before anything runs."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.errors import ConfigError
 from orchestrator.space.notation import short_name
 from tests.support.sweep_files import SCRIPT
-from trials.spec import OwnChoice, ScriptData, ScriptModel
+from trials.spec import CustomChoice, ScriptData, ScriptModel
 
 CUSTOM = {
     "name": "mine",
@@ -169,7 +169,7 @@ def test_the_command_tells_what_own_knobs_are_today(tmp_path):
     spec = load_sweep(write(tmp_path, data))
     # the command says 7 of --other, which is none of its values: it is inherited
     assert spec.baseline_candidate.own == tuple(
-        OwnChoice(name=name, value=value)
+        CustomChoice(name=name, value=value)
         for name, value in (("$X", "b"), ("--fused", True), ("--opt", "sgd"), ("config:zero.stage", 1))
     )
 
@@ -184,8 +184,8 @@ def test_every_key_arrives(tmp_path):
     assert (script.run.files["settings"], script.run.env, script.env_pass) == ("{}", {"MODE": "fast"}, ("HF_TOKEN",))
     assert (script.log.files, script.log.pattern, script.hook) == (("{out}/*.log",), r"step (?P<step>\d+)", False)
     assert (workload.seq_length, workload.seed, script.seed) == (16, 1, 1)
-    assert spec.baseline_candidate.own == (OwnChoice(name="--fused", value=True),)
-    assert {knob.name: (knob.values, knob.memory, knob.when) for knob in spec.own_knobs} == {
+    assert spec.baseline_candidate.own == (CustomChoice(name="--fused", value=True),)
+    assert {knob.name: (knob.values, knob.memory, knob.when) for knob in spec.custom_knobs} == {
         "--fused": ((True,), None, ()),
         "--dtype": (("a", "b"), "falls", (("--fused", (True,)),)),
     }

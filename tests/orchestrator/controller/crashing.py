@@ -234,7 +234,7 @@ class User:
             if len(state.end_order) >= num_ended and number not in self._world.asked:
                 self._world.asked.append(number)
                 with Ledger(self._folder) as ledger:
-                    ledger.ask(body, by="user", at_s=state.now_s)
+                    ledger.add_request(body, by="user", at_s=state.now_s)
 
     def on_progress(self, trial, progress):
         pass
@@ -332,7 +332,7 @@ class Scenario:
     max_concurrent: int = 3
     wishes: tuple = WISHES
     evaluation: tuple[str, ...] = ()
-    """The user's own evaluation of the finalist, a process."""
+    """The user's evaluation of the finalist, a process."""
     store: str = ""
     """URI of a real MLflow store; else :class:`Mlflow`."""
 

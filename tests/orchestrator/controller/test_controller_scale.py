@@ -73,7 +73,7 @@ def test_a_long_sweep_costs_no_more_per_trial_and_is_proposed_again_from_its_led
     assert len({event.candidate for event in tried}) == len(tried)
     for number in (1, 2, 39, 41, 200, 201, 417, 599, 333):
         at = events.index(tried[number])
-        suggestion = search.ask(number, fold(events[:at]))
+        suggestion = search.suggest(number, fold(events[:at]))
         assert (suggestion.candidate, suggestion.reason) == (tried[number].candidate, tried[number].reason)
 
 

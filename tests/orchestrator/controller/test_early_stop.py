@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.base import GangProgress
-from orchestrator.controller.step import ALLOWANCE, EarlyStop, settled
+from orchestrator.controller.step import ALLOWANCE, EarlyStop, final_outcome
 from orchestrator.report.summary import cost, summarize
 from orchestrator.search.acquisition import expected_log_times
 from orchestrator.search.predictor import Predictor
@@ -127,8 +127,8 @@ def test_the_event_settles_what_a_lost_gang_means_and_a_measurement_still_counts
     events = [created(), proposed(0), launched(0), ended(0, measured()), proposed(1), launched(1), event]
     running = fold(events)
     assert running.trials[1].is_running
-    assert settled(running, 1, failures()["gang_lost"]) == stopped()
-    assert settled(running, 1, measured()) == measured()
+    assert final_outcome(running, 1, failures()["gang_lost"]) == stopped()
+    assert final_outcome(running, 1, measured()) == measured()
     state = fold([*events, ended(1, stopped())])
     assert (state.trials[1].status, state.best.number, list(state.end_order)) == ("stopped_early", 0, [0, 1])
     assert summarize(state, "").to_json()["saved_device_hours"] == pytest.approx(0.01)
@@ -142,7 +142,7 @@ def test_a_trial_whose_every_attempt_is_killed_from_outside_has_crashed():
     for number in range(limit):
         assert state.waiting == (0,)
         state = apply(state, launched(0, attempt=number))
-        outcome = settled(state, 0, killed)
+        outcome = final_outcome(state, 0, killed)
         state = apply(state, ended(0, outcome, attempt=number))
     assert isinstance(outcome, Crashed) and outcome.evidence.rank == 1
     assert [attempt.outcome.kind for attempt in state.trials[0].attempts] == ["gang_lost"] * (limit - 1) + ["crashed"]

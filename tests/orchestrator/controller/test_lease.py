@@ -55,9 +55,9 @@ class World:
         self.lease = LeaseManager(self.cluster, claim, clock=lambda: self.now_s)
         self.placer = Placer(self.cluster, self.lease, isolation="node", placing_s=60.0)
 
-    def tend(self, busy=(), *, after_s=BEAT_S):
+    def renew(self, busy=(), *, after_s=BEAT_S):
         self.now_s += after_s
-        self.lease.tend(busy)
+        self.lease.renew(busy)
 
     @property
     def held(self):
@@ -72,13 +72,13 @@ def trial(number, world_size):
 
 def test_the_lease_shrinks_to_what_is_granted_and_grows_back():
     world = World()
-    world.tend()
+    world.renew()
     assert (len(world.held), world.queue.claims[-1].held) == (4, 4)
     world.queue.grant = Grant(2, "another sweep needs them")
-    world.tend()
+    world.renew()
     assert (len(world.held), world.lease.leaving, world.lease.waiting) == (2, frozenset(), "another sweep needs them")
     world.queue.grant = Grant(4)
-    world.tend()
+    world.renew()
     assert (len(world.held), world.lease.waiting) == (4, "")
     world.lease.close()
     assert world.queue.has_left
@@ -87,19 +87,19 @@ def test_the_lease_shrinks_to_what_is_granted_and_grows_back():
 def test_busy_nodes_are_left_when_their_gangs_have_ended_or_had_their_time():
     world = World()
     world.queue.grant = Grant(0, "preempted")
-    world.tend(busy=["node0001"])
+    world.renew(busy=["node0001"])
     assert world.held == ["node0001"]
     assert (world.lease.leaving, world.lease.is_overdue) == ({"node0001"}, False)
-    world.tend(busy=["node0001"], after_s=GRACE_S)
+    world.renew(busy=["node0001"], after_s=GRACE_S)
     assert world.lease.is_overdue
-    world.tend()
+    world.renew()
     assert (world.held, world.lease.is_preempted) == ([], True)
 
 
 def test_nothing_is_placed_on_nodes_that_are_unfit_or_to_be_given_back():
     world = World()
     world.queue.grant = Grant(2)
-    world.tend(busy=["node0000", "node0001", "node0002"])
+    world.renew(busy=["node0000", "node0001", "node0002"])
     assert len(world.lease.leaving) == 1
     world.placer.follow(quarantined=["node0000"])
     placement = world.placer.place(trial(0, 2), launch(), max_passed_over=1)
@@ -136,7 +136,7 @@ def test_small_trials_do_not_starve_a_large_one():
 def test_a_trial_waits_for_nodes_as_long_as_more_may_come_and_not_for_ever():
     world = World()
     world.queue.grant = Grant(2, "others hold two")
-    world.tend()
+    world.renew()
     world.placer.follow(())
     big = trial(0, 8)
     assert world.placer.place(big, launch(), max_passed_over=1) is None
@@ -145,5 +145,5 @@ def test_a_trial_waits_for_nodes_as_long_as_more_may_come_and_not_for_ever():
     with pytest.raises(ClusterError, match=r"needs 8 devices; the lease has 4 on 2 node.*others hold two"):
         world.placer.wait(big, 61.0)
     world.queue.grant = Grant(0, "preempted")
-    world.tend()
+    world.renew()
     world.placer.wait(big, 1e6)

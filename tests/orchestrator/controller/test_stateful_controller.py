@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.hardware.topology import Device
-from orchestrator.controller.step import decide, settled, step
+from orchestrator.controller.step import decide, final_outcome, step
 from orchestrator.sweep.checkpoint import RETRIABLE, chosen
 from orchestrator.sweep.events import (
-    Asked,
+    ActionRequested,
     AttemptEnded,
     AttemptLaunched,
     AttemptStopped,
@@ -108,7 +108,7 @@ class Controller(RuleBasedStateMachine):
 
     def end(self, number, outcome):
         attempt = self.state.trials[number].attempts[-1]
-        outcome = settled(self.state, number, outcome)
+        outcome = final_outcome(self.state, number, outcome)
         device_seconds = (self.now_s - attempt.launched_at_s) * attempt.num_devices
         event = AttemptEnded(
             at_s=self.now_s, trial=number, token=attempt.token, outcome=outcome, device_seconds=device_seconds
@@ -234,8 +234,8 @@ class Controller(RuleBasedStateMachine):
         if rarely:
             return
         before = self.state
-        self.happens(Asked(at_s=self.now_s, request=before.num_requests + 1, action=action, by="user"))
-        assert self.state.asked == ("cancel" if before.asked == "cancel" else action)
+        self.happens(ActionRequested(at_s=self.now_s, request=before.num_requests + 1, action=action, by="user"))
+        assert self.state.requested_action == ("cancel" if before.requested_action == "cancel" else action)
 
     @rule(kinds=st.sets(st.sampled_from(RETRIABLE), min_size=1))
     def somebody_retries(self, kinds):
@@ -303,9 +303,9 @@ class Controller(RuleBasedStateMachine):
         launches = [command.trial for command in commands if isinstance(command, Launch)]
         assert set(launches) <= set(state.waiting)
         assert len(state.running) + bool(launches) <= state.sweep.max_concurrent
-        if state.is_over or (state.status == "paused" and state.asked != "cancel"):
+        if state.is_over or (state.status == "paused" and state.requested_action != "cancel"):
             assert commands == ()
-        if state.asked is not None:
+        if state.requested_action is not None:
             assert all(isinstance(command, Stop | Pause | Finish) for command in commands)
         if self._is_spent():
             assert all(isinstance(command, Stop | Pause | Finish) for command in commands)

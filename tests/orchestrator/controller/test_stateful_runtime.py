@@ -64,7 +64,7 @@ class Lives(RuleBasedStateMachine):
     @rule(body=wishes)
     def somebody_asks_while_no_controller_is_there(self, body):
         with Ledger(self.path) as ledger, ledger.hold(), patch.object(step, "recovered", self._recovered):
-            ledger.ask(body, by="user", at_s=0.0)
+            ledger.add_request(body, by="user", at_s=0.0)
             state = step.apply_requests(ledger, self.path)
         if body == checkpoint.action("cancel"):
             assert state.is_over

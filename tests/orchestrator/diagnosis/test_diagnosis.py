@@ -43,7 +43,7 @@ from tests.support.proof_story import proof_events
 from tests.support.story import measured
 from trials.outcome import StepBreakdown
 from trials.reports import Findings, LoaderPoint, LoaderTuningReport, PatternEffect, ScriptReport
-from trials.spec import Candidate, Kernels, Layout, LinearModel, Loader, OwnChoice, Precision, RandomData, TrialSpec
+from trials.spec import Candidate, CustomChoice, Kernels, Layout, LinearModel, Loader, Precision, RandomData, TrialSpec
 
 SHARDED = Layout(dp_shard=16, zero_stage=3)
 EVEN = pipeline(8, 8, 8, 8, dp_replicate=2)
@@ -104,7 +104,7 @@ def test_a_planted_bottleneck_is_named_with_the_knob_that_answers_it(kind):
 
 
 def test_waiting_for_data_is_named_from_the_clock_with_the_loaders_verdict():
-    verdict = "Waiting for data is 60 % of the step."
+    verdict = "Waiting for data is 60% of the step."
     point = LoaderPoint(num_workers=2, prefetch_factor=2, batch_time_s=0.06)
     report = LoaderTuningReport(points=(point,), chosen=point, tuning_time_s=1.0, verdict=verdict)
     taken = measured(
@@ -246,7 +246,7 @@ def test_a_gain_that_was_confirmed_is_the_confirmed_one():
 def test_custom_knobs_answer_by_what_their_name_means():
     """A program's own ``--num-workers`` is the answer to waiting for data, and is not listed as fixed."""
     knob = "--num-workers"
-    workers = [Candidate(own=(OwnChoice(name=knob, value=value),)) for value in (0, 2, 4)]
+    workers = [Candidate(own=(CustomChoice(name=knob, value=value),)) for value in (0, 2, 4)]
     clock = StepBreakdown(data_s=0.4, other_s=0.6)
     script = Findings(script=ScriptReport())
     outcomes = [measured(s, breakdown=clock, findings=script) for s in (1.0, 0.8, 0.7)]

@@ -23,7 +23,7 @@ from tests.orchestrator.diagnosis.diagnosed import O1, basis, llama, simulate, s
 from tests.support.story import evidence, measured
 from trials.outcome import OutOfMemory
 from trials.reports import Findings, ScriptFacts, ScriptReport
-from trials.spec import Candidate, Kernels, Layout, Loader, OwnChoice, Precision
+from trials.spec import Candidate, CustomChoice, Kernels, Layout, Loader, Precision
 
 LOG_GAIN = 0.7
 """Of O1."""
@@ -82,8 +82,8 @@ def test_without_pairs_a_regression_tells_what_the_trials_determine():
 
 
 def test_own_knobs_that_a_trial_inherits_are_a_value_of_theirs():
-    """A pair that differs in an own knob besides is none: the baseline leaves it out, and so does a condition."""
-    half = (OwnChoice(name="--dtype", value="bfloat16"),)
+    """A pair that differs in a custom knob besides is none: the baseline leaves it out, and so does a condition."""
+    half = (CustomChoice(name="--dtype", value="bfloat16"),)
     candidates = [Candidate(micro_batch_size=4), Candidate(micro_batch_size=2, own=half), Candidate(micro_batch_size=2)]
     for order in (candidates, candidates[::-1]):
         state = sweep(order, [measured(1.0), measured(0.5), measured(0.8)])
@@ -111,7 +111,7 @@ def test_an_option_that_changes_nothing_that_was_seen_has_no_effect(changed, is_
         changes = {"losses": losses, "findings": findings, "peak_allocated_bytes": (peak,)}
         return replace(found, measurement=replace(found.measurement, **changes))
 
-    candidates = [Candidate(own=(OwnChoice(name="--unused", value=value),)) for value in (4, 8)]
+    candidates = [Candidate(own=(CustomChoice(name="--unused", value=value),)) for value in (4, 8)]
     state = sweep(candidates, [outcome(), outcome(**changed)])
     (effect,) = main_effects(tabulate(state.searched(), Objective()), Objective())
     assert effect.is_without_effect is is_without_effect
@@ -164,11 +164,11 @@ def test_of_a_long_sweep_a_sample_is_looked_at_that_shows_what_single_knobs_did(
 def test_the_explanation_of_a_long_sweep_says_that_it_rests_on_a_sample():
     state = planted(LONG, noise=0.3)
     explained = explain_sweep(state, Basis())
-    assert explained.num_trials == len(LONG) > explained.num_looked_at
+    assert explained.num_trials == len(LONG) > explained.num_examined
     assert {explained.baseline.trial, explained.chosen.trial} <= set(explained.step_parts)
     shown = Console(record=True, width=80, file=io.StringIO())
     shown.print(render_sweep_explanation(explained))
-    assert f"{explained.num_looked_at:,} of {len(LONG):,} trials" in shown.export_text()
+    assert f"{explained.num_examined:,} of {len(LONG):,} trials" in shown.export_text()
 
 
 def test_leaving_each_trial_out_is_worked_out_at_once():

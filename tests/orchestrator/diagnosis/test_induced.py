@@ -35,7 +35,7 @@ from trials.script.command import ScriptCommand, ScriptRank
 from trials.script.judge import Judge
 from trials.script.report_lines import StepBook
 from trials.script.runner import _report  # what a rank of a trial makes of its judge
-from trials.spec import Candidate, Layout, OwnChoice, Precision, Protocol
+from trials.spec import Candidate, CustomChoice, Layout, Precision, Protocol
 
 STEPS = 10
 COMMAND = ScriptCommand(
@@ -57,7 +57,7 @@ def trained(argv, folder, ranks=1):
         command = replace(COMMAND, num_devices=ranks)
         book = StepBook(command)
         for line in one.lines:
-            book.hear_report(json.dumps(line), origin=f"rank{rank}.jsonl", arrived_s=line["t"])
+            book.add_report_line(json.dumps(line), origin=f"rank{rank}.jsonl", arrived_s=line["t"])
         who = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         judge = Judge(command, book)
         report = _report(command, ScriptRank.from_env(who), judge, judge.times(), 0)
@@ -189,7 +189,7 @@ def test_uneven_stages_are_told_what_even_ones_would_be():
 
 
 def test_recompute_that_a_trial_does_without_is_the_bottleneck_that_it_was_measured_to_be():
-    """The cost model has 4 % for it, and computation for the rest: the trial without is twice as fast."""
+    """The cost model has 4% for it, and computation for the rest: the trial without is twice as fast."""
     layout = Layout(dp_shard=8, zero_stage=3)
     candidates = [llama(layout, recompute=full(layout)), llama(layout)]
     clock = StepBreakdown(forward_s=0.5, backward_s=0.5)
@@ -215,7 +215,7 @@ def test_a_batch_norm_under_another_micro_batch_is_another_training():
 
 
 def test_a_knob_of_any_name_answers_by_the_role_that_the_file_gives_it():
-    workers = [Candidate(own=(OwnChoice(name="--nw", value=value),)) for value in (0, 4)]
+    workers = [Candidate(own=(CustomChoice(name="--nw", value=value),)) for value in (0, 4)]
     clock = StepBreakdown(data_s=0.05, forward_s=0.02, backward_s=0.02, other_s=0.01)
     script = Findings(script=ScriptReport())
     outcomes = [measured(s, breakdown=clock, findings=script) for s in (0.1, 0.07)]

@@ -212,7 +212,7 @@ def test_a_command_says_the_candidate_that_was_laid_over_it_or_why_it_cannot(nam
     known, folder, count = training(name), programs.written(goldens.folder()), 0
     for _, run, request in goldens.requests(name)[:100]:
         laid = known.overlay(run, request)
-        if errors(laid) or request.told:
+        if errors(laid) or request.templated:
             continue
         count += 1
         again = run_of(laid, run)

@@ -74,9 +74,9 @@ def test_a_sweep_is_known_by_its_variables_and_its_ranks_get_them(tmp_path):
 def test_the_plan_shows_what_ranks_get(tmp_path):
     plan = make_plan(load(tmp_path, ENV), Topology(nodes=(NODE,)))
     environment = plan.to_json()["environment"]
-    assert environment["given"] == ENV
+    assert environment["variables"] == ENV
     assert [one["name"] for one in environment["defaults"]] == ["GLOO_SOCKET_IFNAME"]
-    assert all(one["why"] for one in environment["defaults"])
+    assert all(one["reason"] for one in environment["defaults"])
 
 
 def test_exported_scripts_set_them_before_the_start(tmp_path):

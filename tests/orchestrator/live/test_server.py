@@ -126,11 +126,11 @@ def test_only_our_own_pages_may_ask_for_anything(server, home):
 def test_requests_are_left_to_the_controller_and_done_here_where_there_is_none(server, home):
     with home.open("busy", read_only=False) as ledger, ledger.hold():
         status, _, body = act(server, "drain")
-        assert (status, json.loads(body)) == (200, {"said": "busy: asked to drain"})
-        said = json.loads(act(server, "retry", body='{"kinds": ["oom"]}')[2])["said"]
+        assert (status, json.loads(body)) == (200, {"message": "busy: asked to drain"})
+        said = json.loads(act(server, "retry", body='{"kinds": ["oom"]}')[2])["message"]
         assert said == "busy: to be launched again: t003"
         assert [request.body["action"] for request in home.read("busy").requests] == ["drain", "retry"]
-    assert json.loads(act(server, "cancel")[2]) == {"said": "busy: now cancelled"}
+    assert json.loads(act(server, "cancel")[2]) == {"message": "busy: now cancelled"}
     assert home.read("busy").phase == "cancelled"
     status, _, body = act(server, "pause")
     assert status == 409 and "cancelled already" in json.loads(body)["error"]

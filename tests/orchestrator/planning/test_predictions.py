@@ -83,7 +83,7 @@ def test_a_compiled_trial_starts_twice(tmp_path):
 
 def test_why_names_every_rule_an_illegal_candidate_breaks(tmp_path):
     options = ("--cluster", "h100-1000x8", "--json")
-    why = plan(tmp_path, SWEEP, *options, "--why", "{tp: 16, dp_shard: 1, micro_batch_size: 3}")["why"]
+    why = plan(tmp_path, SWEEP, *options, "--why", "{tp: 16, dp_shard: 1, micro_batch_size: 3}")["explanation"]
     spec = load_sweep(write(tmp_path, SWEEP))
     assert not why["legal"]
     assert why["prediction"] is None
@@ -97,10 +97,10 @@ def test_why_predicts_a_legal_candidate_in_the_space_or_not(big, tmp_path):
     options = ("--cluster", "h100-1000x8", "--json")
     number = 1 + next(i for i, c in enumerate(big["candidates"]) if c == _short(big["forecast"]["top"][0]))
     for name in (str(number), big["forecast"]["top"][0]["short_name"]):
-        why = plan(tmp_path, SWEEP, *options, "--why", name)["why"]
+        why = plan(tmp_path, SWEEP, *options, "--why", name)["explanation"]
         assert why["number"] == number
         assert why["prediction"]["step_time_s"] == pytest.approx(big["forecast"]["top"][0]["step_time_s"])
-    outside = plan(tmp_path, SWEEP, *options, "--why", "{compile: block}")["why"]
+    outside = plan(tmp_path, SWEEP, *options, "--why", "{compile: block}")["explanation"]
     assert outside["legal"]
     assert outside["number"] is None
     assert sum(outside["prediction"]["step_terms_s"].values()) > 0

@@ -58,7 +58,7 @@ def sweep(folder, inside, **changes):
 
 
 def candidates(spec):
-    return list(make_space(spec.choices, spec.to_workload().model, spec.own_knobs))
+    return list(make_space(spec.choices, spec.to_workload().model, spec.custom_knobs))
 
 
 def knobs_of(spec, candidate):

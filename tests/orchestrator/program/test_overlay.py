@@ -1,4 +1,4 @@
-"""What a trial of a program of the user's own runs: candidates laid over its command, its files and its environment."""
+"""What a trial of a user's program runs: candidates laid over its command, its files and its environment."""
 
 import dataclasses
 import json

@@ -13,7 +13,7 @@ from orchestrator.sweep.events import (
     AttemptLaunched,
     Budget,
     BudgetChanged,
-    ChecksAsked,
+    ChecksRequested,
     ConfirmSettings,
     Evaluate,
     Evaluation,
@@ -33,7 +33,7 @@ from tests.support.story import created, failures, measured, not_believed, propo
 from trials.files import from_json, to_json
 from trials.health import Disturbance
 from trials.outcome import GangLost, StoppedEarly
-from trials.spec import Candidate, OwnChoice
+from trials.spec import Candidate, CustomChoice
 
 PROOF = ProofSettings(confirm=ConfirmSettings(max_rounds=6), gate=GateSettings(num_steps=20))
 LOSSES = tuple(5.5 - 0.05 * i for i in range(20))
@@ -116,7 +116,7 @@ class Play:
         return measured(time_s, losses=tuple(factor * loss for loss in LOSSES), grad_norms=NORMS)
 
     def soaked(self, trial, time_s):
-        """As many steps as asked for, at most 120, each with noise of 1 %."""
+        """As many steps as asked for, at most 120, each with noise of 1%."""
         half = min(trial.check.num_steps, 120) // 2
         factors = [1.0] * half + [self.slowdown.get(trial.candidate, 1.0)] * half
         return measured(time_s, step_times_s=tuple(time_s * self.rng.gauss(one, 0.01) for one in factors))
@@ -144,7 +144,7 @@ def checks(state, kind):
 def cheats(*modes, mbs=None):
     """Candidates with a knob ``w``, which cheats where it is ``cheat``, each with another micro-batch size."""
     sizes = mbs or [2**i for i in range(len(modes))]
-    knob = {mode: (OwnChoice(name="w", value=mode),) for mode in modes}
+    knob = {mode: (CustomChoice(name="w", value=mode),) for mode in modes}
     return [Candidate(micro_batch_size=size, own=knob[mode]) for size, mode in zip(sizes, modes, strict=True)]
 
 
@@ -221,7 +221,7 @@ def played(question):
         elif "retry" in wish:
             play.take(TrialsRetried(**by, trials=tuple(wish["retry"])))
         else:
-            play.take(ChecksAsked(**by, **{name: tuple(numbers) for name, numbers in wish.items()}))
+            play.take(ChecksRequested(**by, **{name: tuple(numbers) for name, numbers in wish.items()}))
         shown += [f"then {json.dumps(wish)}", _told(play.run())]
     assert fold(play.events) == play.state
     return "\n".join(shown)

@@ -233,7 +233,7 @@ def test_everyone_is_first_and_last_equally_often():
 
 
 def test_all_intervals_at_all_looks_hold_together():
-    """Stopping whenever one likes is then no help: 95 % of confirmations, every finalist, after every round."""
+    """Stopping whenever one likes is then no help: 95% of confirmations, every finalist, after every round."""
     rng, num = np.random.default_rng(9), 500
     truth = {0: 1.0, 3: 1.0, 7: 1.3, 8: 0.6}
     right = 0

@@ -1,4 +1,4 @@
-"""The user's own evaluation: real commands, a real controller that is killed."""
+"""The user's evaluation: real commands, a real controller that is killed."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_busy_rounds_rule_a_loss_of_speed_out_and_never_show_one(today_s, loss, 
 
 
 def test_a_lucky_winner_is_refused():
-    """Ten candidates that are all as fast as the baseline, in runs that differ by 10 %: one always looks faster."""
+    """Ten candidates that are all as fast as the baseline, in runs that differ by 10%: one always looks faster."""
     looked_faster, won = 0, 0
     for seed in range(40):
         state = Play([0.1] * 10, between=0.1, seed=seed).run()
@@ -52,7 +52,7 @@ def test_a_lucky_winner_is_refused():
         looked_faster += best > 1.05 * state.baseline.measurement.tokens_per_s_per_device
         won += state.verdict.conclusion == "confirmed"
         assert state.verdict.conclusion in ("keep", "confirmed")
-    assert looked_faster > 20 and won <= 5, (looked_faster, won)  # at 5 % more than 5 of 40 has a chance of 1 %
+    assert looked_faster > 20 and won <= 5, (looked_faster, won)  # at 5% more than 5 of 40 has a chance of 1%
 
 
 def test_what_is_judged_in_full_precision_has_its_twin_where_it_is_beyond_the_limits():

@@ -43,7 +43,7 @@ def test_a_speed_that_lasts_passes_with_one_pair():
 @pytest.mark.parametrize(
     "slowdown",
     [lambda place: 2.0 if place > 0.6 else 1.0, lambda place: 1.01 ** (90 * place)],
-    ids=["half as fast", "1 % per step"],
+    ids=["half as fast", "1% per step"],
 )
 def test_a_speed_that_fades_is_seen_whatever_the_noise_between_runs(slowdown):
     report = judged([(run(0.07, slowdown=slowdown), run(0.1, seed=1))], noise=0.5)

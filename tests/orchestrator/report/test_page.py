@@ -17,7 +17,7 @@ from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
 from orchestrator.diagnosis.values import KnobEffect, Part, StepParts
 from orchestrator.planning.planner import make_plan, plan_document
-from orchestrator.report import curves, words
+from orchestrator.report import curves, descriptions
 from orchestrator.report.curves import History, ParallelCoordinates, SpeedPoint
 from orchestrator.report.page.page import environment, page_html
 from orchestrator.report.plots import charts, style
@@ -192,8 +192,8 @@ def test_a_misspelt_name_in_a_template_is_an_error():
 
 
 def test_every_outcome_and_every_purpose_has_words():
-    assert set(words.FINALIST_WORDS) == set(get_args(words.FinalistOutcome))
-    assert set(words.PURPOSE_WORDS) == set(get_args(words.CommandPurpose))
+    assert set(descriptions.FINALIST_LABELS) == set(get_args(descriptions.FinalistOutcome))
+    assert set(descriptions.PURPOSE_LABELS) == set(get_args(descriptions.CommandPurpose))
 
 
 def test_the_kept_plan_bounds_what_it_lists(monkeypatch):

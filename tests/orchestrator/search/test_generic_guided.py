@@ -118,7 +118,7 @@ def test_knobs_the_model_does_not_know_are_learned_within_few_trials():
     workload = {"workload": RESNET, "budget": Budget(max_trials=10)}
     events = [created(**workload)]
     for number in range(10):
-        candidate = CANDIDATES[0] if number == 0 else search.ask(number, fold(events)).candidate
+        candidate = CANDIDATES[0] if number == 0 else search.suggest(number, fold(events)).candidate
         world_size = candidate.layout.world_size
         outcome = measured(truth(candidate), world_size=world_size, tokens_per_step=RESNET.tokens_per_step)
         events += [proposed(number, candidate), launched(number), ended(number, outcome)]

@@ -59,7 +59,7 @@ CANDIDATES = candidates()
 
 @functools.cache
 def truth():
-    """Step times and peaks of a machine one deviation off the prior, slower by 5 % without workers."""
+    """Step times and peaks of a machine one deviation off the prior, slower by 5% without workers."""
     rng = np.random.default_rng(5)
     parts = []
     for kind in ("time", "memory"):
@@ -100,7 +100,7 @@ def run(search, num_trials, events=None):
     while len(fold(events).trials) < num_trials and not search.is_converged(fold(events)):
         number = len(fold(events).trials)
         events += search.newly_pruned(fold(events))
-        suggestion = search.ask(number, fold(events))
+        suggestion = search.suggest(number, fold(events))
         if suggestion is None:
             break
         events += [proposed(number, suggestion.candidate), launched(number)]
@@ -150,7 +150,7 @@ def test_memory_is_predicted_as_what_was_measured_has_taught(told):
 
     events, search = [*start()[:-1], taking(BASELINE, 0)], make_search()
     for number in range(1, 5):
-        suggestion = search.ask(number, fold(events))
+        suggestion = search.suggest(number, fold(events))
         ratio = suggestion.expected.peak_bytes / peaks[suggestion.candidate]
         events += [proposed(number, suggestion.candidate), launched(number), taking(suggestion.candidate, number)]
     assert 1.4 < ratio < 1.55
@@ -185,11 +185,11 @@ def test_a_restarted_search_proposes_the_same():
 def test_concurrent_trials_are_all_different_and_faults_are_not_tried_again():
     search, events = make_search(), start()
     for number in range(1, 6):
-        suggestion = search.ask(number, fold(events))
+        suggestion = search.suggest(number, fold(events))
         events += [proposed(number, suggestion.candidate), launched(number)]
     events.append(ended(2, failures()["crashed"]))
     events.append(ended(3, failures()["diverged"]))
-    last = search.ask(6, fold(events)).candidate
+    last = search.suggest(6, fold(events)).candidate
     tried = [trial.candidate for trial in fold(events).trials]
     assert len({*tried, last}) == 7
 
@@ -213,7 +213,7 @@ def test_other_samplers_leave_out_what_an_out_of_memory_outcome_rules_out():
 
 
 def test_reasons_say_what_is_expected():
-    suggestion = make_search().ask(1, fold(start()))
+    suggestion = make_search().suggest(1, fold(start()))
     assert "tokens/s/p expected" in suggestion.reason
 
 
@@ -233,4 +233,4 @@ def test_what_the_cost_model_does_not_know_it_says(case, monkeypatch):
 def test_without_a_guide_the_guided_sampler_is_tpe():
     alone = Search(CANDIDATES, features=flat_params, sampler="guided", seed=4)
     tpe = Search(CANDIDATES, features=flat_params, sampler="tpe", seed=4)
-    assert alone.ask(1, fold(start())) == tpe.ask(1, fold(start()))
+    assert alone.suggest(1, fold(start())) == tpe.suggest(1, fold(start()))

@@ -63,7 +63,7 @@ def spec(tmp_path_factory):
 
 @pytest.mark.parametrize("program", REASONS)
 def test_what_is_left_out_is_what_the_program_refuses(spec, program):
-    candidates = list(make_space(spec.choices, spec.to_workload().model, spec.own_knobs))
+    candidates = list(make_space(spec.choices, spec.to_workload().model, spec.custom_knobs))
     assert len(candidates) == 3 * 2 * 4 * 2 * 2 * 2 * 2 * 2
 
     def is_refused(candidate):
@@ -72,7 +72,7 @@ def test_what_is_left_out_is_what_the_program_refuses(spec, program):
 
     search = Search(candidates, features=flat_params, sampler="grid", inside=spec.script.inside)
     state = fold([created(budget=Budget(max_trials=len(candidates)))])
-    while (suggestion := search.ask(len(state.trials), state)) is not None:
+    while (suggestion := search.suggest(len(state.trials), state)) is not None:
         number, wrong = len(state.trials), is_refused(suggestion.candidate)
         refusal = Infeasible(evidence=evidence("not applied"), refused=(AT_FAULT[program],))
         outcome = ended(number, refusal if wrong else measured())

@@ -17,7 +17,7 @@ from orchestrator.cli.main import main
 from orchestrator.search.knob_effects import EarlierTrial, RelativePredictor, UnmodelledKnobs, same_program
 from orchestrator.space.notation import flat_params
 from tests.support.sweep_files import write
-from trials.spec import Candidate, Layout, Loader, OwnChoice, Precision, Recompute, ScriptData, ScriptModel, Workload
+from trials.spec import Candidate, CustomChoice, Layout, Loader, Precision, Recompute, ScriptData, ScriptModel, Workload
 
 SCRIPT = ScriptModel(recipe="custom", run=("python", "train.py", "--batch", "{micro_batch_size}"), cwd="/code")
 WORKLOAD = Workload(model=SCRIPT, data=ScriptData(), seq_length=1, global_batch_size=64)
@@ -26,7 +26,7 @@ AMP = Precision(level="O1", dtype="bfloat16")
 
 
 def own(**values):
-    return tuple(OwnChoice(name=f"--{name}", value=value) for name, value in sorted(values.items()))
+    return tuple(CustomChoice(name=f"--{name}", value=value) for name, value in sorted(values.items()))
 
 
 def predictor(candidates, **options):
@@ -103,7 +103,7 @@ def test_a_role_says_what_a_name_does_not(values, name, role):
 
     def found(called, roles):
         baseline, other = (
-            dataclasses.replace(BASELINE, own=(OwnChoice(name=called, value=value),)) for value in values
+            dataclasses.replace(BASELINE, own=(CustomChoice(name=called, value=value),)) for value in values
         )
         return predictor([baseline, other], baseline=baseline, roles=roles).gain_of(1)
 
@@ -137,7 +137,7 @@ def test_the_search_is_better_than_tpe_where_memory_binds_and_where_it_does_not(
 
 
 def test_earlier_sweeps_of_the_same_script_teach_the_next():
-    """An own knob of which nobody knows anything: the earlier sweep measured that a value halves the step."""
+    """A custom knob of which nobody knows anything: the earlier sweep measured that a value halves the step."""
     candidates = [dataclasses.replace(BASELINE, own=own(engine=engine)) for engine in "abcd"]
     rng = random.Random(0)
     earlier = [

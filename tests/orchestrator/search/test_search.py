@@ -58,7 +58,7 @@ def run(search, num_trials, events=None):
     state = fold(events)
     while len(state.trials) < num_trials:
         number = len(state.trials)
-        suggestion = search.ask(number, state)
+        suggestion = search.suggest(number, state)
         if suggestion is None:
             break
         events += [proposed(number, suggestion.candidate), launched(number)]
@@ -107,6 +107,6 @@ def test_running_trials_faults_and_a_baseline_outside_the_space_are_no_obstacle(
     events = [created(max_concurrent=3), proposed(0, outside), launched(0), ended(0, measured())]
     events += [proposed(1, CANDIDATES[0]), launched(1), ended(1, failures()["crashed"])]
     events += [proposed(2, CANDIDATES[1]), launched(2)]
-    suggestion = search.ask(3, fold(events))
+    suggestion = search.suggest(3, fold(events))
     assert suggestion is not None
     assert suggestion.candidate in CANDIDATES[2:]

@@ -74,7 +74,7 @@ def run(search, made, num_trials):
     events = [created(workload=spec().to_workload(), budget=Budget(max_trials=num_trials))]
     events += [proposed(0, made.baseline), launched(0), ended(0, measured(9.0, world_size=16))]
     for number in range(1, num_trials):
-        suggestion = search.ask(number, fold(events))
+        suggestion = search.suggest(number, fold(events))
         events += [proposed(number, suggestion.candidate), launched(number)]
         reasons.append(suggestion.reason)
         candidate = suggestion.candidate

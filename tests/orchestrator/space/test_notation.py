@@ -5,10 +5,10 @@ import random
 
 from orchestrator.config.schema import NOTATION_FILE, with_signs
 from orchestrator.space.knobs import KNOB_NAMES
-from orchestrator.space.notation import NOTATION, legend, names_apart, short_name, spelled, words_of
+from orchestrator.space.notation import NOTATION, legend, name_parts_of, names_apart, short_name, spelled
 from tests.orchestrator.space.candidate_strategies import random_candidate
 from tests.support import ROOT
-from trials.spec import Candidate, OwnChoice
+from trials.spec import Candidate, CustomChoice
 
 
 def test_every_knob_has_a_sign():
@@ -24,7 +24,7 @@ def test_every_word_of_any_name_is_explained():
     """The signs make up the name, one after another; each has a meaning in which all its values are filled in."""
     rng, unseen = random.Random(5), set(NOTATION)
     for number in range(1500):
-        own = (OwnChoice(name="--opt", value="a b" * (number % 20 + 1)), OwnChoice(name="f:x.opt", value=True))
+        own = (CustomChoice(name="--opt", value="a b" * (number % 20 + 1)), CustomChoice(name="f:x.opt", value=True))
         candidate = dataclasses.replace(random_candidate(rng), own=own[: number % 3])
         name, told = short_name(candidate), spelled(candidate)
         rest = name
@@ -33,7 +33,7 @@ def test_every_word_of_any_name_is_explained():
             assert rest.lstrip(" +").startswith(sign.lstrip("+")), (rest, sign)
             rest = rest.lstrip(" +")[len(sign.lstrip("+")) :]
         assert rest == ""
-        found = {part.sign for word in words_of(candidate) for part in word}
+        found = {part.sign for word in name_parts_of(candidate) for part in word}
         assert len(legend([candidate])) == len(found)
         unseen -= found
     assert unseen <= {

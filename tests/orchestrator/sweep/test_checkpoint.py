@@ -20,7 +20,7 @@ from orchestrator.sweep import checkpoint
 from orchestrator.sweep.events import (
     AttemptStopped,
     Budget,
-    ChecksAsked,
+    ChecksRequested,
     ControllerStarted,
     FinishCause,
     LeaseChanged,
@@ -60,7 +60,7 @@ def story(rng: random.Random, num_trials: int) -> Iterator[LedgerEvent]:
         if rng.random() < 0.02:
             yield SweepPaused(at_s=at_s, reason="paused")
             yield ControllerStarted(at_s=at_s + 9.0, epoch=next(epochs), pid=1, host="host")
-            yield ChecksAsked(at_s=at_s + 9.0, request=number, by="anna@desk", profile=(0,))
+            yield ChecksRequested(at_s=at_s + 9.0, request=number, by="anna@desk", profile=(0,))
 
 
 def _launch(number: int, attempts: dict[int, int], outcome: Outcome, at_s: float) -> Iterator[LedgerEvent]:
@@ -80,7 +80,7 @@ def keep(ledger: Ledger, events: list[LedgerEvent], cuts: list[int], *, restarts
     for i, event in enumerate(events, 1):
         ledger.append(event)
         if i in cuts:
-            writer.tend(min_events=1)
+            writer.write_if_due(min_events=1)
             writer = checkpoint.CheckpointWriter(ledger) if restarts else writer
 
 
@@ -172,9 +172,9 @@ def test_only_blocks_with_news_are_written_again(tmp_path: Path, monkeypatch: py
         keep(ledger, events, [len(events) - 6, len(events) - 3, len(events)], restarts=True)
         writer = checkpoint.CheckpointWriter(ledger)
         ledger.append(SweepFinished(at_s=1e10, status="finished", reason="enough", cause=FinishCause.EXHAUSTED))
-        writer.tend()
+        writer.write_if_due()
         assert written == [[0, 1, 2, 3], [0, 3], [0, 3]], "one event is not worth a copy"
-        writer.tend(min_events=1)
+        writer.write_if_due(min_events=1)
         assert written[3:] == [[0]]
 
 
@@ -198,7 +198,7 @@ def test_a_copy_by_other_code_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(checkpoint, "_code_version", lambda: "other")
         assert read_snapshot(ledger).state == fold(events)
         assert len(decoded) == len(events)
-        checkpoint.CheckpointWriter(ledger).tend(min_events=1)
+        checkpoint.CheckpointWriter(ledger).write_if_due(min_events=1)
         assert checkpoint.read(ledger)[0] == len(events), "the next controller makes its own"
 
 
@@ -244,15 +244,15 @@ def test_a_controller_that_was_replaced_leaves_the_copy_of_its_successor_alone(t
         replaced = checkpoint.CheckpointWriter(old)
         for event in events[:cut]:
             old.append(event)
-        replaced.tend(min_events=1)
+        replaced.write_if_due(min_events=1)
         new.append(ControllerStarted(at_s=1e6, epoch=epoch, pid=2, host="other"))
         for event in events[cut:]:
             if not isinstance(event, ControllerStarted):
                 new.append(event)
-        checkpoint.CheckpointWriter(new).tend(min_events=1)
+        checkpoint.CheckpointWriter(new).write_if_due(min_events=1)
         kept = new.checkpoint()
         with pytest.raises(FencedError, match="taken over"):
-            replaced.tend(min_events=1)
+            replaced.write_if_due(min_events=1)
         assert new.checkpoint() == kept
         assert read_snapshot(new).state == fold(new.events())
 

@@ -154,8 +154,8 @@ def test_an_unknown_event_in_the_file_is_named(tmp_path):
 def test_requests_wait_for_whoever_takes_them(tmp_path):
     with Ledger(tmp_path) as controller, Ledger(tmp_path) as other:
         assert controller.requests(0) == []
-        first = other.ask({"action": "pause"}, by="eve@host", at_s=1.0)
-        second = other.ask({"action": "cancel"}, by="adam@host", at_s=2.0)
+        first = other.add_request({"action": "pause"}, by="eve@host", at_s=1.0)
+        second = other.add_request({"action": "cancel"}, by="adam@host", at_s=2.0)
         assert [(request.id, request.by) for request in controller.requests(0)] == [
             (first, "eve@host"),
             (second, "adam@host"),

@@ -22,7 +22,7 @@ from orchestrator.terminal.sweep_screen import LiveView
 from orchestrator.text import CONTROLS, echo_json, one_line, plain
 from tests.support import cli_homes, proof_story
 from tests.support.cli_homes import run
-from trials.spec import OwnChoice
+from trials.spec import CustomChoice
 
 FORGED = "FORGED: confirmed"
 HOSTILE = f"\x1b]0;owned\x07\x1b[2J\x1b[1;31m\x9b2J\x9d0;x\x9c\u202egnp\u2066\u2028\r{FORGED}\n{FORGED}\x00\x7f"
@@ -58,7 +58,7 @@ def with_own_knob(event):
     candidate = getattr(event, "candidate", None)
     if candidate is None:
         return event
-    own = (OwnChoice(name="--w", value=HOSTILE),)
+    own = (CustomChoice(name="--w", value=HOSTILE),)
     return dataclasses.replace(event, candidate=dataclasses.replace(candidate, own=own))
 
 

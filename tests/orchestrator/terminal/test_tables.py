@@ -182,7 +182,7 @@ def test_what_is_left_out_is_said_and_text_is_cut_last():
         Column(title="memory", priority=2, is_number=True),
     )
     table = FittedTable(columns=columns)
-    table.add_row("t000", "a name of thirty characters ..", "10,000", "1 %", "10 GiB")
+    table.add_row("t000", "a name of thirty characters ..", "10,000", "1%", "10 GiB")
     assert "not shown" not in text(table, 62)
     narrow = text(table, 55).splitlines()
     assert narrow[2] == "t000   a name of thirty characters ..  10,000  10 GiB"

@@ -31,7 +31,7 @@ from tests.support.virtual_sweeps import SWEEP, home, submit
 from trials.files import from_json
 from trials.health import Disturbance, Usage
 from trials.outcome import Crashed
-from trials.spec import Candidate, LinearModel, OwnChoice, RandomData, ResNetModel, Workload
+from trials.spec import Candidate, CustomChoice, LinearModel, RandomData, ResNetModel, Workload
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ def test_names_of_own_knobs_are_such_as_mlflow_takes():
     from mlflow.utils.validation import _validate_param
 
     names = ("$OMP_NUM_THREADS", "--tp-comm-overlap", "config:zero_optimization.overlap_comm", "width")
-    own = tuple(OwnChoice(name=name, value=1) for name in names)
+    own = tuple(CustomChoice(name=name, value=1) for name in names)
     trial = Trial(number=1, candidate=Candidate(own=own), origin="search", reason="", proposed_at_s=0.0)
     params = run_records.trial_params(trial)
     for name, value in params.items():

@@ -251,7 +251,7 @@ def test_what_fails_in_the_first_steps_leaves_nothing_behind(monkeypatch):
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     found, compile_ = facts.Facts(), torch.compile
-    monkeypatch.setattr(steps, "_given_up", {})
+    monkeypatch.setattr(steps, "_disabled", {})
     found.watch(net)
     found.step_ended("test")
     assert torch._C._len_torch_dispatch_stack() == 1

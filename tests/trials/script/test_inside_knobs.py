@@ -244,7 +244,7 @@ def judge_of(knobs, *told):
     book = StepBook(command(knobs))
     for rank, name, state in told:
         line = {"source": "hook:torch", "event": "knob", "name": name, "state": state, "detail": "as seen"}
-        book.hear_report(json.dumps(line), origin=f"rank{rank}.jsonl", arrived_s=0.0)
+        book.add_report_line(json.dumps(line), origin=f"rank{rank}.jsonl", arrived_s=0.0)
     return Judge(command(knobs), book)
 
 
@@ -283,7 +283,7 @@ def test_a_refusal_names_the_knobs_at_fault(told, refused):
     book = StepBook(command(dict.fromkeys(told, True)))
     for name, (state, detail) in told.items():
         line = {"source": "hook:torch", "event": "knob", "name": name, "state": state, "detail": detail}
-        book.hear_report(json.dumps(line), origin="rank0.jsonl", arrived_s=0.0)
+        book.add_report_line(json.dumps(line), origin="rank0.jsonl", arrived_s=0.0)
     with pytest.raises(NotApplied) as error:
         Judge(command({}), book).check_knobs()
     assert error.value.refused == refused

@@ -12,7 +12,7 @@ from trials.failure import InfeasibleSpec, NonFiniteLoss, classify
 from trials.script.command import Expected, ScriptCommand
 from trials.script.judge import Judge, OutputWatch, failure
 from trials.script.logs import LogRecord, LogValue
-from trials.script.report_lines import StepBook, ToldError
+from trials.script.report_lines import ReportedError, StepBook
 from trials.spec import Protocol
 
 COMMAND = ScriptCommand(
@@ -36,11 +36,11 @@ class Story:
 
     def report(self, step, *, source="report", origin="rank0.jsonl", arrived_s=0.0, since_s=None, **values):
         line = json.dumps({"v": 1, "source": source, "step": step, **values})
-        self.book.hear_report(line, origin=origin, arrived_s=arrived_s, since_s=since_s)
+        self.book.add_report_line(line, origin=origin, arrived_s=arrived_s, since_s=since_s)
         return self
 
     def facts(self, origin="rank0.jsonl", **values):
-        self.book.hear_report(
+        self.book.add_report_line(
             json.dumps({"source": "hook:torch", "event": "facts", **values}), origin=origin, arrived_s=0.0
         )
         return self
@@ -51,7 +51,7 @@ class Story:
             values={name: LogValue(value, 0.001) for name, value in values.items()},
             at_s=None if at_s is None else LogValue(at_s, 0.001),
         )
-        self.book.hear_log(record, format_name="pattern", origin="output", arrived_s=arrived_s)
+        self.book.add_log_record(record, format_name="pattern", origin="output", arrived_s=arrived_s)
         return self
 
 
@@ -235,7 +235,7 @@ def test_output_tells_why_a_program_failed(tmp_path, lines, exit_code, kind):
     for line in lines:
         output.feed(line)
     cause = failure(
-        told=(),
+        reported_errors=(),
         file=tmp_path / "none",
         output=output,
         exit_code=exit_code,
@@ -274,7 +274,7 @@ def test_memory_that_a_program_survived_is_not_what_ended_it(tmp_path, lines, ki
     for line in lines:
         output.feed(line)
     ended = {"file": tmp_path / "none", "exit_code": -6, "where": "after 1 of 4 steps", "is_megatron": False}
-    cause = failure(told=(), output=output, **ended)
+    cause = failure(reported_errors=(), output=output, **ended)
     assert classify(cause, "cuda") == kind
     assert kind == "oom" or str(cause) == "the command was killed by signal 6 after 1 of 4 steps"
 
@@ -282,7 +282,7 @@ def test_memory_that_a_program_survived_is_not_what_ended_it(tmp_path, lines, ki
 def test_the_program_s_own_type_stands_in_the_evidence(tmp_path):
     (tmp_path / "error").write_text(json.dumps({"message": {"message": "ValueError: no", "extraInfo": {}}}))
     cause = failure(
-        told=(),
+        reported_errors=(),
         file=tmp_path / "error",
         output=OutputWatch(),
         exit_code=1,
@@ -305,14 +305,14 @@ def test_a_program_whose_steps_are_several_of_the_hook_is_measured_by_its_own_st
 
 
 def test_of_many_errors_that_ranks_tell_a_lost_connection_is_the_last_to_be_believed(tmp_path):
-    lost = ToldError("torch.distributed.DistBackendError", "Connection reset by peer")
-    told = [ToldError("ValueError", "bad batch"), lost]
+    lost = ReportedError("torch.distributed.DistBackendError", "Connection reset by peer")
+    reported_errors = [ReportedError("ValueError", "bad batch"), lost]
     watch = OutputWatch()
     ended = {"file": tmp_path / "none", "exit_code": 1, "where": "", "is_megatron": False}
-    assert type(failure(told=told, output=watch, **ended)).__name__ == "ValueError"
+    assert type(failure(reported_errors=reported_errors, output=watch, **ended)).__name__ == "ValueError"
     watch.feed("Last error: Cuda failure 2 'out of memory'")
     watch.feed("torch.distributed.DistBackendError: NCCL error in: init.cc, unhandled cuda error")
-    assert classify(failure(told=[], output=watch, **ended)) == "oom"
+    assert classify(failure(reported_errors=[], output=watch, **ended)) == "oom"
 
 
 # ---- reported times against the clock ----

@@ -54,7 +54,7 @@ def test_an_option_that_is_never_read_is_not_applied(tmp_path, program, wanted, 
     )
     book = StepBook(command)
     for line in told.lines:
-        book.hear_report(json.dumps(line), origin="rank0.jsonl", arrived_s=0.0)
+        book.add_report_line(json.dumps(line), origin="rank0.jsonl", arrived_s=0.0)
     assert not book.notes
     judge = Judge(command, book)
     if unread:

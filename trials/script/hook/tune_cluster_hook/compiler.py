@@ -17,7 +17,7 @@ class Compiler:
     """Reads the compiler's own log, where the program has loaded it."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._reported = 0
         """Entries of the log that steps have reported."""
         self._frames = -1
 
@@ -25,7 +25,7 @@ class Compiler:
     def take(self) -> dict[str, float]:
         """Seconds of compilation since the last call of this; empty where nothing was compiled."""
         log = self._log()
-        new, self._told = log[self._told :], len(log)
+        new, self._reported = log[self._reported :], len(log)
         seconds = sum((entry.duration_us or 0) / 1e6 for entry in new)
         return {"compiling_s": seconds} if seconds else {}
 

@@ -14,8 +14,8 @@ from typing import Any, Callable, Mapping
 
 from .collective_calls import Buckets
 from .compiler import COMPILER, before_compile
-from .look import LookAtStep
 from .model_facts import input_facts, model_facts
+from .operator_inspector import OperatorInspector
 from .roots import compiled_call, in_backward
 from .steps import STEPS, accelerator, emit, guarded
 from .watched_options import OPTIONS
@@ -227,10 +227,10 @@ class Facts:
         self._spine: list[Calls] = []
         self._layers: list[list[Calls]] = []
         self._dtype: str | None = None
-        self._told: dict[str, Any] = {}
+        self._reported: dict[str, Any] = {}
         self._compiled = False
         self._steps = self._ends = 0
-        self._look = LookAtStep()
+        self._operators = OperatorInspector()
         self._buckets = Buckets()
 
     @property
@@ -273,18 +273,18 @@ class Facts:
 
     def step_ended(self, source: str) -> None:
         """An optimiser step is over: says what is new. The next step's clock starts after that."""
-        is_told, is_early = OPTIONS.tell(source), self.is_early
+        is_reported, is_early = OPTIONS.report(source), self.is_early
         if is_early and not self._step_ended(source):
             self._give_up()
         is_later = not is_early and self._later(source)
-        if is_early or is_told or is_later:
-            STEPS.restart_clock(is_watched=bool(self._handles) or self._look.is_on)
+        if is_early or is_reported or is_later:
+            STEPS.restart_clock(is_watched=bool(self._handles) or self._operators.is_on)
 
     def _give_up(self) -> None:
         """Something failed, or is about to be compiled, which hooks and a look would be traced in or forbid."""
         self._ends = PATIENCE + 1
         self._remove()
-        self._look.stop()
+        self._operators.stop()
         self._stop_waiting()
 
     @guarded("facts")
@@ -296,12 +296,12 @@ class Facts:
             found.update(_device() or {})
             found.update(self._of_model() or {})
         found.update(self._of_calls())
-        found.update(self._look.step_ended(self._compiled or was_compiled()))
+        found.update(self._operators.step_ended(self._compiled or was_compiled()))
         found.update({**(self._buckets.read() or {}), **(COMPILER.read() or {})})
-        self._tell(source, found)
+        self._report(source, found)
         if self._steps >= STEPS_SEEN or self._ends > PATIENCE:
             self._remove()
-            self._ends = PATIENCE + (0 if self._look.is_on else 1)
+            self._ends = PATIENCE + (0 if self._operators.is_on else 1)
         if self._ends > PATIENCE:
             self._stop_waiting()
         return True
@@ -312,11 +312,11 @@ class Facts:
         is_read = self._buckets.is_read
         found = (self._buckets.read() or {}) if is_read else {}
         found.update(COMPILER.read() or {})
-        return self._tell(source, found) or is_read
+        return self._report(source, found) or is_read
 
-    def _tell(self, source: str, found: dict[str, Any]) -> bool:
-        new = {key: value for key, value in found.items() if self._told.get(key) != value}
-        self._told.update(new)
+    def _report(self, source: str, found: dict[str, Any]) -> bool:
+        new = {key: value for key, value in found.items() if self._reported.get(key) != value}
+        self._reported.update(new)
         if new:
             emit(source, event="facts", **new)
         return bool(new)
@@ -355,7 +355,7 @@ class Facts:
                 if tensor is not None:
                     calls.sizes[int(tensor.shape[0])] += 1
                     calls.shape = [int(size) for size in tensor.shape]
-                    calls.input = input_facts(tensor, "vocab_size" in self._told)
+                    calls.input = input_facts(tensor, "vocab_size" in self._reported)
 
         try:
             handle = module.register_forward_pre_hook(before, with_kwargs=True)

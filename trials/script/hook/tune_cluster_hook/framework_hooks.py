@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 from . import step_parts
 from .facts import FACTS, sequence_length
-from .look import unseen
+from .operator_inspector import unseen
 from .step_parts import BACKWARD, DATA, OPTIMIZER, PARTS
 from .steps import (
     ENGINE,

@@ -133,9 +133,9 @@ def _knob_hooks() -> dict[str, Hook]:
     ROOTS.before_first_call(KNOBS.meet)
     for module in (loader_knobs.LOADERS.feeds, model_knobs.before_first_call, process_knobs.before_first_call):
         ROOTS.before_first_call(module)
-    ROOTS.after_first_steps(KNOBS.tell)
+    ROOTS.after_first_steps(KNOBS.report)
     ROOTS.after_first_steps(model_knobs.LEAVES.remove)
-    atexit.register(KNOBS.tell)
+    atexit.register(KNOBS.report)
     return KNOB_HOOKS
 
 
@@ -150,14 +150,14 @@ def _register_stacks() -> bool:
     return True
 
 
-_told: set[int] = set()
+_reported: set[int] = set()
 """Errors that were reported, by identity."""
 
 
-def _tell(error: Any, **values: Any) -> None:
-    if error is None or isinstance(error, (SystemExit, KeyboardInterrupt)) or id(error) in _told:
+def _report(error: Any, **values: Any) -> None:
+    if error is None or isinstance(error, (SystemExit, KeyboardInterrupt)) or id(error) in _reported:
         return
-    _told.add(id(error))
+    _reported.add(id(error))
     steps.guarded("unfinished line")(STEPS.flush)()
     kind = type(error)
     if kind.__name__ in LAUNCHERS_ERRORS:
@@ -171,11 +171,11 @@ def _watch_errors() -> None:
     shown, thread_shown = sys.excepthook, threading.excepthook
 
     def excepthook(kind: Any, error: Any, traceback: Any) -> None:
-        steps.guarded("errors")(_tell)(error)
+        steps.guarded("errors")(_report)(error)
         shown(kind, error, traceback)
 
     def thread_excepthook(args: Any) -> None:
-        steps.guarded("errors")(_tell)(args.exc_value, thread=getattr(args.thread, "name", None))
+        steps.guarded("errors")(_report)(args.exc_value, thread=getattr(args.thread, "name", None))
         thread_shown(args)
 
     sys.excepthook, threading.excepthook = excepthook, thread_excepthook
@@ -184,7 +184,7 @@ def _watch_errors() -> None:
 @steps.guarded("exit")
 def _at_exit() -> None:
     """An error that somebody else's excepthook has shown, and the last line."""
-    _tell(getattr(sys, "last_value", None))
-    OPTIONS.tell("hook:torch")
-    if not _told:
+    _report(getattr(sys, "last_value", None))
+    OPTIONS.report("hook:torch")
+    if not _reported:
         STEPS.end("hook:torch")

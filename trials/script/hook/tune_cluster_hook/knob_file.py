@@ -70,10 +70,10 @@ class ProgramTraits:
         """Notes a root. Returns its description."""
         model = root.model
         block = repeated_block(model)
-        told = f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters())} parameters"
-        told += f", {len(block.members)} x {block.name}" if block else ""
-        self.roots.append(told)
-        return told
+        description = f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters())} parameters"
+        description += f", {len(block.members)} x {block.name}" if block else ""
+        self.roots.append(description)
+        return description
 
     def fingerprint(self) -> dict[str, Any]:
         """The fingerprint, after the first steps."""
@@ -106,7 +106,7 @@ class Knobs:
         self._refused: dict[str, str] = {}
         self._undo: dict[str, list[Callable[[], None]]] = {}
         self._seen: dict[str, list[Seen]] = {}
-        self._is_told = False
+        self._is_reported = False
 
     def read(self, path: str) -> None:
         """Reads the file.
@@ -135,11 +135,11 @@ class Knobs:
         if name not in self.wanted or name in self._refused:
             return
         self._refused[name] = reason
-        if self._is_told:
-            self._tell_refusal(name, reason)
+        if self._is_reported:
+            self._report_refusal(name, reason)
 
     @guarded("refusals")
-    def _tell_refusal(self, name: str, reason: str) -> None:
+    def _report_refusal(self, name: str, reason: str) -> None:
         emit(SOURCE, event="knob", name=name, state=REFUSED, detail=reason)
         self._notice({name: (REFUSED, reason)})
 
@@ -197,18 +197,18 @@ class Knobs:
         )
 
     @guarded("knobs reported")
-    def tell(self) -> None:
+    def report(self) -> None:
         """Reports what became of each knob, once; in a process that trains nothing, nothing."""
-        if self._is_told or not ROOTS.found:
+        if self._is_reported or not ROOTS.found:
             return
-        self._is_told = True
+        self._is_reported = True
         try:
-            self._tell()
+            self._report()
         finally:  # both keep modules alive
             self._seen.clear()
             self._undo.clear()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         for undo in (undo for name in self._refused for undo in self._undo.get(name, [])):
             undo()
         outcomes = {name: self._outcome(name) for name in self.wanted}
@@ -237,11 +237,11 @@ class Knobs:
             return
         done = [f"{name} ({detail})" for name, (state, detail) in outcomes.items() if state == APPLIED]
         if done:
-            _say("applied " + "; ".join(done))
+            _print_error("applied " + "; ".join(done))
         for name, (state, detail) in outcomes.items():
             if state != APPLIED:
                 measured = self._expect.get(name)
-                _say(
+                _print_error(
                     f"WARNING: {name} is not applied: {detail}. Training continues without it"
                     + (f"; measured with: {measured}" if measured else "")
                 )
@@ -249,7 +249,7 @@ class Knobs:
         before = {key: value for key, value in (self._fingerprint or {}).items() if value is not None}
         changed = [key for key, value in before.items() if now.get(key) != value]
         if changed and self.mismatch is None:
-            _say(f"WARNING: the program differs from the measured one: {', '.join(changed)} changed")
+            _print_error(f"WARNING: the program differs from the measured one: {', '.join(changed)} changed")
 
 
 MISSING = dict.fromkeys(
@@ -278,7 +278,7 @@ def _cpu_autocast(torch: Any) -> bool:
         return bool(torch.is_autocast_cpu_enabled())
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"tune-cluster: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 

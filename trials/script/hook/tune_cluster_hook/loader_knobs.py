@@ -231,7 +231,7 @@ def _workers_problem(loader: Any, place: LoaderPlace, wanted: Any) -> str | None
         return "iterable data set: each worker would yield all of it, or a different part of it"
     if wanted == 0 or loader._dataset_kind != 0:
         return None
-    place.items = in_fork(functools.partial(_look, loader, climbs=wanted == "auto")) or {"error": "no answer"}
+    place.items = in_fork(functools.partial(_inspect, loader, climbs=wanted == "auto")) or {"error": "no answer"}
     place.climb = place.items.get("climb", {})
     if place.items.get("device"):
         return f"items are tensors on {place.items['device']}: worker processes cannot make them"
@@ -319,7 +319,7 @@ def _answer(function: Callable[[], Any], writing: int) -> None:
         os._exit(0)
 
 
-def _look(loader: Any, *, climbs: bool) -> dict[str, Any]:
+def _inspect(loader: Any, *, climbs: bool) -> dict[str, Any]:
     """In the forked process: an item's device, whether it draws random numbers, and the climb."""
     torch = sys.modules["torch"]
     indices = next(iter(loader._index_sampler))

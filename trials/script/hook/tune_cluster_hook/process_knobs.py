@@ -131,8 +131,8 @@ def _override(arguments: Any) -> None:
 def _arguments_seen(arguments: Any, wanted: dict[str, Any]) -> tuple[str, str]:
     now = {name: getattr(arguments, name) for name in wanted}
     changed = [name for name, value in wanted.items() if str(now[name]) != str(value)]
-    told = ", ".join(f"{name}={value}" for name, value in now.items())
-    return (NO_EFFECT if changed else APPLIED), told
+    description = ", ".join(f"{name}={value}" for name, value in now.items())
+    return (NO_EFFECT if changed else APPLIED), description
 
 
 # ---- Global settings

@@ -73,7 +73,7 @@ def stop_at() -> int | None:
         return None
 
 
-_given_up: dict[str, bool] = {}
+_disabled: dict[str, bool] = {}
 
 
 def guarded(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -86,12 +86,12 @@ def guarded(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if what in _given_up:
+            if what in _disabled:
                 return None
             try:
                 return function(*args, **kwargs)
             except Exception as failure:
-                _given_up[what] = True
+                _disabled[what] = True
                 note(f"hook {what}: {type(failure).__name__}: {str(failure)[:300]}")
                 return None
 
@@ -222,7 +222,7 @@ class Steps:
         self._losses: list[Any] = []
         self._divided: list[float | None] = []
         self._pending: dict[str, Any] | None = None
-        self._said_by = 0
+        self._reported_by = 0
         self._is_watched = False
         self.after_step: Callable[[int], None] | None = None
         """Called with the number of steps that are over, before the line of the last one is written."""
@@ -248,11 +248,11 @@ class Steps:
 
     def loaded(self, source: str) -> None:
         """Says once in each process who it is: at its start where it is known to be a rank, else at its first step."""
-        if self._said_by == os.getpid():
+        if self._reported_by == os.getpid():
             return
-        self._said_by = os.getpid()
+        self._reported_by = os.getpid()
         python = platform.python_version()
-        emit(source, event="loaded", pid=self._said_by, stack_signal=self.stack_signal, python=python)
+        emit(source, event="loaded", pid=self._reported_by, stack_signal=self.stack_signal, python=python)
 
     def end(self, source: str) -> None:
         """The training loop is over; sources that know less may speak again."""

@@ -36,7 +36,7 @@ class WatchedOptions:
     def __init__(self) -> None:
         self._declared: dict[tuple[str, str], dict[str, Any]] = {}
         self._read: set[tuple[str, str]] = set()
-        self._told = 0
+        self._reported = 0
 
     def declare(self, kind: str, name: str, value: Any, flags: Any = ()) -> None:
         """An option that the program could read. Values are kept of numbers and truth values only: others may be
@@ -56,12 +56,12 @@ class WatchedOptions:
         if len(self._read) < 4 * MAX_OPTIONS:
             self._read.add((kind, name))
 
-    def tell(self, source: str) -> bool:
+    def report(self, source: str) -> bool:
         """Writes what is known, if that is more than the last time; whether it did."""
         seen = len(self._declared) + len(self._read)
-        if seen == self._told:
+        if seen == self._reported:
             return False
-        self._told = seen
+        self._reported = seen
         self._write(source)
         return True
 

@@ -201,7 +201,7 @@ class Window:
     def _write(self) -> None:
         """The last file: who finds it finds the others."""
         backend = accelerator()
-        told = {
+        description = {
             **self._meta,
             "rank": int(rank()),
             "world_size": world_size(),
@@ -214,7 +214,7 @@ class Window:
         }
         path = _path("window.json")
         with open(f"{path}.part", "w", encoding="ascii") as file:
-            json.dump(told, file)
+            json.dump(description, file)
         os.replace(f"{path}.part", path)
 
 

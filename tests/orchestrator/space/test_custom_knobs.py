@@ -1,16 +1,16 @@
-"""The user's own knobs: one spelling per candidate, names, filters, dominance by declared memory."""
+"""The user's knobs: one spelling per candidate, names, filters, dominance by declared memory."""
 
 import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.space.knobs import KNOBS, OwnKnob, chosen, combinations, in_order, memory_ranks
+from orchestrator.space.knobs import KNOBS, CustomKnob, chosen, combinations, in_order, memory_ranks
 from orchestrator.space.notation import INHERITED, diff, flat_params, short_name
 from orchestrator.space.rules import Filters, Pruner, check
 from orchestrator.space.space import build_candidate, make_space
 from tests.trials.tiny import SHAPE, WORKLOAD
-from trials.spec import Candidate, OwnChoice
+from trials.spec import Candidate, CustomChoice
 
 NAMES = ("--a", "$B", "file:c.d", "e")
 
@@ -26,7 +26,7 @@ def own_spaces(draw):
             if draw(st.booleans()):
                 kept = draw(st.sets(st.sampled_from(other.values), min_size=1))
                 when.append((other.name, tuple(kept)))
-        knobs.append(OwnKnob(name=name, values=values, when=tuple(when)))
+        knobs.append(CustomKnob(name=name, values=values, when=tuple(when)))
     return draw(st.permutations(knobs))
 
 
@@ -50,11 +50,13 @@ def test_choices_without_effect_are_left_out_and_equal_ones_are_one(knobs):
 
 
 def own(**values):
-    return Candidate(own=tuple(OwnChoice(name=name, value=value) for name, value in sorted(values.items())))
+    return Candidate(own=tuple(CustomChoice(name=name, value=value) for name, value in sorted(values.items())))
 
 
 def test_they_are_part_of_the_space_and_of_every_name():
-    knobs = in_order((OwnKnob(name="--x", values=(1, 2)), OwnKnob(name="y", values=("a", "b"), when=(("--x", (2,)),))))
+    knobs = in_order(
+        (CustomKnob(name="--x", values=(1, 2)), CustomKnob(name="y", values=("a", "b"), when=(("--x", (2,)),)))
+    )
     base = build_candidate({**_choices(single=True)}, SHAPE, knobs, {"--x": 1})
     space = make_space(_choices(), SHAPE, knobs)
     assert [short_name(c) for c in space] == ["dp1 mbs1 O0 x=1", "dp1 mbs1 O0 x=2 y=a", "dp1 mbs1 O0 x=2 y=b"]
@@ -78,10 +80,10 @@ def test_patterns_speak_of_them():
 
 def test_memory_rules_out_what_needs_more():
     knobs = (
-        OwnKnob(name="dtype", values=("float32", "bfloat16"), memory="falls"),
-        OwnKnob(name="cache", values=(1, 2, 3), memory="rises"),
-        OwnKnob(name="tracing", values=(True, False), memory="none"),
-        OwnKnob(name="other", values=(1, 2)),
+        CustomKnob(name="dtype", values=("float32", "bfloat16"), memory="falls"),
+        CustomKnob(name="cache", values=(1, 2, 3), memory="rises"),
+        CustomKnob(name="tracing", values=(True, False), memory="none"),
+        CustomKnob(name="other", values=(1, 2)),
     )
     candidates = [Candidate(own=own) for own in combinations(in_order(knobs))]
     witness = own(dtype="bfloat16", cache=2, tracing=True, other=1)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-class Blame(enum.IntEnum):
+class StackState(enum.IntEnum):
     """How likely a rank is the one for which the others wait; the smaller, the likelier."""
 
     STOPPED = 0
@@ -96,9 +96,9 @@ class RankSight:
     """None where it gave none."""
 
     @property
-    def blame(self) -> Blame:
+    def stack_state(self) -> StackState:
         """What its stack alone says of it."""
-        return Blame[self.stack.upper()]
+        return StackState[self.stack.upper()]
 
 
 _SAME_SIZES = frozenset({"all_reduce", "allreduce", "barrier"})
@@ -113,7 +113,7 @@ class HangVerdict:
     """A rank hangs; all are in one collective; ranks wait for each other in different ones; nothing tells."""
     suspects: tuple[int, ...]
     """The ranks of which one is to blame, all equally; for the other kinds the ranks that wait."""
-    why: str = ""
+    detail: str = ""
     """What the records show beyond what the ranks were doing, as a clause for people."""
 
 
@@ -128,11 +128,11 @@ def verdict(sights: Mapping[int, RankSight]) -> HangVerdict:
     }
     worst = min(levels.values())
     suspects = tuple(sorted(rank for rank, level in levels.items() if level == worst))
-    if worst is Blame.WAITING:
+    if worst is StackState.WAITING:
         return _all_wait(sights, waits)
     late = next((rank for rank in suspects if rank in behind), None)
-    why = "" if late is None else _lag(late, behind[late], sights)
-    return HangVerdict(kind="rank", suspects=suspects, why=why)
+    detail = "" if late is None else _lag(late, behind[late], sights)
+    return HangVerdict(kind="rank", suspects=suspects, detail=detail)
 
 
 def _waits_for(rank: int, sights: Mapping[int, RankSight]) -> set[int]:
@@ -157,7 +157,7 @@ def _is_missing(rank: int, peer: int, call: PendingCall, sights: Mapping[int, Ra
         return False
     sight = sights[peer]
     if sight.record is None:  # it did not even answer: it is missing unless it evidently waits as well
-        return sight.blame is not Blame.WAITING
+        return sight.stack_state is not StackState.WAITING
     same = _counterparts(rank, call, peer, sight.record)
     if call.peer is None:
         place = sight.record.place(call.group)
@@ -191,20 +191,24 @@ def _is_started_by_any(rank: int, call: PendingCall, sights: Mapping[int, RankSi
     return any(other.is_started for peer, record in known for other in _counterparts(rank, call, peer, record))
 
 
-def _level(sight: RankSight, is_in_call: bool, is_behind: bool, least: tuple[int, int] | None) -> Blame:
+def _level(sight: RankSight, is_in_call: bool, is_behind: bool, least: tuple[int, int] | None) -> StackState:
     """How likely a rank is the culprit, by its records first and by its stack where they say nothing.
 
     ``is_in_call``: it is in an operation that it has begun, whoever else has: wherever its host is meanwhile, the
     others do not wait for that.
     """
-    if sight.blame is Blame.STOPPED:
-        return Blame.STOPPED
+    if sight.stack_state is StackState.STOPPED:
+        return StackState.STOPPED
     if is_in_call:
-        return Blame.WAITING
+        return StackState.WAITING
     if is_behind:
         # gloo records neither sends nor what goes through a store: a rank that waits there is behind by no own fault
-        return Blame.UNCLEAR if sight.blame is Blame.WAITING and not _records_all(sight) else Blame.ELSEWHERE
-    return sight.blame if sight.progress in (None, least) else Blame.WAITING
+        return (
+            StackState.UNCLEAR
+            if sight.stack_state is StackState.WAITING and not _records_all(sight)
+            else StackState.ELSEWHERE
+        )
+    return sight.stack_state if sight.progress in (None, least) else StackState.WAITING
 
 
 def _records_all(sight: RankSight) -> bool:
@@ -216,12 +220,12 @@ def _records_all(sight: RankSight) -> bool:
 def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) -> HangVerdict:
     """The verdict on a gang in which everybody waits."""
     ranks = tuple(sorted(sights))
-    elsewhere = tuple(rank for rank in ranks if waits[rank] and sights[rank].blame is Blame.ELSEWHERE)
+    elsewhere = tuple(rank for rank in ranks if waits[rank] and sights[rank].stack_state is StackState.ELSEWHERE)
     if 0 < len(elsewhere) < len(ranks):  # it has left operations behind that go on without it
         return HangVerdict(kind="rank", suspects=elsewhere)
     calls = {rank: sight.record.calls for rank, sight in sights.items() if sight.record and sight.record.calls}
     if not calls:
-        return HangVerdict(kind="unknown", suspects=ranks, why="every rank seems to wait for its peers")
+        return HangVerdict(kind="unknown", suspects=ranks, detail="every rank seems to wait for its peers")
     first = {(call.group, call.number): call for found in calls.values() for call in found if call.peer is None}
     differing = [
         (first[call.group, call.number], call)
@@ -231,24 +235,24 @@ def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) ->
     ]
     if differing:
         one, other = differing[0]
-        why = f"ranks of one group disagree on its collective {one.number}: {_call(other)} or {_call(one)}"
-        return HangVerdict(kind="disagreement", suspects=ranks, why=why)
+        detail = f"ranks of one group disagree on its collective {one.number}: {_call(other)} or {_call(one)}"
+        return HangVerdict(kind="disagreement", suspects=ranks, detail=detail)
     if set(calls) <= _in_circles(waits):
-        why = "ranks wait for each other in different operations: " + "; ".join(
+        detail = "ranks wait for each other in different operations: " + "; ".join(
             f"rank {rank} in {_call(found[0])}" for rank, found in sorted(calls.items())[:4]
         )
-        return HangVerdict(kind="disagreement", suspects=ranks, why=why)
+        return HangVerdict(kind="disagreement", suspects=ranks, detail=detail)
     stuck = sorted(rank for rank in calls if not waits[rank])
     call = calls[stuck[0]][0]
     members = _members(stuck[0], call, sights)
     if unseen := sorted(set(members) - set(ranks)):
-        why = f"rank {stuck[0]} is in {_call(call)} with rank {unseen[0]}, of which nothing was seen"
-        return HangVerdict(kind="unknown", suspects=ranks, why=why)
+        detail = f"rank {stuck[0]} is in {_call(call)} with rank {unseen[0]}, of which nothing was seen"
+        return HangVerdict(kind="unknown", suspects=ranks, detail=detail)
     if not all(_may_be_in(call, sights[rank]) for rank in members):
-        return HangVerdict(kind="unknown", suspects=ranks, why="every rank seems to wait for its peers")
+        return HangVerdict(kind="unknown", suspects=ranks, detail="every rank seems to wait for its peers")
     number = "" if call.peer is not None else f" (number {call.number} of group {_label(stuck[0], call, sights)})"
-    why = f"ranks {', '.join(map(str, stuck))} all wait in {_call(call)}{number}: what joins them stands still"
-    return HangVerdict(kind="link", suspects=tuple(stuck), why=why)
+    detail = f"ranks {', '.join(map(str, stuck))} all wait in {_call(call)}{number}: what joins them stands still"
+    return HangVerdict(kind="link", suspects=tuple(stuck), detail=detail)
 
 
 def _may_be_in(call: PendingCall, sight: RankSight) -> bool:

@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from cluster.gang.blame import RankSight, verdict
 from cluster.gang.gang_outcome import fold
+from cluster.gang.hang_verdict import RankSight, verdict
 from cluster.gang.messages import RankFailure
 from cluster.node.hang import summary
 from tests.cluster.gang.nccl_dumps import SHAPES, done, dump, recv, send, started, under_way
@@ -50,7 +50,7 @@ def recorded(case, stacks=()):
 def test_recorded_hangs_on_gloo(case, stacks, kind, suspects, why):
     found = verdict(recorded(case, stacks))
     assert (found.kind, found.suspects) == (kind, suspects), found
-    assert why in found.why
+    assert why in found.detail
 
 
 def test_every_recorded_case_is_judged():
@@ -80,7 +80,7 @@ def test_the_rank_that_has_not_begun_the_collective_is_to_blame_though_all_wait_
         }
     )
     assert (found.kind, found.suspects) == ("rank", (2,))
-    assert "waits for it in all_reduce number 2 of group default_pg" in found.why
+    assert "waits for it in all_reduce number 2 of group default_pg" in found.detail
 
 
 def test_a_chain_of_ranks_that_wait_is_followed_to_its_end():
@@ -150,7 +150,7 @@ def test_two_sends_do_not_meet():
     for one, other in ((send(0, 1), send(1, 0)), (recv(0, 1), recv(1, 0))):
         found = verdict({0: sight(0, one), 1: sight(1, other)})
         assert found.kind == "disagreement"
-        assert "ranks wait for each other in different operations: rank 0 in " in found.why
+        assert "ranks wait for each other in different operations: rank 0 in " in found.detail
 
 
 def test_neighbours_of_a_stage_that_wait_for_what_it_does_not_send_have_no_broken_link():
@@ -240,7 +240,7 @@ def test_a_host_that_reads_from_its_device_within_the_collective_keeps_nobody_wa
 
 def test_a_collective_with_ranks_of_which_nothing_was_seen_is_no_proof_of_a_link():
     found = verdict({0: sight(0, under_way("0", 1))})
-    assert (found.kind, found.why) == (
+    assert (found.kind, found.detail) == (
         "unknown",
         "rank 0 is in all_reduce of [[8]] with rank 1, of which nothing was seen",
     )

@@ -61,7 +61,7 @@ FinalistOutcome = Literal[
 """The result of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner; of one ``not_judged`` it
 could not be told whether it trains the same."""
 
-FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
+FINALIST_LABELS: Mapping[FinalistOutcome, str] = {
     "winner": "the winner",
     "faster": "faster",
     "slower": "slower",
@@ -76,7 +76,7 @@ FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "not_measured_yet": "not measured yet",
 }
 
-GATE_ROLE_WORDS: Mapping[GateRole, str] = {
+GATE_ROLE_LABELS: Mapping[GateRole, str] = {
     "reference": " in fp32",
     "finalist_reference": " in fp32",
     "twin": " with rounding errors",
@@ -89,7 +89,7 @@ CommandPurpose = Literal[
 ]
 """What a command shown below a result is for; ``force`` is a promotion that is refused unless forced."""
 
-PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
+PURPOSE_LABELS: Mapping[CommandPurpose, str] = {
     "logs": "what the failing ranks wrote",
     "story": "what happened to it, and what follows",
     "retry": "launch what failed again, once the cause is fixed",
@@ -104,13 +104,13 @@ PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
 }
 
 
-def finalist_words(one: Finalist) -> str:
+def finalist_text(one: Finalist) -> str:
     """What came of a finalist: ``not shown faster``, ``equal to t004``."""
-    return FINALIST_WORDS[one.outcome].format(cause=one.cause)
+    return FINALIST_LABELS[one.outcome].format(cause=one.cause)
 
 
-def gate_words(report: GateReport) -> str:
-    """``passed: loss: median 0.04 % off, all 20 steps within their limits``, gradient norms alike; or why not."""
+def gate_text(report: GateReport) -> str:
+    """``passed: loss: median 0.04% off, all 20 steps within their limits``, gradient norms alike; or why not."""
     if report.answer == "failed":
         return f"failed: {'; '.join(report.reasons)}"
     if report.answer == "inconclusive":
@@ -134,7 +134,7 @@ def _steps_judged(found: StepsJudged) -> str:
     return f"{median}, {beyond} (up to {found.num_allowed} may be)"
 
 
-def soak_words(report: SoakReport) -> str:
+def soak_text(report: SoakReport) -> str:
     """``longer run of 310 steps (41 s): 1.52x in its first third, 1.50x in its last``, or why it did not pass."""
     if report.answer != "passed" or report.first is None or report.last is None:
         return report.reason
@@ -143,14 +143,14 @@ def soak_words(report: SoakReport) -> str:
     return f"longer run of {length}: {thirds}"
 
 
-def evaluation_words(evaluation: Evaluation) -> str:
-    """How the user's own evaluation ended: ``passed``, ``exit 3``."""
+def evaluation_text(evaluation: Evaluation) -> str:
+    """How the user's evaluation ended: ``passed``, ``exit 3``."""
     if evaluation.passed:
         return "passed"
     return "could not be started, or took too long" if evaluation.exit_code is None else f"exit {evaluation.exit_code}"
 
 
-def promotion_words(record: Mapping[str, str]) -> str:
+def promotion_text(record: Mapping[str, str]) -> str:
     """``t004 became `llama` version 3, by me@host``."""
     what = "became" if record["action"] == "promote" else "was rolled back in"
     forced = ", by force" if record.get("forced") == "true" else ""
@@ -168,7 +168,7 @@ def confirmation_heading(virtual: Virtual | None) -> str:
     return f"Confirmation, {virtual}" if virtual else "Confirmation"
 
 
-def check_words(check: Check | None) -> str:
+def check_text(check: Check | None) -> str:
     """``t004 again, round 2`` of a check; empty for a trial of the search."""
     if check is None:
         return ""
@@ -178,7 +178,7 @@ def check_words(check: Check | None) -> str:
             return f"{of} again, round {check.round + 1}"
         case GateRun():
             is_repeat = check.role == "twin" and not check.perturbation
-            role = " once more" if is_repeat else GATE_ROLE_WORDS.get(check.role, "")
+            role = " again" if is_repeat else GATE_ROLE_LABELS.get(check.role, "")
             return f"{of}{role} for the loss gate"
         case SoakRun():
             return f"longer run of {of}"
@@ -191,7 +191,7 @@ def spelled_name(candidate: Candidate) -> str:
     return "\n".join([short_name(candidate), *(f"{sign}: {meaning}" for sign, meaning in spelled(candidate))])
 
 
-def phase_words(progress: GangProgress) -> str:
+def phase_text(progress: GangProgress) -> str:
     """``warm-up 2``, ``measuring 5``."""
     phase = "warm-up" if progress.phase == "warmup" else progress.phase
     return f"{phase} {progress.step}" if progress.step else phase
@@ -238,8 +238,8 @@ def compilation(graph: GraphReport) -> str:
 
 
 def spread(measurement: Measurement) -> str:
-    """Half the relative inter-quartile range of the step times, no less than their digits show: ``± 1.2 %``."""
-    return f"± {50 * relative_spread(measurement.counted_step_times_s, measurement.step_time_resolution_s):.1f} %"
+    """Half the relative inter-quartile range of the step times, no less than their digits show: ``± 1.2%``."""
+    return f"± {50 * relative_spread(measurement.counted_step_times_s, measurement.step_time_resolution_s):.1f}%"
 
 
 def versus(compared: Speedup | None) -> str:
@@ -287,8 +287,8 @@ BUSY_MARK = "!"
 """Marks what was measured while the machine was busy with something else, or slowed down."""
 
 
-def disturbance_words(one: Disturbance) -> str:
-    """``others used 48 % of its processors (python 1.9)``: what disturbed a node, beginning with the most usual."""
+def disturbance_text(one: Disturbance) -> str:
+    """``others used 48% of its processors (python 1.9)``: what disturbed a node, beginning with the most usual."""
     parts = []
     if one.foreign_cpu is not None and one.foreign_cpu >= FOREIGN_CPU_LIMIT:
         names = f" ({', '.join(one.foreign_processes)})" if one.foreign_processes else ""
@@ -309,20 +309,20 @@ def disturbance_words(one: Disturbance) -> str:
 def disturbed(measurement: Measurement | None) -> str:
     """What disturbed a measurement, on the node where it was worst; empty where nothing did."""
     worst = measurement.disturbed_by if measurement else None
-    return disturbance_words(worst) if worst else ""
+    return disturbance_text(worst) if worst else ""
 
 
 _USAGE: Mapping[UsageKind, Callable[[float], str]] = {
-    "cpu_percent": lambda value: f"CPU {value:.0f} %",
+    "cpu_percent": lambda value: f"CPU {value:.0f}%",
     "memory_bytes": lambda value: f"memory {units.num_bytes(value)}",
-    "device_percent": lambda value: f"busy {value:.0f} %",
+    "device_percent": lambda value: f"busy {value:.0f}%",
     "device_memory_bytes": units.num_bytes,
     "device_power_w": lambda value: f"{value:.0f} W",
 }
 
 
 def usage(measurement: Measurement) -> str:
-    """``n1: CPU 83 %, memory 5.2 GiB; GPU 0 busy 97 %, 74.1 GiB, 410 W``: means over the run, all processes counted."""
+    """``n1: CPU 83%, memory 5.2 GiB; GPU 0 busy 97%, 74.1 GiB, 410 W``: means over the run, all processes counted."""
     nodes = []
     for node in measurement.disturbances:
         devices: dict[str, list[str]] = {}
@@ -339,7 +339,7 @@ TREND_MARK = "~"
 
 
 def trend(measurement: Measurement | None) -> str:
-    """``steps became 12 % slower while it was measured: only the last 3 of 8 count``; empty where they were alike."""
+    """``steps became 12% slower while it was measured: only the last 3 of 8 count``; empty where they were alike."""
     found = measurement.trend if measurement else None
     if measurement is None or found is None:
         return ""
@@ -363,7 +363,7 @@ def busy_note(measured: Mapping[int, Measurement | None]) -> str:
     if not worst:
         return ""
     most = max(worst, key=lambda number: worst[number].severity)
-    return f"{BUSY_MARK} measured on a busy machine; {units.trial_id(most)} most: {disturbance_words(worst[most])}"
+    return f"{BUSY_MARK} measured on a busy machine; {units.trial_id(most)} most: {disturbance_text(worst[most])}"
 
 
 # What the ranks of a trial found out besides times, as lines for people and as numbers for MLflow.

@@ -15,8 +15,8 @@ from orchestrator.cli.main import main
 from orchestrator.draft.command_draft import draft_script, read_command
 from orchestrator.draft.machine import machine_here
 from orchestrator.draft.observed import (
+    Detected,
     Filled,
-    Looked,
     OptionChange,
     changes,
     found_options,
@@ -110,8 +110,8 @@ def test_a_draft_has_the_true_batch_and_the_options_that_act(folder, name):
 
 def test_another_batch_than_was_seen_is_an_error_with_the_right_number(folder):
     command = take_apart(shlex.split("python from_json.py settings.json"), folder)
-    looked = Looked(facts=FACTS)
-    script = read_command(command, folder, recipe=None, is_gpu=False, ranks=2, looked=looked)
+    detected = Detected(facts=FACTS)
+    script = read_command(command, folder, recipe=None, is_gpu=False, ranks=2, detected=detected)
     machine = machine_here(2)
     assert draft_script(script, machine, folder=folder).global_batch_size == 32
     assert draft_script(script, machine, folder=folder, global_batch_size=32).global_batch_size == 32
@@ -166,8 +166,8 @@ def test_a_proven_option_has_the_role_of_the_knob_that_it_is(folder):
     option = ScriptOption(names=("--bf16-on",), is_flag=True)
     change = OptionChange(role="amp", option=option, value=True)
     shown = proof(change, facts(dtype="float32"), facts(dtype="bfloat16"))
-    looked = Looked(facts=FACTS, options=(option,), proofs={"amp": shown})
-    found = read_program(("python", "t.py"), None, is_gpu=True, cores=2, ranks=2, looked=looked)
+    detected = Detected(facts=FACTS, options=(option,), proofs={"amp": shown})
+    found = read_program(("python", "t.py"), None, is_gpu=True, cores=2, ranks=2, detected=detected)
     assert found.own == {"--bf16-on": {"values": [False, True], "memory": "falls", "role": "precision"}}
     assert (found.micro_batch_size, found.accumulation) == (8, 2)
 

@@ -33,7 +33,7 @@ _BETWEEN = ("tune_cluster_hook", "_python_dispatch.py", "torch/_tensor.py", "tor
 _PACKAGES = ("/site-packages/", "/torch/", "/lib/python3", "<frozen")
 
 
-class SeenOperators:
+class OperatorCounts:
     """Record of one step's operators."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class SeenOperators:
         if self.is_whole:
             self.is_whole = bool(self._at(func, args, kwargs, out, formulas))
 
-    @guarded("look")
+    @guarded("inspection")
     def _at(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, formulas: Any) -> bool:
         name = func._schema.name
         self.counts["operators"] += 1
@@ -125,25 +125,25 @@ def _site() -> str:
     return "" if not path or any(part in path for part in _PACKAGES) else f"{os.path.basename(path)}:{frame.f_lineno}"
 
 
-def _mode(look: SeenOperators) -> Any:
+def _mode(operators: OperatorCounts) -> Any:
     """A dispatch mode. PyTorch's ``FlopCounterMode`` would hook into every module."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry  # PyTorch 2.2 or later: without it, nothing is looked at
 
-    class Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class InspectingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Sees every operator of the step."""
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             out = func(*args, **(kwargs or {}))
-            look.at(func, args, kwargs or {}, out, flop_registry)
+            operators.at(func, args, kwargs or {}, out, flop_registry)
             return out
 
-    return Looking()  # type: ignore[no-untyped-call]
+    return InspectingMode()  # type: ignore[no-untyped-call]
 
 
-_looking: set[int] = set()
+_inspecting: set[int] = set()
 """The mode that is on, by identity."""
 
 
@@ -151,15 +151,15 @@ def unseen() -> Any:
     """A context in which reading tensors is not recorded; some that autograd made cannot be otherwise."""
     dispatch = sys.modules.get("torch.utils._python_dispatch")
     pause = getattr(dispatch, "_disable_current_modes", None)
-    return contextlib.nullcontext() if pause is None or not _looking else pause()
+    return contextlib.nullcontext() if pause is None or not _inspecting else pause()
 
 
-class LookAtStep:
+class OperatorInspector:
     """Looks from one step's end to the next one's."""
 
     def __init__(self) -> None:
         self._mode: Any = None
-        self._look = SeenOperators()
+        self._operators = OperatorCounts()
         self._done = False
 
     @property
@@ -171,26 +171,26 @@ class LookAtStep:
         """Begins at the end of a step; at the end of the next, what was seen."""
         if self._mode is not None:
             self.stop()
-            return {**self._look.facts(), **(_launching() or {})}
+            return {**self._operators.facts(), **(_launching() or {})}
         if not self._done:
             self._done = True
             if not compiled and _is_free():
                 self._begin()
         return {}
 
-    @guarded("look begins")
+    @guarded("inspection begins")
     def _begin(self) -> None:
-        mode = _mode(self._look)
+        mode = _mode(self._operators)
         mode.__enter__()
         self._mode = mode
-        _looking.add(id(mode))
+        _inspecting.add(id(mode))
 
-    @guarded("look ends")
+    @guarded("inspection ends")
     def stop(self) -> None:
         """Ends a look that is on."""
         mode, self._mode = self._mode, None
         if mode is not None:
-            _looking.discard(id(mode))
+            _inspecting.discard(id(mode))
             mode.__exit__(None, None, None)
 
 

@@ -1,4 +1,4 @@
-"""Finds functions in the user's own code, for processes that train or count it. Standard library only.
+"""Finds functions in the user's code, for processes that train or count it. Standard library only.
 
 Only ranks, dry runs and the counting of a module do so, each in a process of its own: nothing of the user's is ever
 imported where sweeps are planned and decided.

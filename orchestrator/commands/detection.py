@@ -13,7 +13,7 @@ from orchestrator.commands.short_run import run_once
 from orchestrator.config.sweep import load_sweep
 from orchestrator.draft.command_draft import DraftedScript
 from orchestrator.draft.machine import DraftedMachine
-from orchestrator.draft.observed import Filled, Looked, OptionChange, Proof, changes, files_of, found_options, proof
+from orchestrator.draft.observed import Detected, Filled, OptionChange, Proof, changes, files_of, found_options, proof
 from orchestrator.draft.program_reading import runnable
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.snapshot import Home
@@ -21,11 +21,11 @@ from trials.files import write_atomically
 from trials.outcome import Measured
 from trials.reports import ScriptFacts, SeenOption
 
-LOOK_S = 180.0
+DETECTION_S = 180.0
 """Default time limit of these runs, in seconds."""
-ROOM = 1.3
+TIME_MARGIN = 1.3
 """Expected time of a further run, as a multiple of the first one's."""
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class NotSeenError(Exception):
@@ -33,14 +33,14 @@ class NotSeenError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneLook:
+class DetectionRun:
     """Facts and options recorded in one run."""
 
     facts: ScriptFacts
     options: tuple[SeenOption, ...]
 
 
-class Looker:
+class Detector:
     """Runs a command as a trial does, with the reporting hook, in its own ranks.
 
     Args:
@@ -49,14 +49,14 @@ class Looker:
         folder: for files of the runs; empty again afterwards.
     """
 
-    def __init__(self, script: DraftedScript, machine: DraftedMachine, folder: Path, tell: Tell) -> None:
+    def __init__(self, script: DraftedScript, machine: DraftedMachine, folder: Path, notify: Notify) -> None:
         self._script = script
         self._machine = machine
         self._folder = folder
         self._files = files_of(script.command.argv, Path(script.run.cwd))
-        self._tell = tell
+        self._notify = notify
 
-    def look(self, variant: Filled, within_s: float) -> OneLook:
+    def observe(self, variant: Filled, within_s: float) -> DetectionRun:
         """Run a variant of the command.
 
         Raises:
@@ -68,18 +68,18 @@ class Looker:
             spec = load_sweep(file)
         except ConfigError as error:
             raise NotSeenError(error.message) from None
-        ran = run_once(spec, spec.baseline_candidate, Home(self._folder), self._waits, looks_within_s=within_s)
+        ran = run_once(spec, spec.baseline_candidate, Home(self._folder), self._waits, step_within_s=within_s)
         if not isinstance(ran.outcome, Measured):
             raise NotSeenError(ran.outcome.evidence.message)
         found = ran.outcome.measurement.findings.script
         if found is None or found.facts.samples_per_step is None:
             raise NotSeenError("its steps were detected, but not its batch size")
-        return OneLook(facts=found.facts, options=found.options)
+        return DetectionRun(facts=found.facts, options=found.options)
 
     def _waits(self, line: str) -> None:
         """Pass on reasons for waiting, but not progress."""
         if not line.startswith("the first step"):
-            self._tell(line)
+            self._notify(line)
 
     def _sweep(self, variant: Filled) -> dict[str, object]:
         """A sweep of the command alone; its arguments are not checked."""
@@ -91,7 +91,7 @@ class Looker:
             write_atomically(copy, [changed[word].encode()])
         pattern = script.source.log_pattern if script.source is not None else None
         return {
-            "name": "look",
+            "name": "detection",
             "workload": {
                 "recipe": "custom",
                 "run": [_escaped(str(copies.get(word, word))) for word in variant.argv],
@@ -117,28 +117,28 @@ def _escaped(word: str) -> str:
     return doubled.replace("{{out}}", "{out}").replace("{{steps}}", "{steps}")
 
 
-def look_at(script: DraftedScript, machine: DraftedMachine, *, budget_s: float, tell: Tell) -> Looked:
+def detect(script: DraftedScript, machine: DraftedMachine, *, budget_s: float, notify: Notify) -> Detected:
     """Run the command, then once per option that may be worth tuning, as long as the budget lasts."""
     as_typed = _as_typed(script)
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tune-cluster-look-") as folder:
-        looker = Looker(script, machine, Path(folder), tell)
-        tell("running the command for three steps")
+        detector = Detector(script, machine, Path(folder), notify)
+        notify("running the command for three steps")
         try:
-            first = looker.look(as_typed, budget_s)
+            first = detector.observe(as_typed, budget_s)
         except NotSeenError as reason:
-            return Looked(problem=str(reason))
+            return Detected(problem=str(reason))
         took_s = time.monotonic() - begun_s
-        looked = Looked(
+        detected = Detected(
             facts=first.facts,
             options=tuple(found_options(as_typed, script.source, first.options)),
             files=as_typed.files,
             starts_ranks=_starts_ranks(script, machine, first.facts),
         )
-        tell(f"detected after {took_s:.0f} s: {looked.words}")
+        notify(f"detected after {took_s:.0f} s: {detected.words}")
         if not script.uses_placeholders and script.framework.name != "accelerate":  # whose options are the script's
-            return looked
-        return _with_proofs(looked, script, machine, looker, begun_s + budget_s, took_s * ROOM, tell)
+            return detected
+        return _with_proofs(detected, script, machine, detector, begun_s + budget_s, took_s * TIME_MARGIN, notify)
 
 
 def _as_typed(script: DraftedScript) -> Filled:
@@ -152,44 +152,46 @@ def _starts_ranks(script: DraftedScript, machine: DraftedMachine, facts: ScriptF
 
 
 def _with_proofs(
-    looked: Looked,
+    detected: Detected,
     script: DraftedScript,
     machine: DraftedMachine,
-    looker: Looker,
+    detector: Detector,
     until_s: float,
     run_s: float,
-    tell: Tell,
-) -> Looked:
+    notify: Notify,
+) -> Detected:
     """Add the result of one changed run per option, and the options for which no time was left."""
     as_typed = _as_typed(script)
     declared = script.source.options if script.source is not None else ()
-    asked = tuple(changes(as_typed.argv, (*declared, *looked.options), looked.facts, is_gpu=machine.is_gpu))
+    changed = tuple(changes(as_typed.argv, (*declared, *detected.options), detected.facts, is_gpu=machine.is_gpu))
     proofs: dict[str, Proof] = {}
     refuted: set[str] = set()
     late: list[str] = []
-    for change in asked:
+    for change in changed:
         name = change.option.names[0]
         if change.role in proofs or any(done.option.names[0] == name for done in proofs.values()):
             continue
         if time.monotonic() + run_s > until_s:
             late.append(name)
             continue
-        found = _tried(change, looker, as_typed, until_s, looked.facts)
+        found = _tried(change, detector, as_typed, until_s, detected.facts)
         if isinstance(found, Proof):
             proofs[change.role] = found
-            tell(f"{change.words}: {found.before} became {found.after}")
+            notify(f"{change.words}: {found.before} became {found.after}")
         else:
             refuted.add(name)
-            tell(f"{change.words}: {found}")
+            notify(f"{change.words}: {found}")
     problem = f"no time left to test {', '.join(dict.fromkeys(late))}: see --run-time" if late else ""
     proven = {one.option.names[0] for one in proofs.values()}
-    return replace(looked, proofs=proofs, refuted=frozenset(refuted - proven), problem=problem)
+    return replace(detected, proofs=proofs, refuted=frozenset(refuted - proven), problem=problem)
 
 
-def _tried(change: OptionChange, looker: Looker, as_typed: Filled, until_s: float, before: ScriptFacts) -> Proof | str:
+def _tried(
+    change: OptionChange, detector: Detector, as_typed: Filled, until_s: float, before: ScriptFacts
+) -> Proof | str:
     """The proof from a changed run, or why there is none."""
     try:
-        after = looker.look(change.applied(as_typed), until_s - time.monotonic())
+        after = detector.observe(change.applied(as_typed), until_s - time.monotonic())
     except NotSeenError as reason:
         return f"does not run: {reason}"
     unread = [one for one in after.options if change.option.names[0] in (*one.flags, one.name) and one.is_unread]

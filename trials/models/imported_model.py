@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from trials.failure import InfeasibleSpec
 from trials.models.built_in import Head
 from trials.models.model import LayerList, Loss, TrainModel, cut, layers_in, pipeline_problem, plan_problem
-from trials.own_code import call_function, described, load_function
 from trials.sizes import Chunk
 from trials.spec import LlamaModel, PythonModel
+from trials.user_code import call_function, described, load_function
 
 Call = Callable[[nn.Module, Tensor], Any]
 """Runs a module on a batch of inputs and gives its outputs."""
@@ -35,7 +35,7 @@ class Built:
     call: Call
 
 
-class GivenModel(TrainModel):
+class ImportedModel(TrainModel):
     """Runs a module of the user's, or the part of it that one stage holds.
 
     Where it has a head (:attr:`~trials.spec.ModuleFacts.head`), that is taken out and comes after the module, as
@@ -129,7 +129,7 @@ def _called(module: nn.Module, x: Tensor) -> Any:
     return module(x)
 
 
-def part_of(built: Built, num_layers: int, chunk: Chunk, head: str | None = None) -> GivenModel:
+def part_of(built: Built, num_layers: int, chunk: Chunk, head: str | None = None) -> ImportedModel:
     """What ``chunk`` holds of the module, of which ``head`` computes the loss.
 
     Raises:
@@ -147,7 +147,7 @@ def part_of(built: Built, num_layers: int, chunk: Chunk, head: str | None = None
         if problem := pipeline_problem(built.module, built.layers, built.before, built.after):
             raise InfeasibleSpec(f"pp: {problem}")
         cut(built.module, chunk, built.layers, built.before or (), built.after or ())
-    return GivenModel(built, chunk, no_tensor_parallel, head)
+    return ImportedModel(built, chunk, no_tensor_parallel, head)
 
 
 def loss_of_python(model: PythonModel) -> Loss:
