@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST = $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: sweep test test-exhaustive test-all check clean
+.PHONY: sweep test test-exhaustive test-all check docs clean
 
 sweep: $(VENV)/.run
 	$(VENV)/bin/tune-cluster submit configs/sweeps/quickstart.yaml
@@ -38,6 +38,10 @@ check: $(VENV)/.test
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	@echo "open build/site/index.html, or serve it with search: $(VENV)/bin/python -m http.server -d build/site"
+
 # torch comes first, so that nothing else decides which build of it is taken.
 $(VENV)/.torch: constraints.txt
 	@echo "setting up $(VENV): this takes some minutes once"
@@ -52,6 +56,12 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(PIP) install --editable ".[test]" --constraint constraints.txt
 	@touch $@ $(VENV)/.run
+
+# The site needs no torch.
+$(VENV)/.docs: constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install mkdocs-material --constraint constraints.txt
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,10 +18,6 @@ LACKING = '    lacking("kernels.deterministic", "nothing makes its kernels deter
 OF_SCRIPT = (
     '    left_to_script("kernels.deterministic", "your script calls torch.use_deterministic_algorithms(True)"),\n'
 )
-FRAMEWORKS = (
-    "| Megatron-LM | torchtitan | DeepSpeed | MindFormers | PaddleNLP | Accelerate |\n|---|---|---|---|---|---|\n"
-)
-
 STEPS = {
     "trials/spec.py": (
         '    memory_format: Literal["nchw", "nhwc", "auto"] = "nchw"\n',
@@ -45,7 +41,9 @@ STEPS = {
     "orchestrator/frameworks/paddlenlp.py": ('    lacking("kernels.matmul_precision",', LACKING),
     "docs/knobs.md": (
         "### memory_format\n",
-        f"### deterministic\n\nOnly such kernels.\n\n{FRAMEWORKS}| - | - | - | - | - | - |\n\n",
+        "### deterministic\n\nOnly such kernels.\n\n",
+        "| `memory_format` | -",
+        "| `deterministic` | - | - | - | - | - | - |\n",
     ),
 }
 """File to pairs of (a line, what the new knob `deterministic` puts before it), in the order of CONTRIBUTING.md."""

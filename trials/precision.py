@@ -24,7 +24,7 @@ from trials.legality import LEVEL, MULTIPLE
 from trials.models.model import TrainModel
 from trials.operators import in_backward, leaves_in, map_leaves, operator_name
 from trials.reports import LossScaleState, OperatorCast
-from trials.spec import LossScale, Precision
+from trials.spec import Candidate, LossScale, Precision
 
 # Mixed precision: autocast, 16-bit parameters with fp32 masters, and loss scaling.
 
@@ -67,11 +67,17 @@ def compute_dtype(precision: Precision) -> torch.dtype:
     return _DTYPES[precision.dtype]
 
 
-def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context of the forward pass: autocast for O1 and O1-fp8, else nothing."""
+def autocast(candidate: Candidate, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The context of the forward pass: autocast for O1 and O1-fp8, else nothing.
+
+    Autocast's cache keeps a 16-bit copy of every weight until the forward pass ends. Under ZeRO-3, which gathers
+    weights for each use, the cache saves no cast and would keep the whole model in memory, so it is off.
+    """
+    precision = candidate.precision
     if precision.level not in ("O1", "O1-fp8"):
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=compute_dtype(precision))
+    keeps_casts = candidate.layout.zero_stage < 3
+    return torch.autocast(device.type, dtype=compute_dtype(precision), cache_enabled=keeps_casts)
 
 
 @contextlib.contextmanager

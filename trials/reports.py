@@ -334,6 +334,17 @@ class ScriptSource:
     """Whether it is of the rank's own share of the batch only, so that the mean over ranks is that of the batch."""
 
 
+def micro_batches(forwards: float | None, backwards: int | None, optimizers: int | None) -> int | None:
+    """Micro-batches of an optimiser step on a rank, by the passes in one; None: unknown.
+
+    Several forward passes may belong to one backward pass, and the other way round. With several optimisers, one
+    micro-batch makes steps of all of them.
+    """
+    if optimizers is not None and optimizers > 1:
+        return 1
+    return min((round(count) for count in (forwards, backwards) if count), default=None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptFacts:
     """What was seen inside the program, as docs/report-api.md has it; it shows whether knobs act. None: not seen."""
@@ -383,6 +394,8 @@ class ScriptFacts:
     num_optimizers: int | None = None
     """Optimisers that stepped: with several, a step of one is not a step of the program."""
     num_workers: int | None = None
+    items_draw: bool | None = None
+    """Whether samples draw random numbers as they are loaded, so that they depend on the number of workers."""
     loader_batch_size: int | None = None
     is_compiled: bool | None = None
     wrapper: str | None = None
@@ -390,15 +403,8 @@ class ScriptFacts:
 
     @property
     def micro_batches(self) -> int | None:
-        """Micro-batches of an optimiser step on this rank; None: unknown.
-
-        Several forward passes may belong to one backward pass, and the other way round. With several optimisers, one
-        micro-batch makes steps of all of them.
-        """
-        if self.num_optimizers is not None and self.num_optimizers > 1:
-            return 1
-        counts = [round(count) for count in (self.forwards_per_step, self.backwards_per_step) if count]
-        return min(counts, default=None)
+        """As :func:`micro_batches`."""
+        return micro_batches(self.forwards_per_step, self.backwards_per_step, self.num_optimizers)
 
     @property
     def samples_per_step(self) -> int | None:

@@ -52,8 +52,8 @@ def lets_others_wait(spec: Mapping[str, Any], progress: ProgressSink) -> dict[st
 def _train_until(spec: Mapping[str, Any], progress: ProgressSink, fault: Callable[[], object]) -> dict[str, Any]:
     from trials.worker import run_rank
 
-    def watch(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
-        progress(phase, step=step, step_time_s=step_time_s)
+    def watch(phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False) -> None:
+        progress(phase, step=step, step_time_s=step_time_s, is_compiling=is_compiling)
         if step == FAULTY_STEP:
             fault()
 

@@ -169,7 +169,7 @@ def _per_stage(counts: Counts, layout: Layout) -> list[int]:
 
 def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     """Bytes per element or parameter: O0 keeps all in fp32, O1 adds a 16-bit copy of the weights, O2 keeps 16-bit
-    weights with fp32 masters. O1-fp8 casts weights in every matmul instead, and keeps no copy of them."""
+    weights with fp32 masters. O1-fp8, and O1 under ZeRO-3, cast weights at each use and keep no copy of them."""
     level, layout = candidate.precision.level, candidate.layout
     low = level == "O2"
     # FSDP2 reduces in fp32, what holds plain 16-bit parameters in their own format.
@@ -179,7 +179,7 @@ def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescr
         "weight_bytes": 2.0 if low else 4.0,
         "gradient_bytes": 2.0 if is_short else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,
-        "cast_bytes": 2.0 if level == "O1" else 0.0,
+        "cast_bytes": 2.0 if level == "O1" and layout.zero_stage < 3 else 0.0,
         "casts_operands": float(level == "O1-fp8"),
         "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,

@@ -104,21 +104,21 @@ DEFAULTS: tuple[Default, ...] = (
     Default(
         name="TORCH_NCCL_ENABLE_TIMING",
         value="1",
-        why="tells a device that hangs in a kernel of its own from those that wait for it; one more event a collective",
+        why="distinguishes a device hung in its own kernel from those that wait for it; one event more per collective",
         kinds=_NVIDIA_LIKE,
         synonyms=("NCCL_ENABLE_TIMING",),
     ),
     Default(
         name="TORCH_NCCL_DUMP_ON_TIMEOUT",
         value="1",
-        why="where torch leaves it off, NCCL looks only once a heartbeat whether a record is asked for",
+        why="where torch leaves it off, NCCL checks for a request only once per heartbeat",
         kinds=_NVIDIA_LIKE,
         synonyms=("TORCH_FR_DUMP_ON_TIMEOUT",),
     ),
     Default(
         name="TORCH_FR_BUFFER_SIZE",
         value="2000",
-        why="the flight recorder's last collectives tell which rank is behind when a gang hangs",
+        why="the flight recorder's last collectives show which rank is behind when a gang hangs",
         kinds=_NVIDIA_LIKE,
         is_set_here=False,
     ),
@@ -227,8 +227,9 @@ def single_node_env(directory: str) -> dict[str, str]:
 
 def several_nodes_env(address: str, port: int) -> dict[str, str]:
     """Environment of ranks on several nodes, which meet at a TCP store that rank 0 opens on the first."""
+    host = f"[{address}]" if ":" in address else address
     return {
-        RENDEZVOUS: f"tcp://{address}:{port}",
+        RENDEZVOUS: f"tcp://{host}:{port}",
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import logging
 import os
 import socket
@@ -39,7 +40,7 @@ from cluster.gang.environment import (
 from cluster.gang.gang_outcome import GangTracker
 from cluster.gang.messages import GangOrder, NodeEvent, NodeGone, NodeLaunch, node_launch
 from cluster.hardware.discovery import discover_node
-from cluster.hardware.topology import DeviceChoice, Node, Topology
+from cluster.hardware.topology import DeviceChoice, Node, Topology, read_or_empty
 from cluster.node.agent import PRELOAD, Agent
 from cluster.processes import die_with_parent
 from cluster.queue import EXPIRES_S, Admission, Claim, Grant, Queue, QueueEntry, QueuePolicy, Unlimited
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 
 
 _SIOCGIFADDR = 0x8915
+_INET6_TABLE = Path("/proc/net/if_inet6")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +171,12 @@ class NodeAgent:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface with this IPv4 address; None if none has it."""
-    if address.startswith("127."):
+    """Name of the network interface with this IPv4 or IPv6 address; None if none has it."""
+    parsed = ipaddress.ip_address(address)
+    if parsed.is_loopback:
         return "lo"
+    if parsed.version == 6:
+        return _interface_of_ipv6(parsed.packed.hex())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -181,6 +186,12 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def _interface_of_ipv6(digits: str) -> str | None:
+    """The interface in the kernel's table whose address has these 32 hexadecimal digits."""
+    rows = (line.split() for line in read_or_empty(_INET6_TABLE).splitlines())
+    return next((row[-1] for row in rows if row and row[0] == digits), None)
 
 
 logger = logging.getLogger(__name__)

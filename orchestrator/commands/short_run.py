@@ -50,7 +50,7 @@ _REMEDIES = {
     "itself, also set launcher: own.",
     "samples per micro-batch": "Correct baseline.micro_batch_size, or the argument that takes {micro_batch_size}: "
     "`tune-cluster init -- COMMAND` finds the option that acts.",
-    "forward passes per step": "Correct global_batch_size, or the argument that takes {accumulation}; use "
+    "micro-batches per step": "Correct global_batch_size, or the argument that takes {accumulation}; use "
     "{total_accumulation} if the program divides it by the number of ranks.",
     "samples per optimiser step": "Set workload.global_batch_size to the program's number.",
     "the number format": "Correct baseline.precision, or omit precision if the program decides it.",
@@ -317,7 +317,7 @@ def _check_inside(spec: SweepSpec, home: Home, address: str | None, notify: Noti
     knobs = knobs_set(chosen, today)
     if not knobs:
         return None
-    report_line = _once(notify or (lambda _: None))
+    report_line = notify or (lambda _: None)
     report_line(f"running {short_name(chosen)} again with the knobs of space.inside")
     outcome = run_once(spec, chosen, home, report_line, address=address).outcome
     found = outcome.measurement.findings.script if isinstance(outcome, Measured) else None
@@ -342,7 +342,7 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, noti
     """The same for a sweep that is known already."""
     if spec.cluster.kind not in ("ray", "local"):
         raise spec.error(("cluster", "kind"), f"on a {spec.cluster.kind} cluster nothing is run", "Use ray or local.")
-    report_line = _once(notify or (lambda _: None))
+    report_line = notify or (lambda _: None)
     candidate, num_legal = smallest(spec, known_topology(spec, home, address=address))
     begun_s = time.monotonic()
     report_line(f"running {short_name(candidate)} for {SHORT.min_warmup_steps + SHORT.num_steps} steps")
@@ -450,7 +450,9 @@ def run_once(
     """
     folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
     try:
-        return _run(spec, candidate, _request(spec, home, address, candidate), folder, report_line, step_within_s)
+        return _run(
+            spec, candidate, _request(spec, home, address, candidate), folder, _once(report_line), step_within_s
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another one may run beside

@@ -61,12 +61,30 @@ def _between(docs: str, start: str, table: str, end: str) -> str:
 def _tables(schema: dict[str, Any]) -> Iterator[str]:
     definitions = schema["$defs"]
     yield from _table("Top level", schema, definitions)
-    sections = list(_sections(schema, definitions, ""))
-    num_alike = collections.Counter(path for path, _ in sections)
-    for path, definition in sections:
+    paths: dict[int, list[str]] = {}
+    sections: dict[int, dict[str, Any]] = {}
+    for path, definition in _sections(schema, definitions, ""):
+        paths.setdefault(id(definition), []).append(path)
+        sections[id(definition)] = definition
+    num_alike = collections.Counter(found[0] for found in paths.values())
+    for key, definition in sections.items():
         yield ""
-        kind = _kind(definition["properties"]) if num_alike[path] > 1 else ""
-        yield from _table(f"`{path}`{kind}", definition, definitions)
+        kind = _kind(definition["properties"]) if num_alike[paths[key][0]] > 1 else ""
+        title = ", ".join(f"`{path}`" for path in dict.fromkeys(paths[key]))
+        yield from _table(f"{title}{kind}", _without_knobs(definition, definitions), definitions)
+
+
+def _without_knobs(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The section ``space`` without the knobs, which the table of ``baseline`` describes."""
+    if node is not definitions["SpaceSection"]:
+        return node
+    knobs = definitions["BaselineSection"]["properties"].keys() - {"own"}
+    rest = {key: value for key, value in node["properties"].items() if key not in knobs}
+    return {
+        **node,
+        "properties": rest,
+        "description": f"{node['description']} The knobs are those of `baseline`; also:",
+    }
 
 
 def _kind(properties: dict[str, Any]) -> str:

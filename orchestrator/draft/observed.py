@@ -36,6 +36,7 @@ _FACTS = (
     *("micro_batch_size", "micro_batches", "world_size", "dtype", "num_workers", "wrapper", "is_compiled"),
     *("layer_calls_per_forward", "num_optimizers", "loader_batch_size"),
 )
+_WORKERS = re.compile(r"nw|work|proc|thread|load|cpu", re.IGNORECASE)
 _QUOTED = re.compile(r"""(["'])(\{[a-z_]+\})\1""")
 Way = Literal["as_is", "over_ranks", "balanced", "switched"]
 """How an option acts: its value is the number seen on a rank; the sum over all ranks; the number seen, while the
@@ -218,12 +219,17 @@ def changes(
     for role in roles:
         named = [one for one in options if one.role == role and one.is_for_training]
         named.sort(key=lambda one: not is_specified(argv, argument_of(one)))
-        number = numbers.get(role)
+        number, least = numbers.get(role), 0 if role == "workers" else 2
         alike = [
             one
             for one in options
-            if number is not None and number > 1 and one.role is None and _now(argv, one) in _spellings(role, facts)
+            if number is not None
+            and number >= least
+            and one.role is None
+            and _now(argv, one) in _spellings(role, facts)
         ]
+        if number == 0:  # many options are 0
+            alike.sort(key=lambda one: not _WORKERS.search(one.names[0]))
         tried = [one for one in (*named, *alike) if one.file is None or role in numbers]
         for option in tried[:MAX_PER_ROLE]:
             value = _other(argv, option, role, facts)

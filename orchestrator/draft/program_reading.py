@@ -268,7 +268,9 @@ def _out_and_steps(words: tuple[str, ...], by_role: Mapping[str, ScriptOption]) 
 
 def _own(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], *, is_gpu: bool) -> Iterator[tuple[str, Any]]:
     """Options whose usual names show that they change the speed and not the training."""
-    if (dtype := by_role.get("dtype")) is not None and not dtype.is_flag:
+    amp = by_role.get("amp")
+    is_unused = amp is not None and amp.is_flag and not _is_amp_tried(amp, is_gpu) and not _is_on(argv, amp)
+    if (dtype := by_role.get("dtype")) is not None and not dtype.is_flag and not is_unused:
         values = number_formats(read_text(argv, argument_of(dtype)) or dtype.default, dtype.choices)
         if values:
             yield dtype.names[0], {"values": values, "memory": "falls"}
@@ -313,6 +315,11 @@ def _is_amp_tried(option: ScriptOption, is_gpu: bool) -> bool:
     return is_gpu or "bf16" in option.names[0]
 
 
+def _is_on(argv: tuple[str, ...], option: ScriptOption) -> bool:
+    """Whether a switch is on today, by the command or by default."""
+    return bool(read(argv, argument_of(option))) if is_specified(argv, argument_of(option)) else option.default is True
+
+
 def _own_name(name: str, by_role: Mapping[str, ScriptOption]) -> str:
     """What the sweep file calls a custom knob: its option; an identifier where a placeholder stands for the value."""
     if any(one.is_variable and one.names[0] == name for one in by_role.values()):
@@ -341,10 +348,8 @@ def _present(
         if option.is_variable:
             continue
         if option.is_flag:
-            is_on = (
-                read(argv, argument_of(option)) if is_specified(argv, argument_of(option)) else option.default is True
-            )
-            yield name, (not is_on) if name in option.negative else bool(is_on)
+            is_on = _is_on(argv, option)
+            yield name, (not is_on) if name in option.negative else is_on
             continue
         text = read_text(argv, argument_of(option))
         now = str(option.default if text is None else text)

@@ -468,7 +468,7 @@ def loss_drift(
     )
     before, after = _trajectory(then), _trajectory(now)
     if isinstance(workload.model, ScriptModel):
-        report = judge_script(0, ScriptRuns(baseline=before, again=None, finalist=after, splits_alike=True), gate)
+        report = judge_script(0, ScriptRuns(baseline=before, again=None, finalist=after), gate)
     else:
         report = judge_gate(0, GateTrajectories(baseline=before, finalist=after), gate, workload)
     if report.answer == "inconclusive":

@@ -35,7 +35,7 @@ from orchestrator.proof.loss_gate import (
     trajectory,
     undecided_gate,
 )
-from orchestrator.proof.script_gate import ScriptRuns, judge_script
+from orchestrator.proof.script_gate import OTHER_DRAWS, OTHER_SPLIT, ScriptRuns, judge_script
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.events import (
     ConfirmationRun,
@@ -479,8 +479,18 @@ def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> Gat
 def script_runs(state: SweepState, finalist: int, found: GateTrajectories) -> ScriptRuns:
     """What was trained, where a user's program is."""
     one, other = state.trials[BASELINE].candidate, state.trials[finalist].candidate
-    alike = (one.layout.dp, one.micro_batch_size) == (other.layout.dp, other.micro_batch_size)
-    return ScriptRuns(baseline=found.baseline, again=found.twin, finalist=found.finalist, splits_alike=alike)
+    if (one.layout.dp, one.micro_batch_size) != (other.layout.dp, other.micro_batch_size):
+        differs = OTHER_SPLIT
+    else:
+        differs = OTHER_DRAWS if _draws_otherwise(gate_runs(state, finalist)) else ""
+    return ScriptRuns(baseline=found.baseline, again=found.twin, finalist=found.finalist, differs=differs)
+
+
+def _draws_otherwise(runs: Mapping[GateRole, Trial]) -> bool:
+    """Whether samples draw random numbers as they are loaded, and the finalist has another number of loader workers."""
+    measured = [runs["baseline"].measurement, runs["finalist"].measurement]
+    facts = [one.findings.script.facts for one in measured if one is not None and one.findings.script is not None]
+    return any(one.items_draw for one in facts) and len({one.num_workers for one in facts}) > 1
 
 
 def is_script(state: SweepState) -> bool:

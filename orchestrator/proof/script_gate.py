@@ -5,9 +5,10 @@ baseline trains the same steps twice, and what it does to itself is the measure:
 
 - Where the baseline repeats itself, losses that agree step by step within the errors of the number format pass. That is
   the strict way, for programs whose data order does not depend on the layout.
-- Where the baseline does not repeat itself, or the finalist splits the batch otherwise, single steps cannot be
-  compared: then the mean loss over all steps has to lie in the baseline's *own band*, which its fluctuation from step
-  to step makes, and the report says how wide that is.
+- Where the baseline does not repeat itself, or the finalist splits the batch otherwise, or loads samples that draw
+  random numbers with another number of workers, single steps cannot be compared: then the mean loss over all steps has
+  to lie in the baseline's *own band*, which its fluctuation from step to step makes, and the report says how wide that
+  is.
 
 See docs/loss-gate.md. Standard library only.
 """
@@ -43,6 +44,8 @@ REPORT_LOSSES = (
     "Have it tell them (docs/report-api.md), or decide with an evaluation of your own (gate.command);"
     " neither is needed for `promote --force`"
 )
+OTHER_SPLIT = "it splits the batch otherwise than the baseline, so that single steps show other samples"
+OTHER_DRAWS = "samples draw random numbers, which depend on the number of loader workers"
 STRONGER_EVIDENCE = "More steps (gate.num_steps) or an evaluation of your own (gate.command) tell more"
 _TINY = 1e-12
 
@@ -55,8 +58,8 @@ class ScriptRuns:
     again: Trajectory | None
     """The baseline again; None where that run failed."""
     finalist: Trajectory
-    splits_alike: bool
-    """Whether finalist and baseline give every rank the same samples in the same passes."""
+    differs: str = ""
+    """Why the finalist's passes have other samples than the baseline's; empty: they have the same."""
 
     def first(self, num_steps: int) -> ScriptRuns:
         """The first ``num_steps`` steps of all."""
@@ -90,9 +93,9 @@ def judge_script(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateRe
 
 
 def _is_final(runs: ScriptRuns, settings: GateSettings) -> bool:
-    """Whether single steps are evidence against the finalist: the baseline repeats itself, and both split the batch
-    alike, or the user set the limit."""
-    return settings.loss_tolerance is not None or (runs.splits_alike and _repeats_itself(runs))
+    """Whether single steps are evidence against the finalist: the baseline repeats itself, and both have the
+    same samples, or the user set the limit."""
+    return settings.loss_tolerance is not None or (not runs.differs and _repeats_itself(runs))
 
 
 def _repeats_itself(runs: ScriptRuns) -> bool:
@@ -272,7 +275,7 @@ def _reason_against_steps(runs: ScriptRuns) -> str:
     if runs.again is not None and not _repeats_itself(runs):
         off = max(_deviations(runs.baseline.losses, runs.again.losses))
         return f"the baseline does not repeat itself (two runs are up to {100 * off:.2g}% apart)"
-    return "it splits the batch otherwise than the baseline, so that single steps show other samples"
+    return runs.differs
 
 
 def _fluctuation(runs: ScriptRuns) -> float:

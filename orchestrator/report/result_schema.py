@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from configs import CONFIGS
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of all documents that ``--json`` prints."""
 SCHEMA_FILE = "docs/result.schema.json"
 

@@ -1,6 +1,7 @@
 """Small parts without processes: clocks, JSON lines, discovery, the choice of a backend."""
 
 import socket
+import urllib.parse
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.base import ClusterError, ClusterRequest, Deadlines
 from cluster.connect import connect, describe
+from cluster.gang.environment import several_nodes_env
 from cluster.gang.messages import CompileTime, Lines, RankClock, RankProgress, StopGang, due_at_s, line, overdue_reason
 from cluster.hardware import topology
 from cluster.hardware.discovery import discover_node
@@ -115,3 +117,10 @@ def test_names_become_safe_for_paths():
 def test_the_loopback_interface_has_the_loopback_address():
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") is None
+    assert interface_of("::1") == "lo"
+    assert interface_of("2001:db8::1") is None
+
+
+def test_an_ipv6_address_makes_a_rendezvous_that_torch_reads():
+    url = urllib.parse.urlparse(several_nodes_env("fd00::1", 20000)["TUNE_CLUSTER_RENDEZVOUS"])
+    assert (url.hostname, url.port) == ("fd00::1", 20000)

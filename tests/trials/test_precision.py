@@ -6,12 +6,15 @@ import dataclasses
 import importlib.util
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trials.gang import run_gang
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
@@ -194,10 +197,17 @@ def build(precision, recompute=None):
     return model, meter
 
 
+CPU = torch.device("cpu")
+
+
+def candidate_at(precision, layout=None):
+    return tiny_spec(layout, precision=precision).candidate
+
+
 def train(precision, recompute=None):
     """Loss and gradients of a step, and calls by name."""
     model, meter = build(precision, recompute)
-    with autocast(precision, torch.device("cpu")):
+    with autocast(candidate_at(precision), CPU):
         loss = model(TOKENS, TOKENS)
     loss.backward()
     counts = {cast.name: cast.num_calls for cast in meter.casts(1)}
@@ -212,7 +222,7 @@ def output_types(precision):
         module.register_forward_hook(
             lambda _module, _args, out, name=name: types.update({name: getattr(out, "dtype", None)})
         )
-    with autocast(precision, torch.device("cpu")):
+    with autocast(candidate_at(precision), CPU):
         model(TOKENS)
     return types
 
@@ -227,6 +237,36 @@ def test_the_lists_overrule_autocast():
     listed = output_types(dataclasses.replace(O1, white=("rms_norm",), black=("linear",)))
     assert listed["layers.0.attention_norm"] == listed["norm"] == torch.bfloat16
     assert listed["layers.1.feed_forward.w13"] == listed["output"] == torch.float32
+
+
+class Copies(TorchDispatchMode):
+    """Records the 16-bit copies that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self.made.append(weakref.ref(out))
+        return out
+
+    @property
+    def num_alive(self):
+        return sum(one() is not None for one in self.made)
+
+
+@pytest.mark.parametrize(("zero_stage", "num_alive"), [(2, 4), (3, 0)])
+def test_no_copies_of_gathered_weights_outlive_their_use(zero_stage, num_alive):
+    """Saved tensors are dropped, as by recompute: what remains is in autocast's cache."""
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    candidate = candidate_at(O1, Layout(dp_shard=2, zero_stage=zero_stage))
+    x = torch.zeros(1, 8, dtype=torch.bfloat16)
+    drop = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None)
+    with Copies() as copies, autocast(candidate, CPU), drop:
+        layers(x)
+        assert len(copies.made) == 4 and copies.num_alive == num_alive
 
 
 def test_all_black_is_fp32_to_the_bit():
@@ -259,7 +299,7 @@ def test_names_never_met_are_told(caplog):
     assert meter.casts(1)[0] == OperatorCast(name="linaer", list="white", num_calls=0)
     caplog.clear()
     for _ in range(2):
-        with autocast(O1, torch.device("cpu")):
+        with autocast(candidate_at(O1), CPU):
             model(TOKENS)
     by_name = {cast.name: cast.num_calls for cast in meter.casts(2)}
     assert by_name["linaer"] == 0 and by_name["mul"] > 0
@@ -333,7 +373,6 @@ def test_gangs(layout, tmp_path):
 
 FLOAT8 = Precision(level="O1-fp8", dtype="bfloat16")
 WIDE = dataclasses.replace(WORKLOAD, model=dataclasses.replace(SHAPE, hidden_size=64, ffn_hidden_size=96))
-CPU = torch.device("cpu")
 KEEP, FLAT = Recompute(), Layout()
 
 
@@ -342,7 +381,7 @@ def trained(precision, recompute=KEEP):
     spec = tiny_spec(workload=WIDE, precision=precision, recompute=recompute)
     (part,) = parallelize(spec, None, CPU, stage=0)
     tokens = torch.arange(64).view(4, 16)
-    with autocast(precision, CPU):
+    with autocast(spec.candidate, CPU):
         loss = next_token_loss(part.module(tokens), tokens)
     loss.backward()
     return part, loss.detach()

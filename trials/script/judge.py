@@ -19,7 +19,7 @@ from typing import Any
 
 from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
 from trials.outcome import SLACK_S, TOLERANCE, Contradiction, StepBreakdown, contradicted
-from trials.reports import ScriptFacts, ScriptReport, ScriptSource, SeenOption
+from trials.reports import ScriptFacts, ScriptReport, ScriptSource, SeenOption, micro_batches
 from trials.script.command import Expected, ScriptCommand, inside_knobs
 from trials.script.logs import LogValue
 from trials.script.report_lines import (
@@ -598,7 +598,7 @@ def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
     pairs = (
         ("the world size", expected.world_size, facts.get("world_size")),
         ("samples per micro-batch", expected.micro_batch_size, facts.get("micro_batch_size")),
-        ("forward passes per step and rank", expected.num_microbatches, facts.get("forwards_per_step")),
+        ("micro-batches per step and rank", expected.num_microbatches, _micro_batches(facts)),
         ("the number format of the first linear layer", expected.dtype, facts.get("dtype")),
         ("data loading processes", expected.num_workers, facts.get("num_workers")),
     )
@@ -609,6 +609,11 @@ def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
     local, whole = facts.get("parameter_bytes_local"), facts.get("parameter_bytes_global")
     if expected.parameter_shards and local and whole:
         yield from _shards_problem(expected.parameter_shards, whole / local)
+
+
+def _micro_batches(facts: dict[str, Any]) -> int | None:
+    passes = (facts.get(name) for name in ("forwards_per_step", "backwards_per_step", "num_optimizers"))
+    return micro_batches(*passes)
 
 
 def _recompute_problem(wanted: bool | None, calls: float | None) -> Iterator[str]:

@@ -424,7 +424,7 @@ def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: 
     targets = sample[1][rows].to(trainer.device)
     synchronize(trainer.device)
     start_s = time.perf_counter()
-    with autocast(spec.candidate.precision, trainer.device):
+    with autocast(spec.candidate, trainer.device):
         loss: Tensor = loss_of(spec.workload.model)(model(inputs), targets)
     torch.autograd.backward(loss)
     synchronize(trainer.device)
@@ -471,7 +471,7 @@ class Accumulation:
         self._part = part
         self._loss = loss
         self._micro_batch_size = candidate.micro_batch_size
-        self._precision = candidate.precision
+        self._candidate = candidate
         self._device = device
         self._scale = scale
         self._layout = candidate.layout
@@ -488,7 +488,7 @@ class Accumulation:
         losses = []
         for i, (rows, wanted) in enumerate(micro_batches, start=1):
             self._begin(is_last=i == len(micro_batches))
-            with autocast(self._precision, self._device):
+            with autocast(self._candidate, self._device):
                 loss = self._loss(module(rows, **self._part.with_targets(wanted)), wanted)
             losses.append(loss.detach())
             marker.mark("forward")
@@ -677,7 +677,7 @@ class Pipeline:
         self._marker: Marker = SilentMarker()
 
         def context() -> AbstractContextManager[Any]:
-            return autocast(candidate.precision, device)
+            return autocast(candidate, device)
 
         self._context = context
         self.stages = [Stage(part, candidate.layout, mesh, device, context) for part in parts]

@@ -25,7 +25,6 @@ from orchestrator.config.workload import (
 from orchestrator.errors import ConfigError
 from orchestrator.planning.planner import make_plan
 from orchestrator.space.file_types import ALL_LAYERS, LossScaleSection, RecomputeChoice, StageSplit
-from orchestrator.space.rules import RULES
 from tests.support import ROOT
 from tests.support.sweep_files import (
     FULL,
@@ -327,10 +326,6 @@ def test_every_key_is_documented_with_a_meaning(key):
 def test_full_has_every_key_the_models_have():
     documented = set(re.findall(r"^\| `([a-z_0-9]+)` \|", docs().partition("## All keys")[2], flags=re.MULTILINE))
     assert documented == ALL_KEYS
-
-
-def test_every_rule_is_documented():
-    assert [rule.id for rule in RULES if f"`{rule.id}`" not in docs()] == []
 
 
 def test_the_documented_example_loads(tmp_path):

@@ -187,13 +187,25 @@ def test_options_are_found_wherever_they_are(folder):
         SeenOption(kind="environment", name="ACCUM", value=2),
         SeenOption(kind="omegaconf", name="data.size", value=8),
         SeenOption(kind="environment", name="WORLD_SIZE", value=2),
+        SeenOption(kind="argparse", name="shift", value=0, flags=("--shift",)),
+        SeenOption(kind="argparse", name="nw", value=0, flags=("--nw",)),
     )
     filled = Filled(argv=("train.py", "x.json", "a.x=1", "--c", "8"), files={"x.json": '{"d": {"e": 8}, "f": "text"}'})
     options = found_options(filled, None, seen)
-    assert [one.names[0] for one in options] == ["--batch", "ACCUM", "data.size", "d.e", "a.x", "--c"]
+    assert [one.names[0] for one in options] == [
+        "--batch",
+        "ACCUM",
+        "data.size",
+        "--shift",
+        "--nw",
+        "d.e",
+        "a.x",
+        "--c",
+    ]
     tried = [(change.role, change.option.names[0]) for change in changes(filled.argv, options, FACTS, is_gpu=False)]
-    assert tried == [(BATCH, "--batch"), (BATCH, "data.size"), (BATCH, "d.e"), (COUNT, "ACCUM")]
-    for option in options:
+    sizes = [(BATCH, "--batch"), (BATCH, "data.size"), (BATCH, "d.e"), (COUNT, "ACCUM")]
+    assert tried == [*sizes, (WORKERS, "--nw"), (WORKERS, "--shift")], "the likelier name first"
+    for option in (one for one in options if one.default != 0):
         filled = with_value(filled, option, "{accumulation}")
     assert filled.argv[2:5] == ("a.x={accumulation}", "--c", "{accumulation}")
     assert set(filled.argv[5:]) == {"--batch", "{accumulation}", "data.size={accumulation}"}

@@ -124,8 +124,10 @@ def test_switches_of_click_and_argparse_are_read(folder):
     assert document["not_read"] == []
     (folder / "amp.py").write_text(
         f"{ARGPARSE}p.add_argument('--bs', default=8)\np.add_argument('--amp', action='store_true')\n"
+        "p.add_argument('--amp-dtype', default='bfloat16')\n"
     )
-    _, document = drafted(folder, "python amp.py", "--force")
+    written, document = drafted(folder, "python amp.py", "--force")
+    assert "--amp-dtype" not in written["space"]["own"], "it acts only with --amp"
     assert any(note.startswith("--amp: not tried on CPUs") for note in document["not_read"])
 
 

@@ -5,7 +5,7 @@ import random
 import re
 
 from orchestrator.proof.loss_gate import GateTrajectories, Trajectory, judge_gate
-from orchestrator.proof.script_gate import ScriptRuns, judge_script
+from orchestrator.proof.script_gate import OTHER_SPLIT, ScriptRuns, judge_script
 from orchestrator.sweep.events import GateSettings
 from tests.orchestrator.proof.play import rounded
 from tests.support.story import WORKLOAD
@@ -118,7 +118,9 @@ def falling(noise=0.0, *, seed=0, factor=1.0, num_steps=N, precision=None, digit
 
 def judged(finalist, *, baseline=None, again=None, alike=True, settings=SETTINGS):
     baseline = baseline or falling()
-    runs = ScriptRuns(baseline=baseline, again=again or baseline, finalist=finalist, splits_alike=alike)
+    runs = ScriptRuns(
+        baseline=baseline, again=again or baseline, finalist=finalist, differs="" if alike else OTHER_SPLIT
+    )
     return judge_script(3, runs, settings)
 
 

@@ -154,6 +154,7 @@ def test_each_knob_acts_or_is_refused_and_training_stays_what_it_was(tmp_path, p
         told = states(rank)
         assert set(told) == set(knobs)
         assert rank.events("note") == []
+        assert bool(before.facts.get("items_draw")) == (program == "constants draws")
         for name, words in seen.items():
             assert told[name][0] == "applied" and words in told[name][1], told[name]
         for name, words in (refused or {}).items():

@@ -138,7 +138,7 @@ def test_of_several_processes_the_slowest_counts_and_shares_are_averaged():
     [
         ({"world_size": 2}, {"world_size": 1}, "the world size to be 2, but the program has 1"),
         ({"micro_batch_size": 4}, {"micro_batch_size": 2}, "samples per micro-batch to be 4"),
-        ({"num_microbatches": 2}, {"forwards_per_step": 4}, "forward passes per step and rank to be 2"),
+        ({"num_microbatches": 2}, {"forwards_per_step": 4}, "micro-batches per step and rank to be 2"),
         (
             {"dtype": "bfloat16"},
             {"dtype": "torch.float32"},
@@ -163,6 +163,8 @@ def test_facts_that_agree_or_are_unknown_say_nothing():
     sizes = {"parameter_bytes_local": 60, "parameter_bytes_global": 100}
     Story(**expected).facts(micro_batch_size=4, dtype="bfloat16", **sizes).judge.check_facts()
     Story().facts(world_size=1, dtype="float64").judge.check_facts()
+    Story(num_microbatches=1).facts(forwards_per_step=3, backwards_per_step=3, num_optimizers=2).judge.check_facts()
+    Story(num_microbatches=2).facts(forwards_per_step=4, backwards_per_step=2, num_optimizers=1).judge.check_facts()
 
 
 def test_another_global_batch_is_another_training():

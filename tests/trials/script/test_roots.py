@@ -72,14 +72,18 @@ def test_the_outermost_module_that_trains_is_found_once_and_left_as_it_was(watch
     net.eval()(torch.randn(4, 16))  # evaluation, no gradients and frozen parameters make no root
     with torch.no_grad():
         net.train()(torch.randn(4, 16))
-    teacher(torch.randn(4, 16))
+    teacher.eval()(torch.randn(4, 16))
     assert watch.found == []
+    assert watch.calls == ["before", "after"]  # of the frozen model as a whole
     train(net, net)
     assert (watch.found, watch.is_over) == (["Net"], True)  # blocks that are recomputed are called without the root
-    assert watch.calls == ["before", "after"] * 3
+    assert watch.calls == ["before", "after"] * 4
+    teacher(torch.randn(4, 16))
+    assert watch.calls == ["before", "after"] * 5
     assert nn.Module.__call__ is CALL
     watch.stop_observing()
     assert SLOT not in net.__dict__
+    assert SLOT not in teacher.__dict__
 
 
 def test_several_roots_and_a_model_that_the_program_drops(watch):

@@ -21,6 +21,7 @@ from .steps import (
     STEPS,
     TRAINER,
     accelerator,
+    generator_states,
     guarded,
     is_capturing,
     is_compiling,
@@ -227,7 +228,7 @@ def data_loader(module: Any) -> None:
     def timed(self: Any) -> Any:
         if is_compiling():
             return original(self)
-        batch = None
+        batch, before = None, _before_batch(self)
         PARTS.enter(DATA)
         try:
             batch = original(self)
@@ -235,7 +236,7 @@ def data_loader(module: Any) -> None:
         finally:
             PARTS.leave(DATA)
             if threading.get_ident() == _main_thread:
-                _loaded(self, batch)
+                _loaded(self, batch, before)
 
     iterator.__next__ = timed
 
@@ -243,10 +244,23 @@ def data_loader(module: Any) -> None:
 _main_thread = threading.main_thread().ident
 
 
+@guarded("items")
+def _before_batch(iterator: Any) -> Any:
+    """State of the random generators, if the batch may show whether its items draw: the first one shows what the
+    sampler draws."""
+    is_first = iterator._num_yielded == 0 or threading.get_ident() != _main_thread
+    if STEPS.items_draw is not None or iterator._num_workers or is_first:
+        return None
+    return generator_states() if sys.modules["torch"].is_grad_enabled() else None
+
+
 @guarded("loader")
-def _loaded(iterator: Any, batch: Any) -> None:
-    """Which loader gives batches while gradients are wanted, and how long the samples of a batch of sequences are."""
+def _loaded(iterator: Any, batch: Any, before: Any) -> None:
+    """Which loader gives batches while gradients are wanted, how long the samples of a batch of sequences are, and
+    whether items draw random numbers."""
     PARTS.has_loader = True
+    if before is not None and batch is not None:
+        STEPS.items_draw = before != generator_states()
     if FACTS.is_early and sys.modules["torch"].is_grad_enabled():
         STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
     STEPS.saw_length(sequence_length(batch))

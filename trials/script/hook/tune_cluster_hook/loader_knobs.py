@@ -23,7 +23,7 @@ from typing import Any, Callable, Iterator
 
 from .knob_file import APPLIED, KNOBS, NO_EFFECT, accelerator_missing, torch_version
 from .roots import Root
-from .steps import guarded
+from .steps import generator_states, guarded
 
 NAMES = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 PREFETCH = 2
@@ -323,11 +323,11 @@ def _inspect(loader: Any, *, climbs: bool) -> dict[str, Any]:
     """In the forked process: an item's device, whether it draws random numbers, and the climb."""
     torch = sys.modules["torch"]
     indices = next(iter(loader._index_sampler))
-    before, positions = _generators(), _own_positions()
+    before, positions = generator_states(), _own_positions()
     indices = indices if isinstance(indices, (list, tuple)) else [indices]
     item = loader.dataset[indices[0]]
     loader.dataset[indices[-1]]  # the first one may be in a buffer
-    found: dict[str, Any] = {"draws": before != _generators()}
+    found: dict[str, Any] = {"draws": before != generator_states()}
     moved = _moved(positions)
     if moved:
         return {"error": f"it reads {moved}, which was open before: processes share the position in an open file"}
@@ -367,15 +367,6 @@ def _moved(positions: dict[int, int]) -> str:
         except OSError:
             continue
     return ""
-
-
-def _generators() -> list[Any]:
-    import random
-
-    found = [sys.modules["torch"].get_rng_state().tolist(), repr(random.getstate())]
-    if "numpy" in sys.modules:
-        found.append(repr(sys.modules["numpy"].random.get_state()))
-    return found
 
 
 def _climb(loader: Any) -> Iterator[tuple[int, float]]:

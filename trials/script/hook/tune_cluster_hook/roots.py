@@ -1,7 +1,8 @@
 """Finds the root modules of a program at their first call, before it runs, and intercepts every call of them.
 
 A root is the outermost module of a call that trains: in training mode, with parameters that require gradients, while
-gradients are recorded and no backward pass runs. A model wrapped for data parallelism is one root, a GAN has two.
+gradients are recorded and no backward pass runs. A model wrapped for data parallelism is one root, a GAN has two. The
+calls of outermost modules whose parameters are all frozen, such as a teacher, are observed as well; they are no roots.
 
 ``Module.__call__`` is replaced until :data:`FIRST_STEPS` optimiser steps are over, and put back during each root's
 call: submodules and compilers never see it. A forward pre-hook would come too late, ``_call_impl`` has read
@@ -78,7 +79,8 @@ def in_backward() -> bool:
 class Root:
     """One root module, and what happens around its calls."""
 
-    def __init__(self, module: Any, observers: list[CallObserver]) -> None:
+    def __init__(self, module: Any, observers: list[CallObserver], *, is_frozen: bool = False) -> None:
+        self.is_frozen = is_frozen
         self._module = weakref.ref(module)
         self._wraps: list[Callable[[Call], Call]] = []
         self._observers = observers
@@ -170,7 +172,10 @@ class Roots:
 
     def __init__(self) -> None:
         self.found: list[Root] = []
+        self.frozen: list[Root] = []
         self.is_armed = False
+        self._depth = 0
+        """Calls of modules that are neither, and contain the present one."""
         self._first: list[Callable[[Root, Any, Any], None]] = []
         self._over: list[Callable[[], None]] = []
         self._observers: list[CallObserver] = []
@@ -191,7 +196,7 @@ class Roots:
         """Calls ``before(root, args, kwargs)`` and ``after(root, output)`` around every outermost call of a root.
 
         Calls in backward passes (recomputation) and of roots inside roots are left out; calls in evaluation are not:
-        ``root.module.training`` tells. Returns what ends it.
+        ``root.module.training`` tells. Frozen models are included (``root.is_frozen``). Returns what ends it.
         """
         observer = CallObserver(before, after)
 
@@ -205,7 +210,7 @@ class Roots:
         return end
 
     def _rebuild(self) -> None:
-        for root in self.found:
+        for root in (*self.found, *self.frozen):
             root.rebuild()
             if not self.is_armed:
                 root.release()
@@ -222,8 +227,14 @@ class Roots:
             if hasattr(compiler, "is_compiling") and compiler.is_compiling():
                 return original(self_, *args, **kwargs)
             # Not armed: who took this function for PyTorch's own in the meantime still has it.
-            if not self.is_armed or not self_.training or not self._is_root(self_):
+            if not self.is_armed:
                 return original(self_, *args, **kwargs)
+            if not (self_.training and self._is_root(self_)) and not self._is_frozen(self_):
+                self._depth += 1
+                try:
+                    return original(self_, *args, **kwargs)
+                finally:
+                    self._depth -= 1
             kind.__call__ = original
             try:
                 self._meet(self_, args, kwargs)
@@ -262,6 +273,14 @@ class Roots:
             return False
         return any(parameter.requires_grad for parameter in module.parameters())
 
+    @guarded("frozen models")
+    def _is_frozen(self, module: Any) -> bool:
+        """Whether an outermost module has parameters, and trains none of them."""
+        if self._depth or not self._observers or in_backward():
+            return False
+        parameters = list(module.parameters())
+        return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
     def _meet(self, module: Any, args: Any, kwargs: Any) -> None:
         self._calls += 1
         if self._calls > MAX_CALLS:
@@ -271,6 +290,9 @@ class Roots:
 
     @guarded("new root")
     def _add(self, module: Any, args: Any, kwargs: Any) -> None:
+        if self._is_frozen(module):
+            self.frozen.append(Root(module, self._observers, is_frozen=True))
+            return
         root = Root(module, self._observers)
         self.found.append(root)
         for callback in self._first:
@@ -298,7 +320,7 @@ class Roots:
         self.disarm()
         for callback in self._over:
             callback()
-        for root in self.found:
+        for root in (*self.found, *self.frozen):
             root.release()
 
     def disarm(self) -> None:

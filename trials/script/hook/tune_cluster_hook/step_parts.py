@@ -155,8 +155,8 @@ STEPS.parts = PARTS
 
 
 def forward_begins(root: Any, args: Any, kwargs: Any) -> None:
-    """Before the call of a root module."""
-    if root.module.training:
+    """Before the call of a root module, or of a frozen model, whose forward pass is part of the step."""
+    if root.module.training or root.is_frozen:
         PARTS.enter(FORWARD)
 
 

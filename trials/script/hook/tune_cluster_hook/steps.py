@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import platform
+import random
 import sys
 import time
 from typing import Any, Callable
@@ -98,6 +99,14 @@ def guarded(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return call
 
     return decorate
+
+
+def generator_states() -> list[Any]:
+    """States of the random generators that a program draws from by default, to be compared."""
+    found = [sys.modules["torch"].get_rng_state().tolist(), repr(random.getstate())]
+    if "numpy" in sys.modules:
+        found.append(repr(sys.modules["numpy"].random.get_state()))
+    return found
 
 
 def is_compiling() -> bool:
@@ -229,6 +238,8 @@ class Steps:
         self._backwards = 0
         self._optimizers: set[int] = set()
         self._loader: dict[str, int] = {}
+        self.items_draw: bool | None = None
+        """Whether samples that this process loads itself draw random numbers; None: not seen."""
         self._length = 0
         """Tokens of the longest samples since the last step."""
 
@@ -348,7 +359,8 @@ class Steps:
 
     def surroundings(self) -> dict[str, int]:
         """Facts of the last step that the model does not show: its backward passes, loader, optimisers so far."""
-        return {**self._loader, "backwards_per_step": self._backwards, "num_optimizers": len(self._optimizers)}
+        draws = {} if self.items_draw is None else {"items_draw": self.items_draw}
+        return {**self._loader, **draws, "backwards_per_step": self._backwards, "num_optimizers": len(self._optimizers)}
 
     def add_loss(self, loss: Any, divided_by: float | None = None) -> None:
         """The loss of a backward pass, still on its device.
