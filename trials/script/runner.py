@@ -36,8 +36,8 @@ from trials.script.command import (
     Places,
     ScriptCommand,
     ScriptRank,
-    cache_folder,
     child_environment,
+    extensions_folder,
     remember_secrets,
     remove_stale_locks,
 )
@@ -598,7 +598,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     places.make(command)
     try:
         if rank.local_rank == 0:
-            remove_stale_locks(cache_folder(command, os.environ))
+            remove_stale_locks(extensions_folder(command, os.environ))
         report = _run(command, rank, places, progress)
     finally:
         places.leave()
