@@ -196,6 +196,11 @@ class Checked:
         return f"seq_length is {self.seq_length}, but samples of the program have {seen} tokens"
 
     @property
+    def unstated_length(self) -> int | None:
+        """Tokens of a sample where the file leaves out ``workload.seq_length``; None where they are unknown or vary."""
+        return self.seen.sample_length if self.seq_length <= 1 else None
+
+    @property
     def unknown_release(self) -> str:
         """That the framework's release is none of those that its recipe knows, where names may mean something else;
         empty where it is one, or nobody saw which it is."""

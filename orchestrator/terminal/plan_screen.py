@@ -668,6 +668,11 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
         )
     if checked.inside is not None:
         yield "inside", _inside(checked.inside)
+    if (length := checked.unstated_length) is not None:
+        yield (
+            "tokens",
+            f"{length} per sample, read from the model's inputs; workload.seq_length: {length} counts in them",
+        )
     for note in checked.seen.notes:
         yield "note", plain(note)
 
