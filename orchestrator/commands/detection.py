@@ -74,14 +74,7 @@ class Detector:
         found = ran.outcome.measurement.findings.script
         if found is None or found.facts.samples_per_step is None:
             raise NotSeenError("its steps were detected, but not its batch size")
-        facts, longest = found.facts, found.longest_sample
-        if longest and facts.seq_length not in (
-            None,
-            longest,
-            longest - 1,
-        ):  # the label of the last token may be one more
-            facts = replace(facts, seq_length=None)  # they vary: that of one batch is not that of all
-        return DetectionRun(facts=facts, options=found.options)
+        return DetectionRun(facts=replace(found.facts, seq_length=found.sample_length), options=found.options)
 
     def _waits(self, line: str) -> None:
         """Pass on reasons for waiting, but not progress."""

@@ -27,7 +27,7 @@ from orchestrator.draft.observed import (
 from orchestrator.draft.program_reading import read_program
 from orchestrator.draft.static_reading import ScriptOption, take_apart
 from orchestrator.errors import ConfigError
-from trials.reports import ScriptFacts, SeenOption
+from trials.reports import ScriptFacts, ScriptReport, SeenOption
 
 STRANGERS = Path(__file__).parents[2] / "data/programs/strangers"
 BATCH, COUNT, WORKERS = "micro_batch_size", "accumulation", "workers"
@@ -117,6 +117,13 @@ def test_another_batch_than_was_seen_is_an_error_with_the_right_number(folder):
     assert draft_script(script, machine, folder=folder, global_batch_size=32).global_batch_size == 32
     with pytest.raises(ConfigError, match="trains 32 samples, not 7"):
         draft_script(script, machine, folder=folder, global_batch_size=7)
+
+
+@pytest.mark.parametrize(
+    ("seen", "longest", "length"), [(16, 16, 16), (16, 17, 16), (16, 0, 16), (16, 24, None), (None, 9, None)]
+)
+def test_samples_that_vary_have_no_length(seen, longest, length):
+    assert ScriptReport(facts=facts(seq_length=seen), longest_sample=longest).sample_length == length
 
 
 @pytest.mark.parametrize(
