@@ -40,7 +40,7 @@ check: $(VENV)/.test
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
-	@echo "open build/site/index.html, or serve it with search: $(VENV)/bin/python -m http.server -d build/site"
+	@echo "open build/site/index.html"
 
 # torch comes first, so that nothing else decides which build of it is taken.
 $(VENV)/.torch: constraints.txt

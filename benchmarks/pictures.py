@@ -37,6 +37,8 @@ RECORD_START, RECORD_END = "<!-- recorded by python -m benchmarks.pictures -->\n
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DESKTOP, PHONE = (1180, 1000), (390, 1000)
 COLUMNS = "100"
+SETTLE_MS = 5000
+"""Time for MLflow to draw its charts once the first ones are there."""
 START_S = 900.0
 """Time for the quickstart to reach its confirmation."""
 
@@ -134,7 +136,7 @@ def live(browser: Any, home: Path, sweep: str, out: Path) -> None:
     with server:
         with open_window(browser, server.url(), DESKTOP) as window:
             window.goto(f"{server.base}/sweeps/{sweep}")
-            window.locator("#confirmation table").first.wait_for(timeout=START_S * 1000)
+            window.locator("#confirmation svg").first.wait_for(timeout=START_S * 1000)
             window.screenshot(path=out / "live.png")
             window.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
             window.screenshot(path=out / "live-phone.png")
@@ -171,8 +173,8 @@ def mlflow(browser: Any, home: Path, sweep: str, out: Path) -> None:
         links = json.loads(server.stdout.readline())
         for view in ("trials", "charts"):
             with open_window(browser, links[view], DESKTOP) as window:
-                window.wait_for_load_state("networkidle")
-                window.wait_for_timeout(3000)  # MLflow draws its charts after its last request
+                window.locator("[role=row], svg.main-svg").nth(3).wait_for(timeout=START_S * 1000)
+                window.wait_for_timeout(SETTLE_MS)
                 window.screenshot(path=out / f"mlflow-{view}.png")
     finally:
         server.send_signal(signal.SIGINT)

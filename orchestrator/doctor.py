@@ -120,7 +120,7 @@ def _finding(check: EnvironmentCheck, future: Future[str], until_s: float) -> Fi
         )
     except Exception as error:
         words = redact(f"cannot be looked at: {str(error) or type(error).__name__}")
-        return Finding(subject=check.subject, level=check.level, words=words, remedy="Mend what the message names.")
+        return Finding(subject=check.subject, level=check.level, words=words, remedy="Fix what the message names.")
     return Finding(subject=check.subject, level="ok", words=redact(words))
 
 
@@ -339,7 +339,7 @@ def _node() -> Node:
     try:
         return discover_node()
     except DeviceError as error:
-        raise TroubleError(str(error), "Mend the driver; cluster.device: cpu trains on cores on purpose.") from None
+        raise TroubleError(str(error), "Fix the driver; cluster.device: cpu trains on cores on purpose.") from None
 
 
 def _check_torch(node: Node, words: str) -> None:

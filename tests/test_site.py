@@ -42,6 +42,13 @@ def test_pages_load_nothing_from_elsewhere_and_can_be_searched(site):
     }
 
 
+def test_the_search_works_in_a_folder(site, browser):
+    with pictures.open_window(browser, (site / "measured" / "overhead.html").as_uri(), (1280, 844)) as window:
+        window.keyboard.press("/")
+        window.keyboard.type("loss gate")
+        window.locator(".md-search-result__item").first.wait_for()
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_pages_fit_the_window(site, browser, width):
     with pictures.open_window(browser, (site / "index.html").as_uri(), (width, 844)) as window:

@@ -175,7 +175,7 @@ class RayNodes:
         self._switch.cut(host)
 
     def repair(self) -> None:
-        """Mend every cable, wake every host, start what is not running, empty the disk."""
+        """Fix every cable, wake every host, start what is not running, empty the disk."""
         (self.disk / "filler").unlink(missing_ok=True)
         self.resize_disk(1)
         for host in self.hosts:

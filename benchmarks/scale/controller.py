@@ -63,7 +63,7 @@ SPACE = {
     "num_workers": [0, 4],
 }
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    "search": [(Search, "ask"), (Search, "newly_pruned"), (Search, "is_converged")],
+    "search": [(Search, "suggest"), (Search, "newly_pruned"), (Search, "is_converged")],
     "ledger": [(Ledger, "append"), (Ledger, "following"), (Ledger, "cursor"), (Ledger, "advance")],
     "decide": [(runtime, "step"), (controller, "fold"), (runtime, "fold")],
     "placement": [(Pool, "place"), (Pool, "take"), (Pool, "give_back"), (Pool, "set_nodes")],

@@ -12,6 +12,7 @@ from pathlib import Path
 from orchestrator.commands.short_run import run_once
 from orchestrator.config.sweep import load_sweep
 from orchestrator.draft.command_draft import DraftedScript
+from orchestrator.draft.inside_draft import TORCH_MODULES
 from orchestrator.draft.machine import DraftedMachine
 from orchestrator.draft.observed import Detected, Filled, OptionChange, Proof, changes, files_of, found_options, proof
 from orchestrator.draft.program_reading import runnable
@@ -89,7 +90,9 @@ class Detector:
         copies = {word: self._folder / f"{place}-{Path(word).name}" for place, word in enumerate(changed)}
         for word, copy in copies.items():
             write_atomically(copy, [changed[word].encode()])
-        pattern = script.source.log_pattern if script.source is not None else None
+        source = script.source
+        # In a PyTorch program the hook counts steps; lines of a log may be micro-batches, and would end the run early.
+        pattern = source.log_pattern if source is not None and not source.modules & TORCH_MODULES else None
         return {
             "name": "detection",
             "workload": {

@@ -25,7 +25,7 @@ from orchestrator.planning.dry_runs import cluster_request, known_topology
 from orchestrator.planning.planner import make_plan
 from orchestrator.proof.confirmation import MIN_SOAK_S
 from orchestrator.search.search import Search
-from orchestrator.space.inside import knobs_set
+from orchestrator.space.inside import MICRO_BATCH, NOTHING_INSIDE, InsideBaseline, knobs_set
 from orchestrator.space.knobs import is_inside
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.sweep.events import Budget, Hardware, SweepCreated
@@ -311,13 +311,13 @@ def check_file(file: Path, home: Home, *, address: str | None = None, notify: No
 
 def _check_inside(spec: SweepSpec, home: Home, address: str | None, notify: Notify | None) -> CheckedInside | None:
     """Run the candidate with the most inside knobs that is like the smallest one otherwise."""
-    today = {} if spec.script is None else spec.script.inside
+    today = NOTHING_INSIDE if spec.script is None else spec.script.inside
     topology = known_topology(spec, home, address=address)
     least, _ = smallest(spec, topology)
     table = make_plan(spec, topology).candidates
     of_layout = table.codes["layout"] == table.places["layout"].get(least.layout, -1)
     of_batch = table.codes["micro_batch_size"] == table.places["micro_batch_size"].get(least.micro_batch_size, -1)
-    alike = table.take(np.flatnonzero(of_layout & of_batch))
+    alike = table.take(np.flatnonzero(of_layout if MICRO_BATCH in today.values else of_layout & of_batch))
     chosen = max(alike, key=lambda one: _informativeness(one, least, today), default=least)
     knobs = knobs_set(chosen, today)
     if not knobs:
@@ -333,13 +333,14 @@ def _check_inside(spec: SweepSpec, home: Home, address: str | None, notify: Noti
     )
 
 
-def _informativeness(one: Candidate, least: Candidate, today: Mapping[str, Any]) -> tuple[Any, ...]:
+def _informativeness(one: Candidate, least: Candidate, today: InsideBaseline) -> tuple[Any, ...]:
     """How well the candidate shows which knobs the program takes: nothing else differs, and no knob hides another."""
     command = [[choice for choice in each.own if not is_inside(choice.name)] for each in (one, least)]
     return (
         command[0] == command[1],
         one.kernels.compile == "off",  # a compiled model takes no recompute
-        len(knobs_set(one, today)),
+        sum(len(value) if isinstance(value, Mapping) else 1 for value in knobs_set(one, today).values()),
+        -one.micro_batch_size,
     )
 
 
@@ -399,7 +400,7 @@ def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int
         ConfigError: as :func:`orchestrator.planning.planner.make_plan`.
     """
     plan = make_plan(spec, topology)
-    today = {} if spec.script is None else spec.script.inside
+    today = NOTHING_INSIDE if spec.script is None else spec.script.inside
     devices = topology.nodes[0].num_devices if topology is not None else 8
 
     def needs(candidate: Candidate) -> tuple[Any, ...]:

@@ -53,7 +53,7 @@ from orchestrator.program.user_program import (
     values_of,
 )
 from orchestrator.space.file_types import Section, fault, show
-from orchestrator.space.inside import BUILT_IN
+from orchestrator.space.inside import ARGUMENTS, BATCH_ARGUMENTS, BUILT_IN, MICRO_BATCH, InsideBaseline
 from orchestrator.space.knobs import INSIDE, KNOB_NAMES, KNOBS, CustomKnob, CustomScalar, in_order
 from orchestrator.space.space import Rest, build_candidate
 from trials.files import open_regular
@@ -365,17 +365,24 @@ def resolve_script(
     trial_0 = build_candidate(values, model, own, custom_values)
     _check_ranks(run, reading, given, trial_0)
     as_configured = build_candidate(command_values, model, own, {} if baseline.own else custom_values)
+    resolved = _workload(workload, model, reading, trial_0)
     script = Script(
         training=workload.to_training(),
         run=run,
         reading=_with_layers(canonical_reading(reading, as_configured), model),
-        workload=_workload(workload, model, reading, trial_0),
+        workload=resolved,
         log=_log(workload),
         hook=workload.metrics.hook,
         env_pass=tuple(workload.env_pass),
         own=own,
-        inside={knob.name: knob.read(trial_0) for knob in KNOBS if knob.name in inside},
-        named=_mentioned_paths(space, run, {name: value for name, value in given.items() if name not in inside}),
+        inside=InsideBaseline(
+            values={knob.name: knob.read(trial_0) for knob in KNOBS if knob.name in inside},
+            global_batch_size=resolved.global_batch_size,
+            num_microbatches=max(1, trial_0.num_microbatches(resolved.global_batch_size)),
+        ),
+        named=_mentioned_paths(
+            space, run, {name: given[name] for name in given if name not in inside or name == MICRO_BATCH}
+        ),
         unchanged=None if _has_knobs(run, own) else as_configured,
         seed=workload.seed,
         device=device,
@@ -461,6 +468,10 @@ def _check_inside(workload: ScriptSection, space: SpaceSection, run: Run) -> Non
         if getattr(space, name) is not None or name in _templated_knobs(run):
             where = f"space.{name}" if getattr(space, name) is not None else f"the command, as {{{name}}}"
             raise fault(f"space.{INSIDE}.{name}", f"also set in {where}", "Keep one of the two.")
+    for name in BATCH_ARGUMENTS if space.inside.micro_batch_size is not None else ():
+        if name in space.inside.training_arguments:
+            key = f"space.{INSIDE}.{ARGUMENTS}.{name}"
+            raise fault(key, f"{MICRO_BATCH} sets it, with the global batch unchanged", "Remove this key.")
 
 
 def _check_no_setting(workload: ScriptSection, reading: Reading, inside: Mapping[str, Any]) -> None:

@@ -45,6 +45,7 @@ from orchestrator.report.summary import Summary, summarize
 from orchestrator.search.knob_effects import EarlierTrial, RelativePredictor, num_sweeps, same_program
 from orchestrator.search.predictor import Predictor, UnknownDimensionsError, UnpredictableError
 from orchestrator.search.search import GuidedSearch, Search
+from orchestrator.space.inside import NOTHING_INSIDE
 from orchestrator.space.knobs import memory_ranks, roles_of
 from orchestrator.space.notation import flat_params
 from orchestrator.sweep.events import Hardware, SweepCreated
@@ -160,7 +161,7 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
         stop_when_converged=spec.search.stop_when_converged,
         beyond=plan.beyond,
         custom_memory=memory_ranks(spec.custom_knobs),
-        inside={} if spec.script is None else spec.script.inside,
+        inside=NOTHING_INSIDE if spec.script is None else spec.script.inside,
     )
 
 

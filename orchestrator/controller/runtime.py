@@ -171,7 +171,7 @@ class WithdrawnError(Exception):
 
 
 class Waiting:
-    """What :func:`cluster.connect.connect` calls while it waits for nodes: tells the observer, and heeds requests.
+    """What :func:`cluster.connect.connect` calls while it waits for nodes: informs the observer and accepts requests.
 
     Raises:
         WithdrawnError: when called after somebody asked for anything but a retry.
@@ -287,7 +287,7 @@ class Placer:
         return error(
             f"trial {trial.number} needs {(within or trial.candidate.layout).world_size} devices; the lease has "
             f"{topology.num_devices} on {len(topology.nodes)} node(s){f', of which {lost} went away' if lost else ''}"
-            f"{waiting}. Mend the cluster and submit again, or restrict space.world_size"
+            f"{waiting}. Fix the cluster and submit again, or restrict space.world_size"
         )
 
 

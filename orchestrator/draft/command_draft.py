@@ -185,7 +185,13 @@ def draft_script(
     if script.is_custom:
         is_gpu, cores = machine.is_gpu, os.cpu_count() or 1
         inside = draft_inside(
-            script.source, script.program, script.detected, is_gpu=is_gpu, devices=devices, cores=cores
+            script.source,
+            script.program,
+            script.detected,
+            micro_batch_sizes(script.micro_batch_size or 1, batch, devices),
+            is_gpu=is_gpu,
+            devices=devices,
+            cores=cores,
         )
     baseline = _baseline(script, devices)
     if not isinstance(baseline, str):

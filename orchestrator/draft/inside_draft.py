@@ -6,16 +6,20 @@ are written as comments, for people to decide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.draft.observed import Detected
 from orchestrator.draft.program_reading import ReadProgram
 from orchestrator.draft.static_reading import SourceFile
+from orchestrator.space.inside import ARGUMENTS, MICRO_BATCH
 from orchestrator.space.knobs import AS_IS
 
-_TORCH = frozenset(("torch", "torchvision", "timm", "lightning", "pytorch_lightning", "accelerate", "transformers"))
+TORCH_MODULES = frozenset(
+    ("torch", "torchvision", "timm", "lightning", "pytorch_lightning", "accelerate", "transformers")
+)
+"""A program that imports one of these trains with PyTorch."""
 _ITERABLE = frozenset(("IterableDataset", "IterableWrapper"))
 _AUTOCAST = frozenset(("autocast", "GradScaler", "bfloat16", "half", "Accelerator", "Fabric", "Trainer", "deepspeed"))
 _CHECKPOINT = frozenset(("checkpoint", "checkpoint_sequential", "checkpoint_wrapper", "gradient_checkpointing_enable"))
@@ -35,17 +39,26 @@ class InsideDraft:
 
 
 def draft_inside(
-    source: SourceFile | None, program: ReadProgram, detected: Detected, *, is_gpu: bool, devices: int, cores: int
+    source: SourceFile | None,
+    program: ReadProgram,
+    detected: Detected,
+    sizes: Sequence[int],
+    *,
+    is_gpu: bool,
+    devices: int,
+    cores: int,
 ) -> InsideDraft:
     """What to propose of a program for which no framework's recipe knows the settings.
 
     Args:
+        sizes: micro-batch sizes to propose.
         looked: what the program was seen to do, which goes before its source.
     """
-    if source is None or source.problem or not source.modules & _TORCH:
+    if source is None or source.problem or not source.modules & TORCH_MODULES:
         return InsideDraft()
     if source.fixed:
-        return InsideDraft(proposed={"training_arguments": dict(_training_arguments(source, is_gpu=is_gpu))})
+        batch = {MICRO_BATCH: list(sizes)} if program.has_batch_in_code and len(sizes) > 1 else {}
+        return InsideDraft(proposed=batch | {ARGUMENTS: dict(_training_arguments(source, is_gpu=is_gpu))})
     loader = source.loader_arguments or {}
     workers = detected.facts.num_workers if detected.is_seen else loader.get("num_workers", 0)
     has_loader = source.loader_arguments is not None and not source.names & _ITERABLE and "**" not in loader

@@ -16,19 +16,14 @@ from orchestrator.draft.static_reading import (
     present_number,
 )
 from orchestrator.frameworks.arguments import is_specified, read, read_text, write
+from orchestrator.space.inside import BATCH_ARGUMENTS
 
 FEW_STEPS = 200
 """Programs that end after fewer steps get ``{steps}``, so that a trial has as many as it needs."""
 KNOB_OF_ROLE = {"dtype": "precision", "amp": "precision", "checkpointing": "recompute", "compile": "compile"}
 """The built-in knob that an option of a role stands for."""
-_FIXED = {
-    "micro_batch_size": "per_device_train_batch_size",
-    "accumulation": "gradient_accumulation_steps",
-}
-_TUNABLE = (
-    *_FIXED.values(),
-    *("fp16", "torch_compile"),
-)
+_FIXED = dict(zip(("micro_batch_size", "accumulation"), BATCH_ARGUMENTS, strict=True))
+_UNTUNED = ("fp16", "torch_compile")
 """Arguments of transformers' Trainer that would be worth tuning, and that are not set within the program."""
 _TRAINER_SIZES = {"micro_batch_size": 8, "accumulation": 1}
 """Defaults of transformers' ``TrainingArguments``."""
@@ -53,6 +48,9 @@ class ReadProgram:
     """Data-loading processes in the command, where a placeholder stands for them; None: it has no such option."""
     is_tuned_by_batch: bool = False
     """Whether the command has placeholders for the batch, so that other sizes can be tried."""
+    has_batch_in_code: bool = False
+    """Whether micro-batch size and accumulation are arguments of transformers' Trainer that the source sets, so that
+    the hook can divide the batch differently."""
     seq_length: int | None = None
     own: Knobs = field(default_factory=dict)
     """Section ``space.own``."""
@@ -89,6 +87,7 @@ def read_program(
     if is_tuned:
         filled = _batch_placeholders(by_role, source, detected)
         accumulation = accumulation or 1
+    has_batch_in_code = not is_tuned and _has_batch_in_code(source, micro, accumulation)
     num_workers = _workers(argv, by_role, detected)
     if num_workers is not None:
         filled["workers"] = "{num_workers}"
@@ -109,11 +108,14 @@ def read_program(
         num_workers=num_workers,
         seq_length=_whole(argv, by_role.get("seq_length")),
         is_tuned_by_batch=is_tuned,
+        has_batch_in_code=has_batch_in_code,
         own={_own_name(name, by_role): value for name, value in own.items()}
         or ({} if is_something else _usual(is_gpu, cores)),
         present={_own_name(name, by_role): value for name, value in present.items()},
         roles=frozenset(by_role),
-        remarks=tuple(_remarks(source, by_role, micro, detected, is_tuned=is_tuned, is_gpu=is_gpu)),
+        remarks=tuple(
+            _remarks(source, by_role, micro, detected, is_tuned=is_tuned or has_batch_in_code, is_gpu=is_gpu)
+        ),
     )
 
 
@@ -144,6 +146,15 @@ def _is_tuned(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], detect
         return False
     micro = detected.proofs.get("micro_batch_size")
     return (micro is not None and micro.way == "balanced") or _is_count(argv, by_role.get("accumulation"))
+
+
+def _has_batch_in_code(source: SourceFile | None, micro: int | None, accumulation: int | None) -> bool:
+    """Whether the program's ``TrainingArguments`` decide these sizes: a literal among them that differs from what a run
+    showed means that the program makes its batches in another way."""
+    if source is None or not source.fixed or source.fixed.get("auto_find_batch_size") or None in (micro, accumulation):
+        return False
+    sizes = dict(zip(_FIXED.values(), (micro, accumulation), strict=True))
+    return all(source.fixed.get(name, size) == size for name, size in sizes.items())
 
 
 def _batch_placeholders(
@@ -204,15 +215,16 @@ def _remarks(
 ) -> Iterator[str]:
     name = source.path.name if source is not None else "the program"
     fixed = source.fixed if source is not None else {}
-    if set(_TUNABLE) & fixed.keys() and not is_tuned:
-        names = ", ".join(one for one in _TUNABLE if one in fixed)
+    untuned = [one for one in (*(() if is_tuned else _FIXED.values()), *_UNTUNED) if one in fixed]
+    if untuned:
+        names = ", ".join(untuned)
         yield (
             f"{name} sets {names} in code, so trials cannot change them: read them from "
             "the command line, with HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()"
         )
     elif (detected.facts.num_optimizers or 0) > 1:
         yield "the program has several optimisers: steps of the first one count, the batch is that of one micro-batch"
-    elif "micro_batch_size" not in by_role:
+    elif "micro_batch_size" not in by_role and not is_tuned:
         what = "that changed the batch size in a run" if detected.is_seen else "with a usual name for the batch size"
         yield (
             f"{name} has no option {what}, which stays as it is: to tune it, add the options --batch-size and "

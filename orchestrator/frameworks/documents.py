@@ -55,14 +55,14 @@ def load(text: str, file: str) -> Any:
     try:
         found = _LOADERS.get(_suffix(file), _load_json)(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error.msg}", file=file, line=error.lineno, remedy="Mend the file.") from None
+        raise ConfigError(f"not JSON: {error.msg}", file=file, line=error.lineno, remedy="Fix the file.") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not TOML: {error}", file=file, remedy="Mend the file.") from None
+        raise ConfigError(f"not TOML: {error}", file=file, remedy="Fix the file.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or "it cannot be read"
         line = mark.line + 1 if mark else None
-        raise ConfigError(f"not YAML: {what}", file=file, line=line, remedy="Mend the file.") from None
+        raise ConfigError(f"not YAML: {what}", file=file, line=line, remedy="Fix the file.") from None
     return {} if found is None else found
 
 

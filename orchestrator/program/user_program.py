@@ -9,13 +9,14 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.frameworks.edit import Reading, Run, Training
 from orchestrator.frameworks.spelling import WORKLOAD, candidate_of, flatten, is_at_or_below
 from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, StageSplit, even_split, layers_of
+from orchestrator.space.inside import NOTHING_INSIDE, InsideBaseline
 from orchestrator.space.knobs import KNOB_NAMES, KNOBS, CustomKnob, argument_text
 from orchestrator.space.notation import flat_params
 from orchestrator.space.space import Rest
@@ -51,8 +52,8 @@ class Script:
     hook: bool = True
     env_pass: tuple[str, ...] = ()
     own: tuple[CustomKnob, ...] = ()
-    inside: Mapping[str, Any] = field(default_factory=dict)
-    """The baseline's value of every built-in knob that is set within the program; at this value it is not."""
+    inside: InsideBaseline = NOTHING_INSIDE
+    """The baseline's values of the built-in knobs that are set within the program; at these they are not."""
     named: frozenset[str] = frozenset()
     """Paths of fields that the sweep file names, or that the command has placeholders for."""
     unchanged: Candidate | None = None

@@ -15,8 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,7 @@ from orchestrator.search.acquisition import (
 from orchestrator.search.knob_effects import RelativePredictor
 from orchestrator.search.memory_belief import Array
 from orchestrator.search.predictor import Predictor
-from orchestrator.space.inside import Refusals
+from orchestrator.space.inside import NOTHING_INSIDE, InsideBaseline, Refusals
 from orchestrator.space.knobs import INHERITED
 from orchestrator.space.notation import FeatureColumns, Features, Scalar, feature_columns, flat_params, shared_change
 from orchestrator.space.rules import CustomMemory, Pruner
@@ -132,14 +131,14 @@ class OpenCandidates:
     Args:
         candidates: without duplicates; their order numbers the rows of all arrays.
         custom_memory: what is known of the memory that the custom knobs take.
-        inside: the baseline's value of each built-in knob that is set within the program.
+        inside: what the program has of the knobs that are set within it.
     """
 
     def __init__(
         self,
         candidates: Sequence[Candidate],
         custom_memory: CustomMemory | None = None,
-        inside: Mapping[str, Any] = MappingProxyType({}),
+        inside: InsideBaseline = NOTHING_INSIDE,
     ) -> None:
         self._own_memory = custom_memory
         self.candidates = CandidateTable.of(candidates)
@@ -542,7 +541,7 @@ class Search:
         beyond: the space of which ``candidates`` are a part, where it was too large to enumerate. Then conditional TPE
             and random draws range over the whole space; ``guided`` goes there when its guide knows nothing more.
         custom_memory: what is known of the memory that the custom knobs take.
-        inside: the baseline's value of each built-in knob that is set within the user's program.
+        inside: what the user's program has of the knobs that are set within it.
     """
 
     def __init__(
@@ -556,7 +555,7 @@ class Search:
         stop_when_converged: bool = False,
         beyond: LargeSpace | None = None,
         custom_memory: CustomMemory | None = None,
-        inside: Mapping[str, Any] = MappingProxyType({}),
+        inside: InsideBaseline = NOTHING_INSIDE,
     ) -> None:
         if not isinstance(candidates, CandidateTable):
             candidates = CandidateTable.of(dict.fromkeys(candidates))

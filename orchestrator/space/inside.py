@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -30,6 +31,9 @@ from orchestrator.space.knobs import AS_IS, INSIDE, KNOBS, CustomKnob, CustomVal
 from trials.spec import Candidate, LoaderTuning, Precision
 
 _ROWS = {knob.name: knob for knob in KNOBS}
+MICRO_BATCH = "micro_batch_size"
+BATCH_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""Fields of ``TrainingArguments`` that set :data:`MICRO_BATCH` together."""
 
 
 def _values(value_type: Any) -> Any:
@@ -56,6 +60,11 @@ def _is_all_or_none(value: RecomputeChoice) -> bool:
 
 
 _FIELDS: dict[str, Any] = {
+    MICRO_BATCH: _row(
+        MICRO_BATCH,
+        "Samples of a micro-batch of transformers' Trainer; the accumulation changes with it, so that the global batch "
+        "stays the same.",
+    ),
     "num_workers": _row("num_workers", "Workers of the DataLoader that feeds training; needs a map-style data set."),
     "dataloader": _row(
         "dataloader",
@@ -132,16 +141,30 @@ BUILT_IN = tuple(name for name in InsideSection.model_fields if name in _ROWS)
 OTHERS = tuple(name for name in InsideSection.model_fields if name not in (*BUILT_IN, ARGUMENTS))
 
 
-def knobs_set(candidate: Candidate, today: Mapping[str, Any]) -> dict[str, Any]:
-    """What the hook is to set for a candidate, by the keys of its file; empty where the program stays as it is.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsideBaseline:
+    """The program as it is, of what can be set within it."""
 
-    Args:
-        today: value that the baseline has, by the name of each built-in knob that is set within the program.
-    """
-    changed = {name: value for name, was in today.items() if (value := _ROWS[name].read(candidate)) != was}
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The baseline's value of each built-in knob that is set within the program."""
+    global_batch_size: int = 1
+    num_microbatches: int = 1
+    """Micro-batches of an optimiser step on a rank."""
+
+
+NOTHING_INSIDE = InsideBaseline()
+"""That of a sweep that sets nothing within a program."""
+
+
+def knobs_set(candidate: Candidate, today: InsideBaseline) -> dict[str, Any]:
+    """What the hook is to set for a candidate, by the keys of its file; empty where the program stays as it is."""
+    changed = {name: value for name, was in today.values.items() if (value := _ROWS[name].read(candidate)) != was}
+    changed.pop(MICRO_BATCH, None)
     if not candidate.loader.num_workers:
         changed = {name: value for name, value in changed.items() if name not in _OF_WORKERS or value is True}
     found = dict(_written(changed))
+    if batch := _batch_set(candidate, today):
+        found[ARGUMENTS] = batch
     for choice in candidate.own:
         if choice.name.startswith(f"{INSIDE}:"):
             key, _, field = choice.name.removeprefix(f"{INSIDE}:").partition(".")
@@ -152,6 +175,15 @@ def knobs_set(candidate: Candidate, today: Mapping[str, Any]) -> dict[str, Any]:
             else:
                 found[key] = value
     return found
+
+
+def _batch_set(candidate: Candidate, today: InsideBaseline) -> dict[str, int]:
+    """The fields that divide the global batch as the candidate does; empty where the program does so by itself."""
+    if MICRO_BATCH not in today.values:
+        return {}
+    sizes = (candidate.micro_batch_size, max(1, candidate.num_microbatches(today.global_batch_size)))
+    is_changed = sizes != (today.values[MICRO_BATCH], today.num_microbatches)
+    return dict(zip(BATCH_ARGUMENTS, sizes, strict=True)) if is_changed else {}
 
 
 _OF_WORKERS = ("prefetch_factor", "persistent_workers")
@@ -213,20 +245,18 @@ _WHATEVER_VALUE = ("prefetch_factor", "ddp_bucket_mb", "allocator")
 
 class Refusals:
     """Rules out the candidates with a knob that the program has refused: at the same value, and in a program that the
-    command starts alike.
+    command starts alike."""
 
-    Args:
-        today: value that the baseline has, by the name of each built-in knob that is set within the program.
-    """
-
-    def __init__(self, candidates: Sequence[Candidate], today: Mapping[str, Any]) -> None:
+    def __init__(self, candidates: Sequence[Candidate], today: InsideBaseline) -> None:
         self._table = CandidateTable.of(candidates)
         self._today = today
 
     @functools.cached_property
     def _set(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
         """What the hook is to set, and by row which of these it is."""
-        reads = {"loader", "own", *(_ROWS[name].part for name in self._today)}
+        reads = {"loader", "own", *(_ROWS[name].part for name in self._today.values)}
+        if MICRO_BATCH in self._today.values:
+            reads.add("layout")
         return self._table.each(sorted(reads), lambda candidate: knobs_set(candidate, self._today))
 
     def add(self, witness: Candidate, refused: Sequence[str]) -> dict[int, str]:
@@ -247,16 +277,16 @@ class Refusals:
 
     def _starts_alike(self, witness: Candidate, name: str) -> NDArray[np.bool_]:
         """By row, whether the candidate agrees with the witness in all that the refusal of ``name`` may follow from."""
-        free = {*self._today, *_OF_WORKERS} - set(_SHAPE_THE_PROGRAM)
-        if "precision" in self._today:
+        free = {*self._today.values, *_OF_WORKERS, MICRO_BATCH} - set(_SHAPE_THE_PROGRAM)
+        if "precision" in self._today.values:
             free.update(knob.name for knob in KNOBS if knob.part == "precision")
-        if name not in _DEPENDS_ON_BATCH:
-            free.add("micro_batch_size")
+        if name in _DEPENDS_ON_BATCH:
+            free.discard(MICRO_BATCH)
         alike = np.ones(len(self._table), dtype=bool)
-        for field in FIELDS:
-            rows = [knob for knob in KNOBS if knob.part == field and knob.name not in free]
-            described = _custom_of_command if field == "own" else _described(rows)
-            values, places = self._table.each((field,), described)
+        for part in FIELDS:
+            rows = [knob for knob in KNOBS if knob.part == part and knob.name not in free]
+            described = _custom_of_command if part == "own" else _described(rows)
+            values, places = self._table.each((part,), described)
             wanted = described(witness)
             alike &= np.array([one == wanted for one in values], dtype=bool)[places]
         return alike

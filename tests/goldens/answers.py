@@ -357,7 +357,7 @@ def courses(question):
     names = (
         "status",
         "finish_reason",
-        "asked",
+        "requested_action",
         "waiting",
         "best_trial",
         "strikes",

@@ -225,6 +225,8 @@ def how_it_ended(exit_code: int | None) -> str:
 
 REPORT_SLACK_S = 0.2
 """How much later than its report, or earlier, the line of a hook may arrive for the same step: files are polled."""
+MOST_MISSED = 0.75
+"""Share of the steps of another source that a hook counts at least, if both count the same steps."""
 NORMS_IN_A_ROW = 3
 """So many gradient norms in a row that are not finite mean divergence; fewer are steps that loss scaling skips."""
 SHARDS_TOLERANCE = 0.7
@@ -567,10 +569,13 @@ class Judge:
         return max((series.num_steps for series in self._book.series.values()), default=0)
 
     def _reports_otherwise(self, group: list[StepSeries]) -> bool:
-        """Whether these are what the program reports itself, and a step of its own is several of other sources: then
-        theirs are of another scope than its tokens. One step of difference is nobody's but the moment's."""
+        """Whether a step of these is several of other sources, whose steps then are something else, such as
+        micro-batches in a log: what the program reports itself, and the optimiser steps that a hook counts. One step
+        of difference is nobody's but the moment's; of a hook, which may miss some steps, a quarter."""
+        most = self._num_steps_reported
         reported = max((s.num_steps for s in group if s.kind == REPORT and s.has_several), default=0)
-        return 0 < reported < self._num_steps_reported - 1
+        hooked = max((s.num_steps for s in group if s.kind in (HOOK, PLAIN_HOOK)), default=0)
+        return 0 < reported < most - 1 or 0 < hooked < min(most - 1, MOST_MISSED * most)
 
     def _covers(self, table: dict[int, LogValue]) -> bool:
         return all(step in table for step in self._measured)
@@ -612,6 +617,9 @@ def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
 
 
 def _micro_batches(facts: dict[str, Any]) -> int | None:
+    """None until a whole step was watched: in the first one, some optimisers may not have stepped yet."""
+    if facts.get("forwards_per_step") is None:
+        return None
     passes = (facts.get(name) for name in ("forwards_per_step", "backwards_per_step", "num_optimizers"))
     return micro_batches(*passes)
 

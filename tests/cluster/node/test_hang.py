@@ -53,7 +53,7 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_its_peers(tmp_path, line, on_cu
 
 
 @pytest.mark.parametrize(
-    ("file", "function", "blame"),
+    ("file", "function", "stack_state"),
     [
         ("torch/cuda/__init__.py", "synchronize", StackState.WAITING),
         ("torch/cuda/streams.py", "synchronize", StackState.WAITING),

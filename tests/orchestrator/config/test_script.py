@@ -121,6 +121,11 @@ BAD = {
                      "space.inside.num_workers", "one of the two"),
     "inside and space": ({"space.inside": {"compile": "model"}, "space.compile": "model"},
                          "space.inside.compile", "one of the two"),
+    "inside batch twice": (
+        {"space.inside": {"micro_batch_size": 2, "training_arguments": {"gradient_accumulation_steps": 2}},
+         "space.micro_batch_size": None, "workload.run.3": "8"},
+        "space.inside.training_arguments.gradient_accumulation_steps", "Remove this key",
+    ),
     "inside unhooked": ({"space.inside": {"num_workers": 2}, "workload.metrics": {"hook": False}},
                         "space.inside", "Remove workload.metrics.hook"),
     "inside file": ({"space.inside": {"num_workers": 2}, "workload.files": {"inside": "config.json"}},

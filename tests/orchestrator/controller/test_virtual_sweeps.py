@@ -72,7 +72,7 @@ def test_faults_and_lost_nodes_reach_the_sweep(tmp_path):
 def test_where_no_cost_model_guides_usual_effects_do_and_a_sentence_says_so(tmp_path, caplog):
     content = changed(SWEEP, ("search",), {"sampler": "guided"})
     spec = load_sweep(write(tmp_path, content))
-    assert make_search(spec, make_plan(spec), None, PriorKnowledge()).ask is not None
+    assert make_search(spec, make_plan(spec), None, PriorKnowledge()).suggest is not None
     assert "ranked by what knobs usually do: the hardware is not known" in caplog.text
 
 

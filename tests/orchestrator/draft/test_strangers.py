@@ -132,7 +132,7 @@ def test_switches_of_click_and_argparse_are_read(folder):
 
 
 @pytest.mark.parametrize("way", ["code", "json"])
-def test_arguments_that_a_trainer_script_sets_itself_are_read_and_left_alone(folder, way):
+def test_the_batch_that_a_trainer_script_sets_itself_is_divided_within_it(folder, way):
     if way == "code":
         text = f"{TRAINER}args = TrainingArguments('o', per_device_train_batch_size=3, gradient_accumulation_steps=4)\n"
     else:
@@ -144,8 +144,9 @@ def test_arguments_that_a_trainer_script_sets_itself_are_read_and_left_alone(fol
     written, document = drafted(folder, "torchrun --nproc-per-node 2 train.py")
     assert written["workload"]["global_batch_size"] == 24
     assert written["workload"]["run"][1:] == ["train.py"]
-    assert "micro_batch_size" not in written["space"]
-    assert any("in code, so trials cannot change them" in note for note in document["not_read"])
+    assert written["space"]["inside"]["micro_batch_size"] == [1, 2, 3, 4, 6]
+    assert written["baseline"]["micro_batch_size"] == 3
+    assert document["not_read"] == []
 
 
 def test_a_shell_script_of_one_command_is_that_command(folder):
@@ -195,6 +196,11 @@ INSIDE = {
     "no loader": ("print(torch)\n", None, {}),
     "arguments": (
         f"{TRAINER}TrainingArguments('o', per_device_train_batch_size=4, bf16=True)\n",
+        {"micro_batch_size": [1, 2, 4], "training_arguments": {"dataloader_num_workers": ["as_is", 2]}},
+        {},
+    ),
+    "found by the Trainer": (
+        f"{TRAINER}TrainingArguments('o', per_device_train_batch_size=4, auto_find_batch_size=True)\n",
         {"training_arguments": {"dataloader_num_workers": ["as_is", 2]}},
         {},
     ),

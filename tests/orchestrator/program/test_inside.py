@@ -18,6 +18,7 @@ from orchestrator.space.space import make_space
 from trials.script.command import KNOBS_VARIABLE
 
 ALL = {
+    "micro_batch_size": [1, 2, 4],
     "num_workers": [0, 2],
     "dataloader": ["manual", "auto"],
     "prefetch_factor": [2, 4],
@@ -38,7 +39,7 @@ ALL = {
 }
 
 
-def sweep(folder, inside, **changes):
+def sweep(folder, inside, space_of=None, **changes):
     (folder / "train.py").write_text("import os, sys; print(sys.path); print(os.environ.get('TUNE_CLUSTER_KNOBS'))")
     content = {
         "name": "inside",
@@ -49,7 +50,7 @@ def sweep(folder, inside, **changes):
             "launcher": "own",
         },
         "cluster": {"kind": "local", "device": "cpu", "devices_per_node": 1},
-        "space": {"inside": inside},
+        "space": {"inside": inside, **(space_of or {})},
         **changes,
     }
     file = folder / "sweep.yaml"
@@ -84,6 +85,17 @@ def test_today_is_what_the_baseline_says(tmp_path):
     assert found == {4: {}, 0: {"num_workers": 0}, 2: {"num_workers": 2}}
 
 
+def test_a_smaller_micro_batch_accumulates_so_that_the_global_batch_stays(tmp_path):
+    cluster = {"kind": "local", "device": "cpu", "devices_per_node": 2}
+    changes = {"baseline": {"dp_replicate": 2, "micro_batch_size": 2}, "cluster": cluster}
+    spec = sweep(tmp_path, {"micro_batch_size": [1, 2, 4]}, space_of={"dp_replicate": [1, 2]}, **changes)
+    found = {
+        (one.layout.dp, one.micro_batch_size): tuple(knobs_of(spec, one).get("training_arguments", {}).values())
+        for one in candidates(spec)
+    }
+    assert found == {(1, 1): (1, 8), (1, 2): (2, 4), (1, 4): (4, 2), (2, 1): (1, 4), (2, 2): (), (2, 4): (4, 1)}
+
+
 def test_a_candidate_is_written_down_so_that_a_sweep_has_it_alone(tmp_path):
     spec = sweep(tmp_path, {name: ALL[name] for name in ALL if name not in ("pin_memory", "attention", "compile")})
     content = spec.to_json()
@@ -95,10 +107,10 @@ def test_a_candidate_is_written_down_so_that_a_sweep_has_it_alone(tmp_path):
 
 def test_every_knob_has_lines_to_write_into_the_program():
     section = InsideSection.model_fields
-    assert set(section) == set(ALL)
+    assert set(section) == set(ALL)  # micro_batch_size: by training_arguments
     values = {name: values[-1] for name, values in ALL.items() if isinstance(values, list)}
     values |= {"precision": "O1-bf16", "num_workers": "auto", "training_arguments": {"bf16": True}}
-    del values["dataloader"]
+    del values["dataloader"], values["micro_batch_size"]
     for name, value in values.items():
         assert "\n+ " in source_lines({name: value}), name
     assert source_lines({}) == ""

@@ -223,7 +223,7 @@ from orchestrator.sweep.ledger import Ledger
 
 Path.read_bytes = lambda path: b"updated since"
 with Ledger(Path(sys.argv[1])) as ledger:
-    checkpoint.CheckpointWriter(ledger).tend(min_events=1)
+    checkpoint.CheckpointWriter(ledger).write_if_due(min_events=1)
 """
 
 

@@ -54,21 +54,24 @@ class Told:
         return [line for line in self.lines if line.get("event") == name]
 
 
-def launch(argv: list[str], folder: Path, *, ranks: int = 1, hook: bool = True, **env: str) -> list[Told]:
+def launch(
+    argv: list[str], folder: Path, *, ranks: int = 1, hook: bool = True, python: str = sys.executable, **env: str
+) -> list[Told]:
     """Start ``argv`` once per rank under torchrun's variables, and wait.
 
     Args:
-        argv: Arguments of this Python; the first may be the name of a program in ``programs/``.
+        argv: Arguments of the Python; the first may be the name of a program in ``programs/``.
         folder: For the report.
         ranks: 1: without torchrun's variables.
         hook: False: as if there were no trial.
+        python: An interpreter.
         **env: Further variables.
     """
     folder.mkdir(exist_ok=True)
     argv = [str(PROGRAMS / argv[0]) if argv[0].endswith(".py") else argv[0], *argv[1:]]
     started = [
         subprocess.Popen(
-            [sys.executable, *argv],
+            [python, *argv],
             env=_environment(folder, hook) | variables | env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,5 +1,6 @@
 """The hook in a Python without any framework: what it hides still runs, errors and stacks are told, nothing breaks."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -92,6 +93,15 @@ def test_every_python_from_3_8_loads_all_of_it(tmp_path, version):
     done = subprocess.run([python, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert f'"python": "{version}.' in (tmp_path / "rank0.jsonl").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((HOOK_FOLDER / "tune_cluster_hook").glob("*.py")), ids=lambda path: path.stem)
+def test_the_hook_is_written_for_python_3_8_and_starts_with_the_standard_library_alone(path):
+    module = ast.parse(path.read_text(), feature_version=(3, 8))
+    at_start = [node for node in module.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in at_start if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in at_start if isinstance(node, ast.ImportFrom) and not node.level}
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
 
 
 def _python(version):

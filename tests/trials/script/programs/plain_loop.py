@@ -75,7 +75,10 @@ def main(a):
     optimizers = [torch.optim.AdamW(part, lr=1e-3) for part in (parameters[:half], parameters[half:]) if part]
     if a.compile == "optimizer":
         optimizers[0].step = torch.compile(optimizers[0].step, backend="eager")
-    scaler = torch.amp.GradScaler("cpu", enabled=a.scaler)
+    if hasattr(torch.amp, "GradScaler"):
+        scaler = torch.amp.GradScaler("cpu", enabled=a.scaler)
+    else:  # before PyTorch 2.3
+        scaler = torch.cuda.amp.GradScaler(enabled=False)
     tokens = torch.randint(0, VOCAB, (1024, SEQ), generator=torch.Generator().manual_seed(rank))
     batches = iter(DataLoader(TensorDataset(tokens), batch_size=a.batch))
     for step in range(1, a.steps + 1):

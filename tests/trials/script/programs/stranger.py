@@ -95,7 +95,10 @@ def constants(kind=""):
     batches = iter(loader)
     if kind == "draws_early":
         torch.rand(3)
-    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
+    if hasattr(torch.amp, "GradScaler"):
+        scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
+    else:  # before PyTorch 2.3
+        scaler = torch.cuda.amp.GradScaler(enabled=False)
     for step in range(STEPS):
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=kind in ("autocast", "scaler")):

@@ -190,7 +190,7 @@ def grad_scaler(module: Any) -> None:
     @functools.wraps(scale)
     def scale_remembering(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = scale(self, outputs, *args, **kwargs)
-        if scaled is not outputs and hasattr(outputs, "grad_fn") and not is_compiling():
+        if not is_compiling() and scaled is not outputs and hasattr(outputs, "grad_fn"):
             setattr(scaled, UNSCALED, outputs)
         return scaled
 

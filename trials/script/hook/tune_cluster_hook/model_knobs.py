@@ -426,9 +426,11 @@ def compile_(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
         return None
     if value == "block" and block is None:
         return f"{type(model).__name__} has no repeated block"
+    torch = _torch()
+    if not hasattr(torch.compiler, "is_compiling"):
+        return "compiling inside a program requires PyTorch 2.2 or later"
     import torch._dynamo
 
-    torch = _torch()
     torch._dynamo.config.suppress_errors = True
     before = _graphs(torch)
     if value == "block" and block is not None:

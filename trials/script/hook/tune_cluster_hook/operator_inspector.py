@@ -125,10 +125,36 @@ def _site() -> str:
     return "" if not path or any(part in path for part in _PACKAGES) else f"{os.path.basename(path)}:{frame.f_lineno}"
 
 
+def _flop_formulas() -> Any:
+    """PyTorch's formula by operator: of its arguments, and its result ``out_val``."""
+    from torch.utils import flop_counter
+
+    found = getattr(flop_counter, "flop_registry", None)
+    if found is not None:
+        return found
+    mapping: Any = getattr(flop_counter, "flop_mapping", {})
+    return {operator: _of_shapes(formula) for operator, formula in mapping.items()}
+
+
+def _of_shapes(formula: Any) -> Any:
+    """A formula of PyTorch 2.1, which takes the shapes of tensors."""
+    from torch.utils._pytree import tree_map
+
+    def shape(value: Any) -> Any:
+        return value.shape if hasattr(value, "shape") else value
+
+    def flops(*args: Any, out_val: Any, **kwargs: Any) -> Any:
+        args, kwargs, out_shape = tree_map(shape, (args, kwargs, out_val))
+        return formula(*args, **kwargs, out_shape=out_shape)
+
+    return flops
+
+
 def _mode(operators: OperatorCounts) -> Any:
     """A dispatch mode. PyTorch's ``FlopCounterMode`` would hook into every module."""
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry  # PyTorch 2.2 or later: without it, nothing is looked at
+
+    formulas = _flop_formulas()
 
     class InspectingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Sees every operator of the step."""
@@ -137,7 +163,7 @@ def _mode(operators: OperatorCounts) -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             out = func(*args, **(kwargs or {}))
-            operators.at(func, args, kwargs or {}, out, flop_registry)
+            operators.at(func, args, kwargs or {}, out, formulas)
             return out
 
     return InspectingMode()  # type: ignore[no-untyped-call]

@@ -220,11 +220,10 @@ class Roots:
         kind = module.Module
         if not (self._first or self._observers) or not hasattr(kind, SLOT):
             return
-        original, torch = kind.__call__, sys.modules["torch"]
+        original = kind.__call__
 
         def watching(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            compiler = torch.compiler
-            if hasattr(compiler, "is_compiling") and compiler.is_compiling():
+            if is_compiling():
                 return original(self_, *args, **kwargs)
             # Not armed: who took this function for PyTorch's own in the meantime still has it.
             if not self.is_armed:

@@ -111,8 +111,12 @@ def generator_states() -> list[Any]:
 
 def is_compiling() -> bool:
     """Whether torch.compile is tracing this very code: hooks then are to leave no trace in the graph."""
-    compiler = sys.modules.get("torch.compiler")
-    return compiler is not None and hasattr(compiler, "is_compiling") and bool(compiler.is_compiling())
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if hasattr(torch.compiler, "is_compiling"):
+        return bool(torch.compiler.is_compiling())
+    return bool(torch._utils.is_compiling())  # before PyTorch 2.2
 
 
 # ---- The accelerator of this process: waiting for it, its allocator's peaks; the memory of the process itself
