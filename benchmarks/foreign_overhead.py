@@ -173,7 +173,9 @@ def _report(runs: dict[str, list[tuple[float, float]]], steps: int) -> None:
 
 def _report_hook(repeats: int) -> None:
     """The tiny training, the two ways in turns."""
-    bare, ours, inside = [], [], []
+    bare: list[float] = []
+    ours: list[float] = []
+    inside: list[float] = []
     with tempfile.TemporaryDirectory(prefix="foreign-overhead-") as folder:
         for turn in range(repeats):
             report = Path(folder) / str(turn)

@@ -347,8 +347,8 @@ class Judge:
     def last_step_time_s(self) -> float | None:
         """Seconds of the last step, by the best source that tells times."""
         for _, group in self._groups():
-            if reported_errors := group[0].last_time(*self._amounts):
-                return reported_errors.value
+            if (last := group[0].last_time(*self._amounts)) is not None:
+                return last.value
         return None
 
     def check_finite(self) -> None:

@@ -424,9 +424,9 @@ class StepSeries:
         return found
 
     def last_time(self, tokens_per_step: float, samples_per_step: float, num_devices: int) -> LogValue | None:
-        """Seconds of the last step; None where the source does not tell them yet."""
-        if self._arrived_s and (record := self._positive("step_time_s", max(self._arrived_s))) and not self._is_unclear:
-            return record
+        """Seconds of the last step; None where the source has not reported them."""
+        if self._arrived_s and (last := self._positive("step_time_s", max(self._arrived_s))) and not self._is_unclear:
+            return last
         table = self.times(tokens_per_step, samples_per_step, num_devices)
         return table[max(table)] if table else None
 
