@@ -1,1 +1,1 @@
-"""Decides: reads the sweep, proposes candidates, journals, records, reports, promotes."""
+"""The orchestrator: reads sweep files, proposes candidates, records events, reports and promotes."""

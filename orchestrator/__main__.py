@@ -1,4 +1,4 @@
-"""``python -m orchestrator``: the command line, also where the program ``tune-cluster`` is not on PATH.
+"""``python -m orchestrator``: the command line, even if the program ``tune-cluster`` is not on PATH.
 
 Without ``-P`` Python imports from the folder it is started in before all others. That folder is the user's, and may
 hold files called like our packages or like those of the standard library: it is taken off the path, unless it is where

@@ -8,7 +8,7 @@
     found.verdict["winner"]                  # the document of `report --json`
     found.curves("winner")                   # loss, gradient norm, step time and memory by step
 
-:func:`results` reads any sweep of a home at any time, also while it runs. Columns have the names of the metrics in
+:func:`results` reads any sweep of a home at any time, even while it runs. Columns have the names of the metrics in
 MLflow (docs/review.md), knobs those of the sweep file.
 """
 
@@ -47,13 +47,13 @@ class SweepError(RuntimeError):
     """
 
     def __init__(self, file: Path, exit_code: int) -> None:
-        super().__init__(f"submitting {file} ended with exit code {exit_code}; the reason is on stderr")
+        super().__init__(f"submitting {file} failed with exit code {exit_code}; see stderr for the reason")
         self.exit_code = exit_code
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A sweep as it stood when it was read."""
+    """A sweep at the time it was read."""
 
     name: str
     _snapshot: Snapshot
@@ -68,16 +68,16 @@ class Results:
     def verdict(self) -> dict[str, Any]:
         """The document of ``report --json``, described by ``docs/result.schema.json``."""
         summary = summary_of(self._snapshot, self._home)
-        assert summary is not None, "only sweeps that have begun are read"
+        assert summary is not None, "only started sweeps are read"
         return dict(summary.to_json())
 
     @property
     def trials(self) -> pandas.DataFrame:
-        """One row per trial of the search, by number; the winner first, then from fast to slow.
+        """One row per trial of the search, by number; the winner first, then fastest first.
 
         Columns: ``name``, ``status``, ``origin``, every knob (``micro_batch_size``, ...), and MLflow's metrics, named
-        with their units (``tokens_per_s_per_device``, ``step_time_ms``, ``peak_memory_gib``, ``mfu``, ...). What was
-        not measured is NaN.
+        with their units (``tokens_per_s_per_device``, ``step_time_ms``, ``peak_memory_gib``, ``mfu``, ...). Missing
+        measurements are NaN.
         """
         import pandas
 
@@ -91,7 +91,7 @@ class Results:
         return {**about, **flat_params(trial.candidate), **metrics}
 
     def curves(self, trial: int | str) -> pandas.DataFrame:
-        """What was recorded at every step of a trial, from its first warm-up step, number 1.
+        """The recorded values of every step of a trial, from its first warm-up step, number 1.
 
         Args:
             trial: its number, ``t003``, ``baseline``, ``best`` or ``winner``.
@@ -100,7 +100,7 @@ class Results:
             Columns ``loss``, ``grad_norm``, ``memory_gib`` and ``step_time_ms``, if recorded, by ``step``.
 
         Raises:
-            ConfigError: there is no such trial.
+            ConfigError: the trial does not exist.
         """
         import pandas
 
@@ -114,7 +114,7 @@ def load(file: str | Path) -> SweepSpec:
     """Reads and checks a sweep file.
 
     Raises:
-        ConfigError: something in it is wrong; the message has file, line, key and remedy.
+        ConfigError: the file is invalid; the message has file, line, key and remedy.
     """
     return load_sweep(Path(file))
 
@@ -129,18 +129,18 @@ def submit(
 ) -> Results:
     """Runs the sweep of a file to its end, or continues it, and returns its result.
 
-    The controller is a separate process; what it prints goes to stderr. An interrupt ends it as Ctrl-C does in a
+    The controller is a separate process; its output goes to stderr. An interrupt ends it as Ctrl-C does in a
     terminal, and calling this again continues the sweep.
 
     Args:
         file: the sweep file.
         home: folder of all sweeps and of the local MLflow store.
-        max_trials: in place of the file's ``budget.max_trials``.
-        wall_time: in place of the file's ``budget.wall_time``, like ``30m``.
+        max_trials: overrides the file's ``budget.max_trials``.
+        wall_time: overrides the file's ``budget.wall_time``, like ``30m``.
         options: further options of ``tune-cluster submit``, such as ``["--no-check"]``.
 
     Raises:
-        ConfigError: the file is wrong.
+        ConfigError: the file is invalid.
         SweepError: the sweep failed, or could not run.
     """
     spec = load(file)
@@ -156,7 +156,7 @@ def submit(
 
 
 def _run(command: list[str]) -> int:
-    """Exit code of a command whose output goes to stderr, which in a notebook is no file; an interrupt is passed on."""
+    """Exit code of a command whose output goes to stderr, which is not a file in a notebook; forwards an interrupt."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         assert child.stdout is not None
         while True:
@@ -169,14 +169,14 @@ def _run(command: list[str]) -> int:
 
 
 def results(sweep: str, *, home: str | Path = DEFAULT_HOME) -> Results:
-    """Reads a sweep, whether it runs, waits or has ended.
+    """Reads a sweep, whether it is running, waiting or has ended.
 
     Args:
         sweep: its name.
         home: folder of all sweeps.
 
     Raises:
-        ConfigError: there is no sweep of this name, or it has not begun.
+        ConfigError: the sweep does not exist, or has not started.
     """
     found = Home(Path(home))
     return Results(sweep, found.read(sweep, begun=True), found)

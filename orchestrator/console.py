@@ -1,4 +1,4 @@
-"""The console: what is rendered for people goes through here, without characters that could command a terminal."""
+"""The console for all output to people: removes characters that could control a terminal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from orchestrator import units
 from orchestrator.text import without_controls
 
 PROGRESS_EVERY_S = 10.0
-"""Seconds between two lines of progress where it cannot be shown in place: in a pipe, in a log."""
+"""Seconds between two lines of progress in pipes and logs, where it cannot be shown in place."""
 
 Progress = Callable[[int, int], None]
-"""Takes how many are done, and of how many."""
+"""Receives the number done and the total."""
 
 
 class SafeConsole(Console):
-    """A rich console that drops control characters from everything it renders, and takes no text for markup.
+    """A rich console that drops control characters from everything it renders, and does not interpret markup.
 
     Names, messages and values come from programs, files and stores: an escape sequence in them must not reach the
     terminal. Styles and cursor movements are rich's own, which adds them after rendering. Characters are dropped, not
@@ -39,7 +39,7 @@ class SafeConsole(Console):
 
 
 class _Counted:
-    """How many of something are done, in words."""
+    """Progress in words."""
 
     def __init__(self, title: str, noun: str) -> None:
         self.done = self.total = 0
@@ -57,8 +57,8 @@ class _Counted:
 
 @contextmanager
 def counted_progress(title: str, noun: str) -> Iterator[Progress]:
-    """Shows on stderr how many are done: in place on a terminal, elsewhere as a line now and then; nothing before the
-    first call."""
+    """Shows progress on stderr: in place on a terminal, elsewhere as occasional lines; nothing before the first
+    call."""
     console, state, over = SafeConsole(stderr=True), _Counted(title, noun), threading.Event()
     printer = threading.Thread(target=state.print_until, args=(console, over), daemon=True)
     with console.status(state) as status:

@@ -1,4 +1,4 @@
-"""Errors that are the user's to fix, and the exit codes with which the program's processes end."""
+"""User errors, and the program's exit codes."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ class ExitCode(IntEnum):
     """Exit codes of every command; the table in docs/troubleshooting.md."""
 
     DONE = 0
-    """Done, or at work in the background, paused, cancelled."""
+    """Success, including: running in the background, paused, cancelled."""
     FAILED = 1
-    """The sweep failed, or what was requested did: a drift was found, a check of `doctor` failed. Python's own errors
-    and Ray's core leave the same code."""
+    """The sweep or request failed: `verify` found drift, a check of `doctor` failed. Python's own errors and Ray's core
+    use the same code."""
     USAGE = 2
-    """The user's input has to change: an option, a file, a name, or a trial or program that cannot run as given."""
+    """The user's input must change: an option, a file, a name, or a trial or program that cannot run."""
     UNVERIFIED = 3
-    """``verify`` could neither find a drift nor show that there is none."""
+    """``verify`` could neither show drift nor rule it out."""
     INFRASTRUCTURE = 4
-    """Something that the command needs does not work: cluster, disk, ledger, MLflow store. The same command may succeed
-    later. Also of a supervisor that gave up, and of a job without a code."""
+    """Cluster, disk, ledger or MLflow store failure; the same command may succeed later. Also for a supervisor that
+    gave up, and a job without a code."""
     CLUSTER_LOST = 75
-    """The cluster of a supervised controller went away (EX_TEMPFAIL of sysexits.h): it is started again."""
+    """The cluster of a supervised controller was lost (EX_TEMPFAIL of sysexits.h): the controller is restarted."""
     INTERRUPTED = 130
-    """Ctrl-C or SIGTERM ended it, or it no longer follows a sweep that goes on."""
+    """Ended by Ctrl-C or SIGTERM, or stopped following a sweep that keeps running."""
 
 
 MAX_OTHERS_SHOWN = 5
-"""Further problems of the same file that a message lists."""
+"""Maximum number of further problems of a file that a message lists."""
 
 
 class ConfigError(ValueError):
-    """Something the user wrote cannot be used: where it stands, what is wrong, and how to put it right.
+    """Invalid user input: where it is, what is wrong, and how to fix it.
 
-    ``line`` counts from 1 and ``key`` is dotted, as in ``space.precision.0.dtype``; both are None where they do not
-    apply. ``others`` are further problems of the same file; ``str`` lists them below this one.
+    ``line`` counts from 1 and ``key`` is dotted, as in ``space.precision.0.dtype``; both are None if not applicable.
+    ``others`` are further problems of the same file; ``str`` lists them below this one.
     """
 
     def __init__(
@@ -69,4 +69,4 @@ class ConfigError(ValueError):
 
 
 class ServiceError(ConfigError):
-    """A service that the command needs cannot be used, such as the MLflow store: it may be usable later."""
+    """A required service, such as the MLflow store, is unavailable; it may be available later."""

@@ -1,4 +1,4 @@
-"""Addresses in MLflow: tracking URIs, where artifacts go, deep links into the pages of its server."""
+"""Addresses in MLflow: tracking URIs, artifact locations, deep links into the pages of its server."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from orchestrator.errors import ConfigError
 from trials.secrets import redact
 
 URI_PATTERN = r"^(https?://\S+|sqlite:////.*\S)$"
-"""Tracking URIs that are accepted: a server, or an SQLite file by its absolute path."""
+"""Accepted tracking URIs: a server, or an SQLite file by its absolute path."""
 PAGE = "report.html"
-"""Artifact of a sweep's run that its pages show as it is: the verdict first, then what it rests on."""
+"""Artifact of a sweep's run that MLflow's pages render: the report, verdict first."""
 _SQLITE = "sqlite:///"
 _VIEW = {"workflowType": "machine_learning"}
-"""Query of every link: without it MLflow opens on its GenAI pages, where runs are hard to find."""
+"""Query of every link: without it MLflow opens its GenAI pages, where runs are hard to find."""
 
 
 def check_tracking_uri(uri: str) -> str:
-    """Return ``uri`` if it names a store that can be used, and holds no credentials: they come from the environment.
+    """Return ``uri`` if it is a supported store without credentials, which come from the environment.
 
     Raises:
-        ConfigError: it does not, or it does.
+        ConfigError: it is not supported, or contains credentials.
     """
     if re.match(URI_PATTERN, uri) is None:
         raise ConfigError(
-            f"{public_uri(uri)!r} is no tracking URI", remedy="Use http(s)://host:port or sqlite:////absolute/path.db."
+            f"{public_uri(uri)!r} is not a supported tracking URI",
+            remedy="Use http(s)://host:port or sqlite:////absolute/path.db.",
         )
     if public_uri(uri) != uri:
         raise ConfigError(
-            f"the tracking URI {public_uri(uri)} came with credentials",
-            remedy="Put them into MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN.",
+            f"the tracking URI {public_uri(uri)} contains credentials",
+            remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, instead.",
         )
     return uri
 
@@ -50,7 +51,7 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def artifact_folder(uri: str) -> Path | None:
-    """Where a store without a server keeps artifacts, beside its database; None where a server decides."""
+    """Artifact folder of a store without a server, next to its database; None if a server decides."""
     path = sqlite_path(uri)
     return path.parent / "mlartifacts" if path else None
 
@@ -62,7 +63,7 @@ def run_url(base: str, experiment_id: str, run_id: str, tab: str = "") -> str:
 
 
 def artifact_path(run_id: str, artifact: str) -> str:
-    """Where the pages of a server find the content of an artifact, from their own address."""
+    """Relative address of an artifact's content on a server's pages."""
     return f"get-artifact?{urlencode({'path': artifact, 'run_uuid': run_id})}"
 
 
@@ -82,7 +83,7 @@ def charts_view(sweep: str, run_id: str) -> str:
 
 
 def view_url(base: str, experiment_id: str, view: str, *, as_charts: bool = False) -> str:
-    """The runs of the experiment as the saved view shows them."""
+    """The runs of the experiment in the saved view."""
     query = {"viewStateShareKey": view, **({"compareRunsMode": "CHART"} if as_charts else {}), **_VIEW}
     return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{urlencode(query)}"
 
@@ -93,9 +94,9 @@ def experiments_url(base: str) -> str:
 
 
 def sweep_links(base: str, experiment_id: str, run_id: str, sweep: str) -> dict[str, str]:
-    """What to open, the verdict first: the report, the trials as a table and as charts, the sweep's own run.
+    """Pages to open: the report, the trials as a table and as charts, the sweep's run.
 
-    Empty where the store at ``base`` is a file.
+    Empty if the store at ``base`` is a file.
     """
     if not base.startswith("http"):
         return {}

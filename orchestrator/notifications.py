@@ -1,4 +1,4 @@
-"""Tells people and programs outside when something happens to the sweep: by webhook, by command."""
+"""Notifies people and programs of events of a sweep, by webhook or command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from orchestrator.config.settings import NotifyEvent
 
 
-# What is worth a notification, and what it says. Pure functions of the ledger.
+# Which events cause a notification, and its content. Pure functions of the ledger.
 
 
 MAX_FAILURES = 5
@@ -47,7 +47,7 @@ MAX_CHARS = 300
 
 
 def may_notify(event: LedgerEvent, on: Collection[str]) -> bool:
-    """Whether :func:`notification` may find something in the event; tells without the others."""
+    """Whether :func:`notification` may return something for the event, judged without the other events."""
     match event:
         case SweepFinished() | SweepPaused():
             return True
@@ -60,7 +60,7 @@ def may_notify(event: LedgerEvent, on: Collection[str]) -> bool:
 def notification(
     entry: LedgerEntry, state: SweepState, earlier: Iterable[LedgerEvent], *, after_failures: int
 ) -> NotifyEvent | None:
-    """What the event calls for.
+    """The notification for the event, if any.
 
     Args:
         state: with the event.
@@ -84,25 +84,25 @@ def notification(
 
 
 def is_fault(outcome: Outcome) -> bool:
-    """Whether something went wrong that nobody wanted: not a kill by the controller or a queue."""
+    """Whether the attempt failed by a fault, not by a kill by the controller or a queue."""
     return outcome.kind in FAULTS and not (isinstance(outcome, GangLost) and not outcome.is_counted)
 
 
 def _num_faults(earlier: Iterable[LedgerEvent]) -> int:
-    """Number of faults in a row at the end. Attempts that were killed on purpose say nothing either way."""
+    """Number of consecutive faults at the end. Deliberately killed attempts are ignored."""
     ended = (event.outcome for event in earlier if isinstance(event, AttemptEnded))
     telling = (outcome for outcome in ended if is_fault(outcome) or not isinstance(outcome, GangLost))
     return sum(1 for _ in itertools.takewhile(is_fault, telling))
 
 
 def _quarantines(event: AttemptEnded, state: SweepState) -> bool:
-    """Whether this very event took a node out of service."""
+    """Whether this event took a node out of service."""
     node = blamed_node(event.outcome)
     return node in state.quarantined and state.strikes.get(node or "") == state.sweep.budget.strikes_per_node
 
 
 def payload(event: NotifyEvent, seq: int, state: SweepState) -> dict[str, Any]:
-    """The notification as JSON, without secrets. Equal ``id`` means that it was sent before."""
+    """The notification as JSON, without secrets. An equal ``id`` marks a repeated delivery."""
     body: dict[str, Any] = {**summarize(state, "").to_json()}
     names = (
         "sweep",
@@ -134,7 +134,7 @@ def payload(event: NotifyEvent, seq: int, state: SweepState) -> dict[str, Any]:
 
 
 def _failures(state: SweepState) -> list[dict[str, Any]]:
-    """The latest trials that failed by a fault, the last one first."""
+    """The latest trials that failed by a fault, newest first."""
     failed = [trial for trial in state.trials if trial.outcome is not None and is_fault(trial.outcome)]
     latest: Sequence[Any] = failed[: -MAX_FAILURES - 1 : -1]
     return [
@@ -143,46 +143,46 @@ def _failures(state: SweepState) -> list[dict[str, Any]]:
     ]
 
 
-# Delivers what a sweep's ledger holds for one receiver, in a thread, so that a slow receiver holds up nobody.
+# Delivers a sweep's notifications to one receiver, in a thread, so that a slow receiver blocks nothing else.
 
 
 TIMEOUT_S = 20.0
-"""For a webhook to answer, and for a command to end."""
+"""Time limit for a webhook to respond, and for a command to end."""
 MAX_URL_BYTES = 8192
 MAX_MESSAGE_BYTES = 500
-"""Part of what a failing command wrote last that is read."""
+"""Bytes read from the end of a failing command's output."""
 EVENT_VARIABLE = "TUNE_CLUSTER_EVENT"
 
 
 class DeliveryError(Exception):
-    """The receiver did not take it; the message holds nothing secret."""
+    """The delivery failed; the message contains no secrets."""
 
 
 class NotificationReceiver(Protocol):
-    """Who is told."""
+    """A receiver of notifications."""
 
     name: str
-    """``webhook`` or ``command``; names the receiver's place in the ledger, too."""
+    """``webhook`` or ``command``; also the name of the receiver's cursor in the ledger."""
 
     def send(self, event: str, body: dict[str, Any]) -> None:
-        """Return once it has taken the notification.
+        """Return once the notification is delivered.
 
         Raises:
-            DeliveryError: it has not.
-            ConfigError: it is not there.
+            DeliveryError: it was not delivered.
+            ConfigError: the receiver does not exist.
         """
 
     def cancel(self) -> None:
-        """Let a :meth:`send` under way come to its end soon, as far as that can be done from another thread."""
+        """Make a running :meth:`send` end soon, as far as possible from another thread."""
 
 
 class Delivery:
-    """One delivery of everything behind the receiver's cursor, under way from the start."""
+    """One delivery of everything behind the receiver's cursor; starts at once."""
 
     def __init__(self, folder: Path, receiver: NotificationReceiver, outbox: Outbox, section: NotifySection) -> None:
         """
         Args:
-            folder: of the sweep; the thread opens the ledger there for itself.
+            folder: of the sweep; the thread opens its own connection to the ledger.
         """
         self._folder = folder
         self._receiver = receiver
@@ -190,7 +190,7 @@ class Delivery:
         self._section = section
         self._is_abandoned = False
         self.error = ""
-        """Why the receiver did not take everything; empty where it did, or while the delivery is under way."""
+        """Why not everything was delivered; empty on success, or while the delivery is running."""
         self._thread = threading.Thread(target=self._run, name=f"notify-{receiver.name}", daemon=True)
         self._thread.start()
 
@@ -199,7 +199,7 @@ class Delivery:
         return self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Wait for it no longer. What it has delivered by now stays delivered; from here on it changes nothing."""
+        """Stop waiting for it. Completed deliveries remain valid; it changes nothing from here on."""
         self._is_abandoned = True
         self._receiver.cancel()
 
@@ -216,15 +216,15 @@ class Delivery:
             event = notification(entry, state, earlier, after_failures=self._section.after_failures)
             if event is not None and event in self._section.on:
                 self._receiver.send(event, payload(event, entry.seq, state))
-            if self._is_abandoned:  # another delivery may have begun: the cursor is its own
-                raise DeliveryError("it does not take notifications in time")
+            if self._is_abandoned:  # another delivery may have started: the cursor belongs to it
+                raise DeliveryError("it does not accept notifications in time")
         except Exception as error:
             self.error = str(error) or type(error).__name__
             raise
 
 
 class Webhook:
-    """A receiver that gets notifications posted as JSON. Its URL is read again each time, and kept nowhere."""
+    """A receiver that gets notifications posted as JSON. Its URL is read again each time, and never stored."""
 
     name = "webhook"
 
@@ -239,7 +239,7 @@ class Webhook:
 
 
 class Command:
-    """A receiver that is a program, started again for each notification, which it reads from its input as JSON."""
+    """A receiver that is a program, started once per notification, with its JSON on stdin."""
 
     name = "command"
 
@@ -256,32 +256,32 @@ class Command:
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
                     env=environment({EVENT_VARIABLE: event}),
-                    start_new_session=True,  # Ctrl-C is for the sweep
+                    start_new_session=True,  # Ctrl-C must reach only the sweep
                 )
             except OSError as error:
                 raise DeliveryError(f"the command cannot be run: {error.strerror or error}") from None
             try:
                 child.communicate(json.dumps(body).encode(), timeout=TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                raise DeliveryError(f"the command does not end within {TIMEOUT_S:.0f} s") from None
+                raise DeliveryError(f"the command did not end within {TIMEOUT_S:.0f} s") from None
             finally:
                 self.cancel()
                 child.wait()
             if child.returncode != 0:
-                raise DeliveryError(f"the command ends with exit code {child.returncode}: {_last_line(errors)}")
+                raise DeliveryError(f"the command exited with code {child.returncode}: {_last_line(errors)}")
 
     def cancel(self) -> None:
-        """Kill it if it still runs, and what it has started in its session."""
+        """Kill it if it is still running, along with its session."""
         if (child := self._child) is not None and child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
 
 
 def webhook_url(section: NotifySection) -> str:
-    """The URL of the webhook, from wherever it is kept.
+    """The URL of the webhook, from the environment or its file.
 
     Raises:
-        ConfigError: it is not there, or is none; the message does not repeat it.
+        ConfigError: it is missing or not a URL; the message does not repeat it.
     """
     if section.webhook_env is not None:
         where, text = f"the environment variable {section.webhook_env}", os.environ.get(section.webhook_env, "")
@@ -294,8 +294,8 @@ def webhook_url(section: NotifySection) -> str:
     except ValueError:
         is_url = False
     if not is_url or " " in url:
-        problem = "is not set" if not url else "holds no URL"
-        raise ConfigError(f"{where} {problem}", key="notify", remedy="It has to hold the webhook's http(s) URL.")
+        problem = "is not set" if not url else "contains no URL"
+        raise ConfigError(f"{where} {problem}", key="notify", remedy="It must contain the webhook's http(s) URL.")
     return url
 
 
@@ -308,7 +308,7 @@ def _first_bytes(path: Path) -> str:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Notifications go where the user said, or nowhere."""
+    """Does not follow redirects: notifications go only to the configured URL."""
 
     def redirect_request(self, *_args: Any) -> None:
         return None
@@ -326,50 +326,49 @@ def _post(url: str, body: dict[str, Any]) -> None:
             return
     except urllib.error.HTTPError as error:
         error.close()
-        raise DeliveryError(f"the webhook answers {error.code}") from None
+        raise DeliveryError(f"the webhook responded with {error.code}") from None
     except urllib.error.URLError as error:
         raise DeliveryError(
-            f"the webhook cannot be reached: {getattr(error.reason, 'strerror', None) or 'no answer'}"
+            f"the webhook cannot be reached: {getattr(error.reason, 'strerror', None) or 'no response'}"
         ) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:  # whose texts may repeat the URL
-        raise DeliveryError(f"the webhook does not answer: {type(error).__name__}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:  # their texts may repeat the URL
+        raise DeliveryError(f"the webhook does not respond: {type(error).__name__}") from None
 
 
 def _last_line(file: IO[bytes]) -> str:
-    """The last line in the file, or the end of it where it is long."""
+    """The last line of the file, or the end of it if it is long."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - MAX_MESSAGE_BYTES))
     text = file.read().decode("utf-8", errors="replace")
     return (text.strip().splitlines() or ["no message"])[-1]
 
 
-# Tells people and programs outside when something happens to the sweep: by webhook, by command.
+# Notifies people and programs of events of a sweep, by webhook or command.
 #
-# Each receiver is fed from the ledger behind a cursor of its own, by short-lived threads: notifications come at least
-# once and in order, a receiver that is down gets them later, and one that is slow holds up neither the sweep nor the
-# other receiver.
+# Each receiver has a cursor in the ledger and is served by short-lived threads: notifications arrive at least once and
+# in order, a receiver that is down gets them later, and a slow one blocks neither the sweep nor the other receiver.
 
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S = 2.0, 120.0
 DELIVERY_LIMIT_S = 60.0
-"""A delivery that takes longer is abandoned; what it has delivered by then stays delivered."""
+"""A delivery that takes longer is abandoned; completed deliveries remain valid."""
 FLUSH_S = 15.0
-"""For how long the end of a sweep waits for its receivers."""
+"""How long the end of a sweep waits for its receivers."""
 
 
 def check_notify(section: NotifySection) -> None:
-    """Refuse what cannot work on this host, where a controller is about to start.
+    """Check the receivers on this host before a controller starts.
 
     Raises:
-        ConfigError: the webhook's URL is not where it should be, or the command does not exist.
+        ConfigError: the webhook's URL is missing, or the command does not exist.
     """
     if section.webhook_env is not None or section.webhook_file is not None:
         webhook_url(section)
     if section.command is not None and shutil.which(section.command[0]) is None:
         raise ConfigError(
-            f"there is no program {section.command[0]!r}", key="notify.command", remedy="Give its absolute path."
+            f"program {section.command[0]!r} not found", key="notify.command", remedy="Use its absolute path."
         )
 
 
@@ -385,8 +384,8 @@ class Notifier:
         self._feeds = [_Feed(receiver, section, clock) for receiver in receivers]
 
     def sync(self, ledger: Ledger, state: SweepState) -> int:
-        """Begin to deliver what is new, and look after deliveries under way; return how many events receivers have
-        taken note of. Waits only when the sweep has come to rest, and then ``FLUSH_S`` at most."""
+        """Start deliveries of new events, and supervise running ones; return how many events are delivered. Waits only
+        at the end of the sweep, for at most ``FLUSH_S``."""
         before = sum(feed.position(ledger) for feed in self._feeds)
         is_at_rest = state.created is not None and state.status != "running"
         for feed in self._feeds:
@@ -406,7 +405,7 @@ class Notifier:
 
 
 class _Feed:
-    """Feeds one receiver: looks after its deliveries, one after another."""
+    """Serves one receiver: runs its deliveries, one after another."""
 
     def __init__(self, receiver: NotificationReceiver, section: NotifySection, clock: Callable[[], float]) -> None:
         self._receiver = receiver
@@ -419,21 +418,21 @@ class _Feed:
         self._num_failures = 0
         self._retry_at_s = 0.0
         self._seen: int | None = None
-        """Number of the last event looked at."""
+        """Number of the last event examined."""
         self._is_due = False
-        """Whether something may be there to be delivered."""
+        """Whether something may need to be delivered."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a delivery is under way, or its end was not looked at yet."""
+        """Whether a delivery is running, or its result has not been examined yet."""
         return self._delivery is not None
 
     def position(self, ledger: Ledger) -> int:
-        """Number of the last event that the receiver has been told of, if there was anything to tell."""
+        """Number of the last event whose notifications, if any, have been delivered."""
         return ledger.cursor(self._cursor)
 
     def poll(self, ledger: Ledger, *, urgent: bool) -> None:
-        """See what became of the delivery under way, and begin one where something is due."""
+        """Check the running delivery, and start one if something is due."""
         try:
             entries = ledger.following(self.position(ledger) if self._seen is None else self._seen)
             self._seen = entries[-1].seq if entries else self._seen
@@ -446,7 +445,7 @@ class _Feed:
             self._fail(str(error))
 
     def check_delivery(self) -> None:
-        """See whether the delivery has ended; abandon it if it takes too long."""
+        """Check whether the delivery has ended; abandon it if it takes too long."""
         if self._delivery is None:
             return
         if not self._delivery.is_under_way:
@@ -457,10 +456,10 @@ class _Feed:
                 self._num_failures = 0
         elif self._clock() - self._began_s > DELIVERY_LIMIT_S:
             self.end()
-            self._fail("it does not take notifications in time")
+            self._fail("it does not accept notifications in time")
 
     def end(self) -> None:
-        """Abandon the delivery under way."""
+        """Abandon the running delivery."""
         if self._delivery is None:
             return
         self._delivery.abandon()
@@ -468,14 +467,12 @@ class _Feed:
         self._outbox = self._new_outbox()  # the other one may still be in use
 
     def _new_outbox(self) -> Outbox:
-        """Keeps the state that it has folded from one delivery to the next."""
+        """Keeps its folded state between deliveries."""
         return Outbox(self._cursor, on_outage=lambda _error: None)
 
     def _fail(self, message: str) -> None:
         if self._num_failures == 0:
-            logger.warning(
-                "the %s of notify does not work: %s; the sweep goes on", self._receiver.name, redact(message)
-            )
+            logger.warning("notify.%s failed: %s; the sweep continues", self._receiver.name, redact(message))
         self._is_due = True
         self._retry_at_s = self._clock() + pause_s(self._num_failures, first_s=FIRST_RETRY_S, last_s=LAST_RETRY_S)
         self._num_failures += 1

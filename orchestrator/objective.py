@@ -40,16 +40,16 @@ TIMES: Mapping[ObjectiveName, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What a sweep is to find the most of, with what it takes to work that out."""
+    """The objective of a sweep, with the inputs of its score."""
 
     name: ObjectiveName = "tokens_per_s_per_device"
     devices_per_node: int = 1
-    """Devices of a node, all of which are paid for when a trial occupies one."""
+    """Devices of a node; all are paid for when a trial occupies it."""
     price_per_device_hour: float | None = None
-    """Money in any currency; None: costs are told in device-hours."""
+    """Money in any currency; None: costs are given in device-hours."""
 
     def weight(self, num_devices: int) -> int:
-        """By what a step time is multiplied, for a trial on so many devices."""
+        """Factor of the step time for a trial on this number of devices."""
         match self.name:
             case "tokens_per_s_per_device":
                 return num_devices
@@ -59,29 +59,29 @@ class Objective:
                 return self.num_paid_devices(num_devices)
 
     def weights(self, num_devices: NDArray[np.float64]) -> NDArray[np.float64]:
-        """:meth:`weight` of each of many."""
+        """:meth:`weight` of each element."""
         counts, places = np.unique(num_devices, return_inverse=True)
         return np.array([float(self.weight(int(count))) for count in counts])[places]
 
     def num_paid_devices(self, num_devices: int) -> int:
-        """Devices of the nodes that so many devices occupy: whole nodes are leased."""
+        """Devices of the occupied nodes: whole nodes are leased."""
         return -(-num_devices // self.devices_per_node) * self.devices_per_node
 
     def score(self, measurement: Measurement) -> float:
-        """How good a measurement is."""
+        """The score of a measurement."""
         return self.score_of(measurement.tokens_per_step, measurement.step_time_s, measurement.world_size)
 
     def score_of(self, tokens_per_step: float, step_time_s: float, num_devices: int) -> float:
-        """How good it is to take a step of so many tokens in ``step_time_s`` on so many devices."""
+        """The score of a step of ``step_time_s`` with these tokens and devices."""
         return tokens_per_step / (step_time_s * self.weight(num_devices))
 
     def unit(self, per_device_unit: str) -> str:
-        """Unit of scores, where tokens/s/p or samples/s/p is that of the speed per device."""
+        """Unit of scores, from the unit of the speed per device: tokens/s/p or samples/s/p."""
         rate = per_device_unit.removesuffix("/p")
         return {"tokens_per_s_per_device": f"{rate}/p", "step_time": rate, "device_cost": f"{rate}/paid"}[self.name]
 
     def figures(self, tokens_per_step: float, step_time_s: float, num_devices: int) -> Figures:
-        """All figures of one step time, which belong together."""
+        """All figures of one step time."""
         return Figures(
             step_time_s=step_time_s,
             tokens_per_s=tokens_per_step / step_time_s,
@@ -94,7 +94,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """How fast a configuration is, in every unit: all from one step time."""
+    """The speed of a configuration in every unit, from one step time."""
 
     step_time_s: float
     tokens_per_s: float
@@ -102,10 +102,10 @@ class Figures:
     num_devices: int
     """Devices used."""
     device_hours_per_token: float
-    """All devices of the nodes that it occupies count."""
+    """Cost counts all devices of the occupied nodes."""
     price_per_device_hour: float | None = None
     shows_cost: bool = False
-    """Whether the objective is what it costs."""
+    """Whether the objective is the cost."""
 
     @property
     def tokens_per_s_per_device(self) -> float:
@@ -113,11 +113,11 @@ class Figures:
 
     @property
     def price_per_token(self) -> float | None:
-        """Money per token; None where no price is known."""
+        """Money per token; None without a price."""
         return None if self.price_per_device_hour is None else self.device_hours_per_token * self.price_per_device_hour
 
     def to_json(self, noun: str) -> dict[str, float | None]:
-        """The documented JSON form; ``noun`` is what is counted, tokens or samples (:func:`noun_of`)."""
+        """The documented JSON form; ``noun`` is tokens or samples (:func:`noun_of`)."""
         price = self.price_per_token
         return {
             "step_time_s": self.step_time_s,
@@ -135,11 +135,11 @@ def noun_of(unit: str) -> str:
 
 
 def unit_legend(unit: str) -> str:
-    """What a unit of speed means: ``tokens/s/p: tokens per second per device (p: processor)``."""
+    """The definition of a unit of speed: ``tokens/s/p: tokens per second per device (p: processor)``."""
     noun, *per = unit.split("/")
     words = {
         ("s",): "per second, all devices of a trial together",
         ("s", "p"): "per second per device (p: processor)",
-        ("s", "paid"): "per second per device of the whole nodes that a trial occupies, which is what is paid for",
+        ("s", "paid"): "per second per device of the whole nodes that a trial occupies and that are paid for",
     }
     return f"{unit}: {noun} {words[tuple(per)]}"

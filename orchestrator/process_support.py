@@ -1,4 +1,4 @@
-"""This process: how it was called, locks and signals, environments of commands, homes that sweeps were submitted to."""
+"""This process: its command line, locks and signals, environments of commands, homes used before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 from trials.files import make_private_folder, write_atomically
 from trials.secrets import for_ranks
 
-# ---- How this program was called, so that the commands it shows can be typed as they stand
+# ---- How this program was called, so that the commands it shows can be copied
 
 PROGRAM = "tune-cluster"
 HOME_VARIABLE = "TUNE_CLUSTER_HOME"
@@ -30,7 +30,7 @@ DEFAULT_HOME = Path("tune-cluster-runs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """What to type for this program, and the options every command needs."""
+    """This program's name and the options that every command needs."""
 
     program: str = PROGRAM
     """As the shell takes it."""
@@ -38,7 +38,7 @@ class Invocation:
 
     @classmethod
     def current(cls, home: Path) -> Self:
-        """How this process was called: by its path where it is not on PATH, and with ``--home`` where that matters."""
+        """How this process was called: by its path if it is not on PATH, and with ``--home`` if it differs."""
         path = Path(sys.argv[0])
         is_module = path.name == "__main__.py" and path.parent == Path(__file__).parent
         own = [sys.executable, "-m", __package__ or ""] if is_module else [sys.argv[0]]
@@ -58,7 +58,7 @@ PLAIN = Invocation()
 
 
 def user_name() -> str:
-    """Whoever runs this process; containers run as users without a name."""
+    """The user of this process; containers may run as users without a name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -72,8 +72,8 @@ _POLL_S = 0.5
 
 
 def take(file: IO[Any]) -> bool:
-    """Take the lock on ``file`` if it can be had within half a second: whoever asks :func:`is_held` has it for an
-    instant, too. Returns whether it was taken."""
+    """Take the lock on ``file`` within half a second: callers of :func:`is_held` take it for an instant, too. Returns
+    whether it was taken."""
     deadline_s = time.monotonic() + _POLL_S
     while True:
         with contextlib.suppress(BlockingIOError):
@@ -85,7 +85,7 @@ def take(file: IO[Any]) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock on this file; nobody does where it cannot be read."""
+    """Whether a process holds the lock on this file; False if it cannot be read."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -103,13 +103,13 @@ def pause_s(num_failures: int, *, first_s: float, last_s: float) -> float:
 
 
 REPEATED_S = 2.0
-"""Copies of a signal that come within this time count as one."""
+"""Copies of a signal within this time count as one."""
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While inside, SIGTERM does what Ctrl-C does. Copies of a signal, from a supervisor and from whoever signals all
-    processes of a group, count once; one that comes later interrupts again."""
+    """While inside, SIGTERM acts like Ctrl-C. Copies of a signal, from a supervisor and to the whole process group,
+    count once; a later one interrupts again."""
     received_s = -REPEATED_S
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -127,24 +127,23 @@ def interruptible() -> Iterator[None]:
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a user's command: that of this process without its secrets and without what is meant for a
-    controller, and with the variables ``own``."""
+    """The environment for a user's command: this process's, without secrets and controller variables, plus ``own``."""
     kept = {name: value for name, value in for_ranks(os.environ).items() if not name.startswith("TUNE_CLUSTER_")}
     home = {HOME_VARIABLE: os.environ[HOME_VARIABLE]} if HOME_VARIABLE in os.environ else {}
     return {**kept, **home, **own}
 
 
-# ---- Finds homes of sweeps again from another folder: those above this one, and those that sweeps were submitted to
+# ---- Finds homes of sweeps from another folder: those above this one, and those used before
 #
-# The latter are kept in a file of the user's, ``$XDG_STATE_HOME/tune-cluster/homes``, one a line, the last used
-# first. It only serves to say where a sweep was seen: no command looks into another home than it was told.
+# The latter are kept in the user's file ``$XDG_STATE_HOME/tune-cluster/homes``, one per line, last used first. It is
+# only used for hints: no command reads another home than the given one.
 
 MAX_HOMES = 20
 """Homes that are remembered."""
 
 
 def remember(home: Path) -> None:
-    """Note that sweeps are kept in this home. What keeps it from being noted is nobody's concern."""
+    """Remember this home. Failures are ignored."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         here, file = str(home.absolute()), _file()
         known = _remembered()
@@ -156,8 +155,8 @@ def remember(home: Path) -> None:
 
 
 def host_queue(home: Path) -> Path:
-    """The folder of the queue that a user's sweeps on one host share, whatever their homes; the home itself where the
-    user has no folder that can be written to."""
+    """The folder of the queue that a user's sweeps on one host share, regardless of their homes; the home itself if the
+    user has no writable folder."""
     with contextlib.suppress(OSError, RuntimeError):
         folder = make_private_folder(_file().parent)
         if os.access(folder, os.W_OK | os.X_OK):
@@ -166,7 +165,7 @@ def host_queue(home: Path) -> Path:
 
 
 def elsewhere(home: Path) -> Iterator[Path]:
-    """Other homes that exist: those above this folder, the nearest first, then those remembered, the last one first."""
+    """Other existing homes: those above this folder, nearest first, then the remembered ones, latest first."""
     with contextlib.suppress(OSError, RuntimeError):
         seen = {home.resolve()}
         here = Path.cwd()
@@ -177,7 +176,7 @@ def elsewhere(home: Path) -> Iterator[Path]:
 
 
 def where_seen(sweep: str, home: Path, ledger: str) -> str:
-    """Where else the sweep is, and the option that leads there; empty where it is nowhere else.
+    """A hint with the home that contains the sweep and the option to use; empty if there is none.
 
     Args:
         ledger: name of the file that every sweep's folder has.
@@ -185,7 +184,7 @@ def where_seen(sweep: str, home: Path, ledger: str) -> str:
     with contextlib.suppress(OSError):
         for other in elsewhere(home):
             if (other / "sweeps" / sweep / ledger).is_file():
-                return f"It is in {other}: add --home {shlex.quote(str(other))}."
+                return f"A sweep of this name is in {other}: add --home {shlex.quote(str(other))}."
     return ""
 
 

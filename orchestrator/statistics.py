@@ -1,13 +1,13 @@
-"""How fast a trial was and how sure we are: medians, 95% intervals, comparison of two measurements.
+"""Speed of trials with uncertainty: medians, 95% intervals, comparison of two measurements.
 
-All intervals cover the noise between the steps of one run. Noise between runs (placement, clocks, neighbours) is not
-in them, which is why :func:`compare` also asks for a difference of at least :data:`MIN_DIFFERENCE`, and why the best
-of many trials is measured again before it is trusted in production.
+All intervals cover the noise between the steps of one run. They do not include noise between runs (placement, clocks,
+neighbours), which is why :func:`compare` also requires a difference of at least :data:`MIN_DIFFERENCE`, and why the
+best of many trials is measured again before it is trusted in production.
 
 Where the steps of a run became slower or faster, only the last ones count (:mod:`trials.outcome`).
 
-Step times that a program printed are known to their last digit only, however often it is the same: no spread and no
-interval of theirs is narrower than the difference of two neighbouring values, the resolution.
+Printed step times are known only to their last digit, even if it never changes: their spread and interval are never
+narrower than the difference of two neighbouring values, the resolution.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_EFFECT = 50.0
 """Largest half-width of a log ratio, so that ends of intervals stay finite."""
 _NUM_DRAWS = 4000
 _MIN_TO_RESAMPLE = 5
-"""With fewer samples the range of the resampled medians falls short of 95%: Student's t of the logarithms is used."""
+"""With fewer samples the range of the resampled medians covers less than 95%: Student's t of the logarithms is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value with its interval; ``ci95`` is None where a single sample says nothing about the noise."""
+    """A value with its interval; ``ci95`` is None for a single sample, which shows nothing about the noise."""
 
     value: float
     ci95: Interval | None
 
 
 def relative_spread(samples: Sequence[float], resolution: float = 0.0) -> float:
-    """Inter-quartile range, or the resolution where that is more, over median; 0 for a single exact sample."""
+    """Inter-quartile range, or the resolution if larger, over median; 0 for a single exact sample."""
     low, middle, high = np.percentile(samples, (25, 50, 75))
     return float(max(high - low, resolution) / middle)
 
@@ -83,7 +83,7 @@ def _slowest_likely_s(samples: tuple[float, ...], resolution: float) -> float:
 
 
 def slowest_likely_step_s(measurement: Measurement) -> float:
-    """Upper end of the interval of its step time; the step time itself where a single step says nothing of noise."""
+    """Upper end of the interval of its step time; the step time itself for a single step."""
     return _slowest_likely_s(measurement.counted_step_times_s, measurement.step_time_resolution_s)
 
 
@@ -99,12 +99,12 @@ def speed(measurement: Measurement, objective: Objective) -> Estimate:
 
 
 def tokens_per_s_per_device(measurement: Measurement) -> Estimate:
-    """Speed in tokens/s/p with its interval, whatever the sweep's objective is."""
+    """Speed in tokens/s/p with its interval, regardless of the sweep's objective."""
     return speed(measurement, Objective())
 
 
 def speed_ratio(a: Measurement, b: Measurement, objective: Objective) -> Estimate:
-    """How many times the score of ``b`` that of ``a`` is, resampling both independently."""
+    """Ratio of the score of ``a`` to that of ``b``, resampling both independently."""
     value = objective.score(a) / objective.score(b)
     draws_a = _median_draws(a.counted_step_times_s, 0, a.step_time_resolution_s)
     draws_b = _median_draws(b.counted_step_times_s, 1, b.step_time_resolution_s)
@@ -121,7 +121,7 @@ def compare(a: Measurement, b: Measurement, objective: Objective) -> SpeedVerdic
 
 
 def verdict(ratio: Estimate) -> SpeedVerdict:
-    """What a speed ratio shows: a tie, unless its interval excludes 1 and the difference is worth mentioning."""
+    """The verdict of a speed ratio: a tie, unless its interval excludes 1 and the difference is large enough."""
     if ratio.ci95 is None:
         return "tie"
     if ratio.ci95.low > 1 and ratio.value >= 1 + MIN_DIFFERENCE:

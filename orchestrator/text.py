@@ -1,4 +1,4 @@
-"""Text that is safe to print, and the end of text files and what is added to them, read in bounded pieces."""
+"""Text that is safe to print; the last lines of text files, and lines added to them, read in bounded pieces."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trials.secrets import redact
 T = TypeVar("T")
 
 MAX_TAIL_BYTES = 1 << 20
-"""Bytes read from the end of a file at most, however many lines are asked for."""
+"""Maximum number of bytes read from the end of a file, regardless of the number of lines."""
 
 
 MAX_LINE_CHARS = 2000
-"""Characters shown of a line."""
+"""Maximum number of characters shown of a line."""
 
 
 FOLLOW_S = 0.3
-"""Seconds between two looks at a followed file."""
+"""Seconds between two reads of a followed file."""
 
 
 _BLOCK_BYTES = 1 << 16
@@ -36,7 +36,7 @@ class Tail:
 
     lines: tuple[str, ...]
     is_whole: bool
-    """Whether nothing stands before them."""
+    """Whether the file has no lines before them."""
     end: int
     """Byte after the last one read."""
 
@@ -76,7 +76,7 @@ class Follower:
             return []
         with self._path.open("rb") as file:
             if file.seek(0, 2) < self._at:
-                self._at, self._rest = 0, b""  # written again
+                self._at, self._rest = 0, b""  # rewritten
             file.seek(self._at)
             chunk = file.read(MAX_TAIL_BYTES)
         self._at += len(chunk)
@@ -90,7 +90,7 @@ class Follower:
         return self._at - len(self._rest)
 
     def last_line(self) -> list[str]:
-        """The unfinished line after the last line feed; empty where there is none."""
+        """The unfinished line after the last line feed; empty if there is none."""
         rest, self._rest = self._rest, b""
         return [_shown(rest.decode("utf-8", errors="replace"))] if rest else []
 
@@ -98,7 +98,7 @@ class Follower:
 def follow(files: Sequence[tuple[T, Follower]], is_over: Callable[[], bool]) -> Iterator[tuple[T, str]]:
     """Yield (key, line) as lines are written, until ``is_over`` and everything has been read."""
     while True:
-        over = is_over()  # before reading: what was written until then is read below
+        over = is_over()  # checked before reading, so that the last lines are read below
         lines = [(key, line) for key, follower in files for line in follower.new_lines()]
         yield from lines
         if over and not lines:
@@ -126,7 +126,7 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 def without_controls(text: str) -> str:
-    """``text`` without control characters; what is left of an escape sequence stays visible."""
+    """``text`` without control characters; the rest of an escape sequence stays visible."""
     return CONTROLS.sub("", text)
 
 
@@ -137,7 +137,7 @@ def plain(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` for a place that has one line: control characters and line breaks are escaped as in Python."""
+    """``text`` on one line: control characters and line breaks are escaped as in Python."""
     return re.sub(r"[\t\n]", _escaped, CONTROLS.sub(_escaped, text))
 
 

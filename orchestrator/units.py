@@ -29,13 +29,13 @@ def trial_id(number: int) -> str:
 
 
 def status_label(status: str, virtual: str | None = None) -> str:
-    """The status of a trial for people: ``out of memory`` for ``oom``. On a cluster that does not exist nothing is
-    measured: there a trial is ``simulated``."""
+    """The status of a trial for people: ``out of memory`` for ``oom``. A measured trial on a simulated cluster is
+    ``simulated``."""
     return virtual if virtual and status == "measured" else STATUS_LABELS.get(status, status)
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """The value with so many significant digits."""
+    """The value with this number of significant digits."""
     return float(f"{value:.{digits}g}")
 
 
@@ -47,7 +47,7 @@ def rate(value: float) -> str:
 
 
 def chance(probability: float) -> str:
-    """A probability that is believed, never one that is certain: ``85%``, ``under 1%``, ``over 99%``."""
+    """A probability, never a certainty: ``85%``, ``under 1%``, ``over 99%``."""
     if probability < 0.01:
         return "under 1%"
     return "over 99%" if probability > 0.99 else f"{probability:.0%}"
@@ -59,7 +59,7 @@ def interval(ci95: Interval | None) -> str:
 
 
 class Bounds(Protocol):
-    """An interval of a ratio; None where a bound is unknown."""
+    """An interval of a ratio; None if a bound is unknown."""
 
     @property
     def low(self) -> float | None: ...
@@ -69,32 +69,32 @@ class Bounds(Protocol):
 
 
 WIDE = 1.25
-"""Upper over lower end of an interval of a ratio from which on the value between them says too little about it."""
+"""Upper over lower end of a ratio's interval from which on the value itself is not shown."""
 
 
 MAX_DIGITS = 5
-"""Decimals of the end of an interval at most: as many as it takes to tell it from 1."""
+"""Maximum number of decimals of an interval's end: as many as needed to distinguish it from 1."""
 
 
 def is_wide(found: Bounds | None) -> bool:
-    """Whether the end of the interval that is nearer to no difference is to be told before the value itself."""
+    """Whether to show the interval's end nearer to 1 first, instead of the value."""
     return found is not None and found.low is not None and found.high is not None and found.high > WIDE * found.low
 
 
 def ratio(value: float, found: Bounds | None) -> str:
-    """A ratio with its 95% interval, what is sure first: ``3.06x (2.98x – 3.14x)``, but ``at least 1.06x (95%: 1.06x
-    – 9.56x)`` where the interval is wide."""  # noqa: RUF002
+    """A ratio with its 95% interval: ``3.06x (2.98x – 3.14x)``, but ``at least 1.06x (95% CI: 1.06x – 9.56x)`` if the
+    interval is wide."""  # noqa: RUF002
     if found is None or found.low is None or found.high is None or not is_wide(found):
         return f"{value:.2f}x ({ratio_interval(found)})"
     if found.low > 1:
         sure = f"at least {floor(found.low)}x"
     else:
-        sure = f"at most {ceil(found.high)}x" if found.high < 1 else "not told from 1x"
-    return f"{sure} (95%: {ratio_interval(found)})"
+        sure = f"at most {ceil(found.high)}x" if found.high < 1 else "not distinguishable from 1x"
+    return f"{sure} (95% CI: {ratio_interval(found)})"
 
 
 def short_ratio(value: float, found: Bounds | None) -> str:
-    """A ratio in a table: ``3.06x``, but ``≥ 1.06x`` where its interval is wide, ``≈1.20x`` where that includes 1."""
+    """A ratio in a table: ``3.06x``, but ``≥ 1.06x`` if its interval is wide, ``≈1.20x`` if that includes 1."""
     if found is None or found.low is None or found.high is None or not is_wide(found):
         return f"{value:.2f}x"
     if found.low > 1:
@@ -103,14 +103,14 @@ def short_ratio(value: float, found: Bounds | None) -> str:
 
 
 def ratio_interval(found: Bounds | None) -> str:
-    """An interval of a ratio, never narrower than it is: ``1.38x – 1.46x``."""  # noqa: RUF002
+    """An interval of a ratio, rounded outwards: ``1.38x – 1.46x``."""  # noqa: RUF002
     if found is None or found.low is None or found.high is None:
         return "interval unknown"
     return f"{floor(found.low)}x {DASH} {ceil(found.high)}x"
 
 
 def floor(value: float) -> str:
-    """The value with two decimals, not above it but for what a float cannot hold; one above 1 never becomes 1."""
+    """The value rounded down to two decimals, except for float error; a value above 1 never becomes 1."""
     for digits in range(2, MAX_DIGITS + 1):
         scale = 10**digits
         low = math.floor(scale * value + 1e-6) / scale
@@ -120,7 +120,7 @@ def floor(value: float) -> str:
 
 
 def ceil(value: float) -> str:
-    """The value with two decimals, not below it; one below 1 never becomes 1."""
+    """The value rounded up to two decimals; a value below 1 never becomes 1."""
     for digits in range(2, MAX_DIGITS + 1):
         scale = 10**digits
         high = math.ceil(scale * value - 1e-6) / scale
@@ -130,7 +130,7 @@ def ceil(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """``0.04%`` of a share of 0.0004."""
+    """``0.04%`` for a share of 0.0004."""
     return f"{100 * share:.2g}%"
 
 
@@ -159,7 +159,7 @@ def duration(seconds: float) -> str:
 
 
 def device_time(device_seconds: float) -> str:
-    """``0.42 device-hours``; minutes, or seconds, where that would show as nothing."""
+    """``0.42 device-hours``; minutes or seconds for small values."""
     if device_seconds >= 360:
         return f"{device_seconds / 3600:,.2f} device-hours"
     return (
@@ -168,7 +168,7 @@ def device_time(device_seconds: float) -> str:
 
 
 def value_text(value: object) -> str:
-    """The value of a knob: ``on`` and ``off`` for truth values, a dash for none."""
+    """The value of a knob: ``on`` and ``off`` for booleans, a dash for none."""
     return {True: "on", False: "off", None: DASH}[value] if isinstance(value, bool | None) else str(value)
 
 
@@ -183,7 +183,7 @@ def count(number: int, noun: str) -> str:
 
 
 def signal_name(exit_code: int | None) -> str | None:
-    """The signal that ended a process, ``SIGKILL`` for exit code -9; None where it was none."""
+    """The signal that ended a process, ``SIGKILL`` for exit code -9; None if it was not a signal."""
     if exit_code is None or exit_code >= 0:
         return None
     try:
@@ -192,7 +192,7 @@ def signal_name(exit_code: int | None) -> str | None:
         return f"signal {-exit_code}"
 
 
-# ---- Sweeps on simulated clusters: nothing is measured or proven there, and everything shown of them says so
+# ---- Sweeps on simulated clusters measure and prove nothing; all output about them states that
 
 ClusterKind = Literal["ray", "local", "simulated"]
 Virtual = Literal["simulated"]
@@ -201,19 +201,19 @@ _WATERMARK = "SIMULATED"
 
 
 def watermark(virtual: Virtual | None) -> str:
-    """``SIMULATED``; empty where trials are run."""
+    """``SIMULATED``; empty for real trials."""
     return _WATERMARK if virtual else ""
 
 
 def watermark_line(virtual: Virtual | None) -> str:
-    """The watermark and what it means, a sentence; empty where trials are run."""
+    """The watermark and its meaning, as a sentence; empty for real trials."""
     if virtual is None:
         return ""
-    meaning = "nothing was measured here and nothing is proven; all figures come from the cost model"
+    meaning = "nothing was measured or proven; all figures come from the cost model"
     return f"{_WATERMARK}: {meaning}."
 
 
 def predicted_text(gain: str) -> str:
-    """``Simulated: 1.80x the speed of your present configuration, predicted by the cost model``; ``gain`` is all up to
-    the comma."""
+    """``Simulated: 1.80x the speed of your current configuration, predicted by the cost model``; ``gain`` is the part
+    before the comma."""
     return f"Simulated: {gain}, predicted by the cost model"

@@ -1,4 +1,4 @@
-"""The command line: what people type. It parses options, calls one function of a room below, and prints the result.
+"""The command line. Each command parses its options, calls one function of a lower layer, and prints the result.
 
-It may import every room; whatever is slow to import, only inside a command.
+It may import every package; slow imports belong inside the commands.
 """

@@ -1,6 +1,6 @@
-"""What the shell offers after Tab: commands and options as click does it, and names of sweeps, trials, examples.
+"""Shell completion: click's commands and options, plus names of sweeps, trials, examples, clusters and formats.
 
-A program that is asked at every Tab imports next to nothing, and says nothing where it cannot know.
+It runs at every Tab, so it imports almost nothing, and offers nothing when the names cannot be read.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from orchestrator.text import echo
 
 _LEDGER = "ledger.sqlite"
 _MAX_TRIALS = 200
-"""Trials that are offered."""
+"""Offer at most this many trials."""
 _TIMEOUT_S = 0.5
-"""How long a ledger that is being written may keep the shell waiting."""
+"""Longest wait for a ledger that is being written."""
 
 Finder = Callable[[click.Context], Iterable[str]]
 
 
 class CompletedName(click.ParamType[str]):
-    """Any text, for which the shell offers what ``find`` knows."""
+    """Any text; the shell offers the names that ``find`` returns."""
 
     name = "text"
 
@@ -39,7 +39,7 @@ class CompletedName(click.ParamType[str]):
         self._find = find
 
     def shell_complete(self, ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        with contextlib.suppress(Exception):  # whatever it is: the next command will tell it better
+        with contextlib.suppress(Exception):  # the command itself reports any problem
             return [CompletionItem(name) for name in self._find(ctx) if name.startswith(incomplete)]
         return []
 
@@ -50,14 +50,14 @@ def _home(ctx: click.Context) -> Path:
 
 
 def sweep_names(ctx: click.Context) -> list[str]:
-    """Names of the sweeps in the home, the latest first."""
+    """Names of the sweeps in the home, latest first."""
     found = sorted(_home(ctx).glob(f"sweeps/*/{_LEDGER}"), key=lambda path: path.stat().st_mtime, reverse=True)
     return [path.parent.name for path in found]
 
 
 def trial_names(ctx: click.Context) -> list[str]:
-    """Names of the trials of the sweep that is named before them."""
-    typed = os.environ.get("COMP_WORDS", "").split()  # where the line cannot be parsed yet, as after an option
+    """Names of the trials of the sweep named earlier on the line."""
+    typed = os.environ.get("COMP_WORDS", "").split()  # for lines that cannot be parsed yet, as after an option
     sweep = ctx.params.get("sweep") or next((name for name in sweep_names(ctx) if name in typed), None)
     if not isinstance(sweep, str) or "/" in sweep:
         return []
@@ -79,7 +79,7 @@ def example_names(_ctx: click.Context) -> list[str]:
 
 
 def cluster_names(ctx: click.Context) -> list[str]:
-    """Names of the described clusters, and the YAML files in this folder."""
+    """Names of the cluster descriptions, and the YAML files in this folder."""
     from configs import CONFIGS
 
     del ctx
@@ -88,7 +88,7 @@ def cluster_names(ctx: click.Context) -> list[str]:
 
 
 def format_names(_ctx: click.Context) -> list[str]:
-    """Names of the frameworks that configurations are exported to."""
+    """Names of the export formats."""
     from orchestrator.frameworks.catalog import formats
 
     return sorted(formats())
@@ -103,11 +103,11 @@ _FINDERS: dict[str, Finder] = {
     "cluster": cluster_names,
     "format": format_names,
 }
-"""What is offered for arguments and options, by how they are called on the command line."""
+"""Which names to offer, by the name of the argument or option."""
 
 
 def offer_names(command: click.Command) -> click.Command:
-    """Have the shell offer names for those arguments and options of the command that take some; returns it."""
+    """Enable name completion for the arguments and options of the command that take names; returns the command."""
     for parameter in command.params:
         words = [option.lstrip("-") for option in parameter.opts]
         find = next((_FINDERS[word] for word in words if word in _FINDERS), None)
@@ -120,7 +120,9 @@ def offer_names(command: click.Command) -> click.Command:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @json_option
 def completion(shell: str, as_json: bool) -> None:
-    """Print a script that has SHELL complete commands, options, sweeps, trials and formats.
+    """Print the completion script for SHELL.
+
+    It completes commands, options, and the names of sweeps, trials, examples, clusters and formats.
 
     \b
     Examples:

@@ -1,6 +1,7 @@
-"""The command line: thin. stdout carries the result, stderr is for people; heavy imports happen inside commands.
+"""The command line: the group of all commands, its help, and how errors become exit codes.
 
-Exit codes: :class:`orchestrator.errors.ExitCode`, printed below the help of every command.
+Results go to stdout, messages for people to stderr. Exit codes: :class:`orchestrator.errors.ExitCode`, printed below
+the help of every command.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from orchestrator.text import echo, plain
 from trials.secrets import RedactingFormatter, redact, redact_uncaught
 
 GC_THRESHOLDS = (50_000, 20, 100)
-"""Modules and ledgers are many objects that stay: at Python's own (700, 10, 10), looking through them again and again
-is a good part of most commands' time."""
+"""Modules and ledgers create many long-lived objects. With Python's defaults (700, 10, 10), repeated collections take a
+good part of most commands' time."""
 
 _FALLBACKS = "-─━═‐–—−· |│┃║ +╭╮╰╯┌┐└┘├┤┬┴┼┏┓┗┛✓ #█ x×✗ ~≈ *• uµ 2² 3³"  # noqa: RUF001
 ASCII = str.maketrans(
     {sign: word[0] for word in _FALLBACKS.split() for sign in word[1:]}
     | {"≥": ">=", "≤": "<=", "±": "+-", "→": "->", "…": "..."}
 )
-"""What stands for characters of ours that an output cannot encode; others become question marks."""
+"""ASCII replacements for our characters that an output cannot encode; others become question marks."""
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
@@ -41,7 +42,7 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
 
 
 def make_outputs_encode_everything() -> None:
-    """Have stdout and stderr write ASCII for what their encoding lacks: it depends on the locale."""
+    """Make stdout and stderr fall back to ASCII for characters that the locale's encoding lacks."""
     codecs.register_error("tune-cluster-ascii", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -52,11 +53,21 @@ OF_A_PATH = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
     *(errno.ELOOP, errno.EINVAL, errno.EADDRINUSE, errno.EROFS),
 )
-"""Errors of the system that another path or port avoids; others are of the host."""
+"""System errors that another path or port would avoid; the others are the host's."""
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 the sweep, or what was requested, failed; 2 wrong usage or input; 3 could not verify; "
-    "4 cluster, disk or store does not work; 130 interrupted."
+    "Exit codes: 0 success; 1 the sweep or request failed; 2 invalid usage or input; 3 could not verify; "
+    "4 cluster, disk or store failure; 130 interrupted."
 )
+
+
+SECTIONS: dict[str, tuple[click.Command, ...]] = {
+    "Get started": preparing.COMMANDS,
+    "Run and control": (*running.COMMANDS, *sweeps.STOPPING),
+    "Inspect": (*sweeps.LOOKING, production.ui),
+    "Ship": production.PROMOTING,
+    "Other": completion.COMMANDS,
+}
+"""All commands, by their titles in the help."""
 
 
 class _PlainFormatter(RedactingFormatter):
@@ -67,15 +78,24 @@ class _PlainFormatter(RedactingFormatter):
 
 
 class CommandGroup(click.Group):
-    """Turns errors into one message on stderr and an exit code of :class:`orchestrator.errors.ExitCode`."""
+    """Reports errors as one message on stderr and an exit code of :class:`orchestrator.errors.ExitCode`."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         make_outputs_encode_everything()
         return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """In the order of use, not of the alphabet."""
+        """In order of use, not alphabetically."""
         return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """One list for each of :data:`SECTIONS`, in aligned columns."""
+        width = max(map(len, self.commands))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(f"{command.name:<{width}}", command.get_short_help_str(formatter.width)) for command in commands]
+                )
 
     def invoke(self, ctx: click.Context) -> Any:
         from cluster.base import ClusterError
@@ -95,21 +115,22 @@ class CommandGroup(click.Group):
             code = ExitCode.USAGE if error.errno in OF_A_PATH else ExitCode.INFRASTRUCTURE
             echo(redact(f"error: {error.filename or ''}: {error.strerror or error}".replace(": :", ":")), err=True)
         except KeyboardInterrupt:
-            echo("interrupted; a sweep goes on where it stopped when it is submitted again", err=True)
+            echo("interrupted; submit the sweep again to continue where it stopped", err=True)
             sys.exit(ExitCode.INTERRUPTED)
         sys.exit(code)
 
 
 @click.group(cls=CommandGroup, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("-v", "--verbose", is_flag=True, help="Log what the controller does, on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Log the controller's actions to stderr.")
 @global_home_option
 @click.version_option(package_name="tune-cluster")
 def main(verbose: bool) -> None:
-    """Find the fastest way to train a model on a cluster, by measuring.
+    """Find the fastest way to train your model on your hardware, by measured trials.
 
     \b
-    Example:
-      tune-cluster submit configs/sweeps/quickstart.yaml
+    Examples:
+      tune-cluster init -- torchrun --nproc-per-node 8 train.py --batch-size 4
+      tune-cluster submit sweep.yaml
     """
     gc.set_threshold(*GC_THRESHOLDS)
     redact_uncaught(plain)
@@ -119,8 +140,7 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
-for _module in (preparing, running, sweeps, production, completion):
-    for _command in _module.COMMANDS:
-        _command.epilog = EXIT_CODES
-        _command.context_settings = main.context_settings  # a command used apart from the group has -h, too
-        main.add_command(completion.offer_names(_command))
+for _command in (_command for _commands in SECTIONS.values() for _command in _commands):
+    _command.epilog = EXIT_CODES
+    _command.context_settings = main.context_settings  # a command used without the group has -h, too
+    main.add_command(completion.offer_names(_command))

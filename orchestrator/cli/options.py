@@ -1,4 +1,4 @@
-"""What the commands of the command line share: options, and how a result is printed."""
+"""Shared by all commands: common options, and how a result is printed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from orchestrator.report.result_schema import versioned
 from orchestrator.text import echo, echo_json
 
 GLOBAL_HOME = "orchestrator.cli.home"
-"""Key of a context's meta: the home given before the command."""
+"""Key in a context's meta: the value of --home before the command."""
 
 _HOME_TYPE = click.Path(file_okay=False, path_type=Path)
 
 
 def _home_of_command(ctx: click.Context, _param: click.Parameter, value: Path) -> Path:
-    """The home given to the command, or else before it, or else in the environment."""
+    """--home after the command, or else before it, or else from the environment."""
     is_specified = ctx.get_parameter_source("home") is ParameterSource.COMMANDLINE
     return value if is_specified else ctx.meta.get(GLOBAL_HOME, value)
 
@@ -39,24 +39,24 @@ home_option = click.option(
     default=DEFAULT_HOME,
     show_default=True,
     callback=_home_of_command,
-    help=f"Folder of all sweeps and of the local MLflow store (or {HOME_VARIABLE}).",
+    help=f"Folder with all sweeps and the local MLflow store (or {HOME_VARIABLE}).",
 )
 global_home_option = click.option(
-    "--home", type=_HOME_TYPE, expose_value=False, callback=_keep_home, help="The same as --home after the command."
+    "--home", type=_HOME_TYPE, expose_value=False, callback=_keep_home, help="Same as --home after the command."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 
 
 def program_options() -> tuple[str, ...]:
-    """Options of the whole program, as given to this command: another process is to have them, too."""
+    """Options given before the command, to pass on to another process."""
     return ("--verbose",) if click.get_current_context().find_root().params.get("verbose") else ()
 
 
 def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
-    """Print ``body`` as JSON, or what ``render`` makes of it for people.
+    """Print ``body`` as JSON, or the result of ``render`` for people.
 
     Args:
-        body: what is printed as JSON, or what makes it, where that takes time.
+        body: the JSON document, or a function that makes it if that takes time.
     """
     if as_json:
         echo_json(versioned(body() if callable(body) else body))
@@ -67,11 +67,13 @@ def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
 
 
 def announce(links: dict[str, str], as_json: bool) -> None:
-    """Print addresses by what is there, at once, since the command goes on."""
+    """Print addresses by name and flush: the command keeps running."""
     lines = [json.dumps(links)] if as_json else [f"{what:<12} {url}" for what, url in links.items()]
     for line in lines:
         echo(line)
     sys.stdout.flush()
 
 
-CLUSTER_HELP = "A described cluster in the place of a real one: dgx-h100, another of configs/clusters, or ./mine.yaml."
+CLUSTER_HELP = (
+    "Simulate this cluster instead: dgx-h100 or another name from configs/clusters, or a file like ./mine.yaml."
+)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from orchestrator.draft.draft import SweepDraft
 
 
-# The commands of the first five minutes: a sweep file to begin with, and whether this machine can run it.
+# Getting started: write a first sweep file, and check that this machine can run it.
 
 
 _MODEL = "A Hugging Face config.json, a folder with one, or a model file."
@@ -32,32 +32,32 @@ _OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 @click.command()
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
-@click.option("--recipe", metavar="NAME", help="Framework that COMMAND is written for; default: the one it looks like.")
+@click.option("--recipe", metavar="NAME", help="Framework of COMMAND; default: detected.")
 @click.option("--model", type=click.Path(path_type=Path), help=_MODEL)
-@click.option("--parameters", metavar="SIZE", help="Instead: a Llama of that many weights, like 13B.")
+@click.option("--parameters", metavar="SIZE", help="Instead of --model: a Llama of this size, like 13B.")
 @click.option("--cluster", metavar="NAME|FILE", help=CLUSTER_HELP)
-@click.option("--address", metavar="HOST:PORT", help="A Ray cluster that runs. Without both: this host.")
-@click.option("--nodes", type=click.IntRange(1), help="Nodes; default: all that the cluster has.")
-@click.option("--devices-per-node", type=click.IntRange(1), help="Devices per node; default: all there are.")
+@click.option("--address", metavar="HOST:PORT", help="A running Ray cluster; default: this host.")
+@click.option("--nodes", type=click.IntRange(1), help="Number of nodes; default: all nodes of the cluster.")
+@click.option("--devices-per-node", type=click.IntRange(1), help="Devices per node; default: all.")
 @click.option("--seq-length", type=click.IntRange(1), help="Tokens per sequence; default: the model's, up to 4096.")
-@click.option("--global-batch-size", type=click.IntRange(1), help="Sequences per step; default: usual for the model.")
-@click.option("--max-trials", type=click.IntRange(1), help="Trials at most; default: 25, on CPUs 12.")
-@click.option("--name", help="Name of the sweep; default: the model's.")
-@click.option("--output", "-o", type=_OUTPUT, help="The file to write; default: sweep.yaml, or NAME.yaml.")
+@click.option("--global-batch-size", type=click.IntRange(1), help="Sequences per step; default: typical for the model.")
+@click.option("--max-trials", type=click.IntRange(1), help="Maximum number of trials; default: 25, on CPUs 12.")
+@click.option("--name", help="Name of the sweep; default: the model's name.")
+@click.option("--output", "-o", type=_OUTPUT, help="File to write; default: sweep.yaml, or NAME.yaml.")
 @click.option(
-    "--run/--no-run", "runs", default=True, help="Run COMMAND for a few steps to detect what it trains (default)."
+    "--run/--no-run", "runs", default=True, help="Run COMMAND for a few steps to detect its batch size (default)."
 )
 @click.option(
     "--run-time",
     type=click.FloatRange(1),
     default=180.0,
     show_default=True,
-    help="Time limit for all of these runs, in seconds.",
+    help="Time limit for all these runs together, in seconds.",
 )
-@click.option("--example", metavar="NAME", help="Write a complete example instead.")
-@click.option("--list", "list_examples", is_flag=True, help="List the examples; write nothing.")
-@click.option("--force", is_flag=True, help="Overwrite files that are there.")
-@click.option("--yes", is_flag=True, help="Ask nothing, also in a terminal.")
+@click.option("--example", metavar="NAME", help="Write this complete example instead.")
+@click.option("--list", "list_examples", is_flag=True, help="List the examples and exit.")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
+@click.option("--yes", is_flag=True, help="Do not prompt.")
 @json_option
 def init(
     command: tuple[str, ...],
@@ -72,12 +72,12 @@ def init(
     run_time: float,
     **questions_asked: Any,
 ) -> None:
-    """Write a first sweep file, short and commented: for your own training command, or for a model and a cluster.
+    """Write a first sweep file for a command or a model.
 
-    A training command is read, run for three steps to detect its batch, and run again for each option worth tuning, to
-    find out what the option does. What could not be read or detected is listed; --no-run only reads. For a model, the
-    cost model chooses a usual baseline that fits into memory: replace it with your present configuration. A cluster
-    that is only described is simulated.
+    With a training COMMAND, init parses it, runs it for three steps to detect the batch size, and runs it again with
+    each promising option changed, to find out what the option does. It lists whatever it could not parse or detect;
+    --no-run only parses. With --model or --parameters, the cost model chooses a typical baseline that fits into memory:
+    replace it with your current configuration. --cluster simulates a cluster from its description.
 
     \b
     Examples:
@@ -121,7 +121,7 @@ def _init_program(
     as_json: bool,
     detection_s: float | None,
 ) -> None:
-    """A sweep file for a training program: drafted from its command, or one of its framework to be filled in."""
+    """Write a sweep file for a training program: drafted from its command, or a template for its framework."""
     from orchestrator.commands import init as init_command
 
     if command:
@@ -132,7 +132,7 @@ def _init_program(
     elif recipe is not None:
         init_command.write_skeleton(recipe, questions, file, force=force)
         body = {"file": str(file), "recipe": recipe}
-        print_result(as_json, body, lambda: f"Written: {file}. Put your command in, then: tune-cluster check {file}")
+        print_result(as_json, body, lambda: f"Wrote {file}. Fill in your command, then run: tune-cluster check {file}")
 
 
 def _print_line(line: str) -> None:
@@ -140,13 +140,13 @@ def _print_line(line: str) -> None:
 
 
 def _ask_user(questions: Questions) -> Questions:
-    """Ask for what was not given; an empty answer leaves it as it is."""
+    """Prompt for missing values; an empty answer keeps the default."""
     if questions.model is None and questions.parameters is None:
-        answer = click.prompt("Model: path of a Hugging Face config.json, or a size like 13B", err=True)
+        answer = click.prompt("Model (path of a Hugging Face config.json, or a size like 13B)", err=True)
         is_path = Path(answer).exists() or "/" in answer or answer.endswith(".json")
         questions = replace(questions, model=Path(answer)) if is_path else replace(questions, parameters=answer)
     if questions.cluster is None and questions.address is None:
-        words = "Cluster: HOST:PORT of a Ray head, a name like dgx-h100, or nothing for this host"
+        words = "Cluster (HOST:PORT of a Ray head, a name like dgx-h100, or empty for this host)"
         answer = click.prompt(words, default="", show_default=False, err=True)
         if ":" in answer:
             questions = replace(questions, address=answer)
@@ -170,10 +170,10 @@ def _drafted(draft: SweepDraft, file: Path) -> RenderableType:
     lines = [f"hardware  {draft.hardware}{', simulated' if draft.simulated else ''}"]
     expected = draft.choices.prediction
     if expected is not None:
-        lines.append(f"baseline  expected to take {expected_text(expected)}")
+        lines.append(f"baseline  expected: {expected_text(expected)}")
     if draft.differences:
-        lines.append(f"model     an approximation, trained with: {'; '.join(draft.differences)}")
-    advice = "Set baseline to what you run today. "
+        lines.append(f"model     approximated: {'; '.join(draft.differences)}")
+    advice = "Set `baseline` to your current configuration. "
     return Group(_next_steps(file, (file,), advice), "", *map(Text, lines))
 
 
@@ -189,22 +189,22 @@ def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
     grid = label_grid()
     grid.add_row("program", draft.title)
     grid.add_row("command", shlex.join(draft.run))
-    grid.add_row("batch", f"{draft.global_batch_size} samples an optimiser step")
+    grid.add_row("batch", f"{draft.global_batch_size} samples per optimizer step")
     grid.add_row("hardware", draft.hardware)
     if draft.detected.is_seen:
         grid.add_row("detected", draft.detected.words)
     for proof in draft.detected.proofs.values():
-        grid.add_row("proven", f"{proof.option.names[0]}: {proof.before} became {proof.after} in a changed run")
+        grid.add_row("proven", f"{proof.option.names[0]}: {proof.before} became {proof.after} in a test run")
     if draft.detected.problem:
         grid.add_row("not detected", draft.detected.problem)
     for remark in draft.remarks:
-        grid.add_row("not read", remark)
+        grid.add_row("not parsed", remark)
     program = Invocation.current(DEFAULT_HOME)
     steps = {
-        program.command("check", str(file)): "one short run: can its trials be measured",
-        program.command("submit", str(file)): "the same, then the whole sweep",
+        program.command("check", str(file)): "one short run: can its trials be measured?",
+        program.command("submit", str(file)): "the same, then the sweep",
     }
-    return Group(Text(f"Written: {file}"), indented(grid), Text("Next:"), indented(NextCommands(steps)))
+    return Group(Text(f"Wrote {file}"), indented(grid), Text("Next:"), indented(NextCommands(steps)))
 
 
 def _next_steps(file: Path, files: tuple[Path, ...], advice: str = "") -> RenderableType:
@@ -216,23 +216,23 @@ def _next_steps(file: Path, files: tuple[Path, ...], advice: str = "") -> Render
 
     program = Invocation.current(DEFAULT_HOME)
     steps = {
-        program.command("plan", str(file)): "what it would try, and why; starts nothing",
-        program.command("submit", str(file)): "run it",
+        program.command("plan", str(file)): "show what it would try, and why; runs nothing",
+        program.command("submit", str(file)): "run the sweep",
     }
-    written = f"Written: {', '.join(str(path) for path in files)}. {advice}Next:"
+    written = f"Wrote {', '.join(str(path) for path in files)}. {advice}Next:"
     return Group(Text(written), indented(NextCommands(steps)))
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--address", metavar="HOST:PORT", help="Look at this Ray cluster, too; default: RAY_ADDRESS, or FILE's.")
+@click.option("--address", metavar="HOST:PORT", help="Also check this Ray cluster; default: RAY_ADDRESS, or FILE's.")
 @home_option
 @json_option
 def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) -> None:
-    """Look at everything a sweep needs here: torch, devices, Ray, MLflow, disk, memory, limits, load.
+    """Check that this host can run sweeps.
 
-    Each line is ok, warn or fail, with what to do. Changes nothing, starts nothing, and ends by itself. Exit code 0:
-    sweeps can run; 1: something has to be fixed first.
+    Checks torch, devices, Ray, MLflow, disk, memory, limits and load. Each line is ok, warn or fail, with a remedy.
+    Changes nothing and starts nothing. Exit code 0: sweeps can run; 1: something must be fixed first.
 
     \b
     Examples:
@@ -250,19 +250,22 @@ def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) ->
         sys.exit(ExitCode.FAILED)
 
 
-# The commands before a sweep: what it would try, what memory that needs, how fast the cluster is.
+# Before a sweep: what it would try, how much memory that needs, how fast the cluster is.
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--why", metavar="CANDIDATE", help="Explain one: a number or name of the plan, baseline, or '{tp: 2}'.")
+@click.option(
+    "--why", metavar="CANDIDATE", help="Explain one candidate: its number or name in the plan, baseline, or '{tp: 2}'."
+)
 @click.option("--cluster", metavar="NAME|FILE", help=CLUSTER_HELP)
 @home_option
 @json_option
 def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: bool) -> None:
-    """Show what FILE would try, what the cost model expects of it, and what is ruled out and why. Starts nothing.
+    """Show what a sweep would try, without running it.
 
-    What `dryrun` predicted of its candidates before is shown, and those that would not fit are ruled out.
+    Lists the candidates of FILE with the cost model's predictions, and what is ruled out and why. Also shows the
+    results of earlier `dryrun`s, and rules out candidates that would not fit into memory.
 
     \b
     Examples:
@@ -286,36 +289,42 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
     "--trial",
     "trials",
     multiple=True,
-    help="baseline (the default), a number or name as plan shows it, or knobs to change in the baseline. Repeatable.",
+    help="baseline (the default), a number or name from `plan`, or knobs to change in the baseline. Repeatable.",
 )
-@click.option("--all", "all_legal", is_flag=True, help="Every legal candidate, for `plan` and `submit` to use.")
+@click.option("--all", "all_legal", is_flag=True, help="All legal candidates, for use by `plan` and `submit`.")
 @click.option(
-    "--limit", type=click.IntRange(1), default=20, show_default=True, help="With --all: only as many, in plan's order."
+    "--limit",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="With --all: at most this many, in plan order.",
 )
 @click.option(
     "--max-device-memory",
     metavar="SIZE",
-    help='Like "80GB"; default: device_memory of FILE, else that of the GPUs here.',
+    help='Such as "80GB"; default: device_memory of FILE, or else that of the GPUs here.',
 )
 @click.option(
     "--fragmentation",
     type=click.FloatRange(0.0, 1.0),
     default=FRAGMENTATION,
     show_default=True,
-    help="Share of its live memory that the allocator holds beyond it.",
+    help="Memory that the allocator reserves on top of live memory, as a fraction of it.",
 )
 @click.option(
     "--device",
     type=click.Choice(list(FAMILIES)),
-    help="Whose memory; default: what FILE would run on, cuda where that is not known.",
+    help="Device to simulate; default: that of FILE, or cuda if it is unknown.",
 )
-@click.option("--exact", is_flag=True, help="Simulate all layers instead of computing them from few.")
+@click.option("--exact", is_flag=True, help="Simulate all layers instead of extrapolating from a few.")
 @home_option
 @json_option
 def dryrun(
     file: Path, trials: tuple[str, ...], all_legal: bool, limit: int, home: Path, as_json: bool, **options: Any
 ) -> None:
-    """Estimate the memory, FLOPs and collectives of trials of FILE, on this machine, whatever the world's size.
+    """Estimate memory and FLOPs of trials without hardware.
+
+    Simulates trials of FILE of any world size on this machine, and reports memory, FLOPs and collectives.
 
     \b
     Examples:
@@ -343,10 +352,10 @@ def dryrun(
 @home_option
 @json_option
 def probe(file: Path, home: Path, as_json: bool) -> None:
-    """Measure matmul, copy and all-reduce rates of the cluster FILE leases; find slow nodes. Takes seconds.
+    """Measure the cluster's hardware and find slow nodes.
 
-    The rates are kept for `plan` and `submit`, whose cost model uses them. With cluster.exclude_slow_nodes in FILE,
-    trials stay off the nodes found slow.
+    Measures matmul, copy and all-reduce rates of the cluster in FILE, within seconds, and saves them for the cost model
+    of `plan` and `submit`. With cluster.exclude_slow_nodes in FILE, trials avoid the slow nodes.
 
     \b
     Example:
@@ -361,7 +370,7 @@ def probe(file: Path, home: Path, as_json: bool) -> None:
     print_result(as_json, probed.to_json(), lambda: render_probe(probed))
 
 
-# The command that tries a sweep file out for a moment, before a sweep is spent on a mistake in it.
+# A short test run finds mistakes in a sweep file before a sweep is spent on them.
 
 
 @click.command()
@@ -370,12 +379,13 @@ def probe(file: Path, home: Path, as_json: bool) -> None:
 @home_option
 @json_option
 def check(file: Path, address: str | None, home: Path, as_json: bool) -> None:
-    """Run the smallest candidate of FILE for three steps, to see whether its trials can be measured.
+    """Check with a three-step run that trials can be measured.
 
-    Compares what the hook records with the numbers in FILE and names a remedy for each difference. Shows where step
-    time, loss and memory come from, whether the knobs act, and how long the program takes to start. With
-    `space.inside`, another run shows which of its knobs the program refuses. `submit` does the first run itself, unless
-    --no-check is given. Exit code 0: trials can be measured; 2: something has to be fixed first.
+    Runs the smallest candidate of FILE, compares what the hook records with the numbers in FILE, and names a remedy for
+    each difference. Shows where step time, loss and memory come from, whether the knobs take effect, and how long the
+    program takes to start. With `space.inside`, a second run shows which of its knobs the program rejects. `submit`
+    does the first run itself unless --no-check is given. Exit code 0: trials can be measured; 2: something must be
+    fixed first.
 
     \b
     Examples:

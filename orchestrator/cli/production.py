@@ -1,4 +1,4 @@
-"""The commands about MLflow and production: ui, serve, promote, verify, rollback, export."""
+"""The commands for the browser and production: ui, promote, rollback, history, show, diff, verify, export."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from orchestrator.promotion.verify import Kind
 
 
-# Commands on what was recorded and registered.
+# Commands on recorded sweeps and registered configurations.
 
 
-_store_option = click.option("--tracking-uri", help="MLflow store to look in, if it is not the one in --home.")
-_reason_option = click.option("--reason", default="", help="Why, for the records.")
+_store_option = click.option("--tracking-uri", help="MLflow store to use instead of the one in --home.")
+_reason_option = click.option("--reason", default="", help="Reason, for the history.")
 _expect_option = click.option(
-    "--expect-current", metavar="V", help="Refuse unless version V (or none) is in production: compare-and-set."
+    "--expect-current", metavar="V", help="Fail unless version V (or none) is in production: compare-and-set."
 )
 
 
 def _change_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of whatever changes what is in production."""
+    """Add the options of the commands that change production."""
     return _reason_option(_expect_option(command))
 
 
@@ -43,14 +43,14 @@ _port = click.IntRange(1, 65535)
 
 @click.command()
 @click.argument("sweep", required=False)
-@click.option("--port", type=_port, help="Port of the page on this host.  [default: 5080, or any that is free]")
+@click.option("--port", type=_port, help="Port of the page on this host.  [default: 5080, or any free port]")
 @click.option("--page-only", is_flag=True, help="Serve the page without MLflow.")
-@click.option("--mlflow-port", type=_port, help="Port of MLflow.  [default: 5000, or the next that is free]")
+@click.option("--mlflow-port", type=_port, help="Port of MLflow.  [default: 5000, or the next free port]")
 @click.option(
     "--mlflow-host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to serve MLflow at. It asks for no password: whoever reaches it changes what it holds.",
+    help="Address to serve MLflow at. MLflow has no password: anyone who can reach it can change its data.",
 )
 @home_option
 @json_option
@@ -63,11 +63,11 @@ def ui(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Show SWEEP in the browser while it runs and afterwards, and serve MLflow beside it, until interrupted.
+    """Open a live page of the sweep, and MLflow.
 
-    The page follows the sweep: trials, best so far, confirmation, logs of every rank; its buttons pause, drain, cancel,
-    resume and retry. It answers on this host only, to whoever opens the printed address. Without SWEEP it lists all
-    sweeps. MLflow keeps them.
+    Serves both until interrupted. The page follows SWEEP live: trials, best so far, confirmation, logs of every rank;
+    its buttons pause, drain, cancel, resume and retry. Without SWEEP, it lists all sweeps. It accepts connections from
+    this host only, with the token in the printed address.
 
     \b
     Examples:
@@ -95,17 +95,17 @@ def ui(
         notify=lambda words: echo(words, err=True),
     )
     again = Invocation.current(home).command("ui", *([sweep] if sweep else []))
-    echo(f"no longer served; sweeps go on. To see it again: {again}", err=True)
+    echo(f"no longer serving; sweeps keep running. To serve again: {again}", err=True)
 
 
 @click.command()
 @click.argument("sweep")
-@click.option(
-    "--name", help="Name of the registered configuration, e.g. llama-quickstart.  [default: that of the sweep]"
-)
+@click.option("--name", help="Name to register it as, e.g. llama-quickstart.  [default: the sweep's name]")
 @click.option("--trial", help="Promote this trial (3 or t003) instead of the confirmed winner.")
-@click.option("--force", is_flag=True, help="Promote whatever was measured, also without proof; recorded as forced.")
-@click.option("--candidate", is_flag=True, help="Only register it, alias candidate; the one way for simulated sweeps.")
+@click.option("--force", is_flag=True, help="Promote any measured trial, even without proof; recorded as forced.")
+@click.option(
+    "--candidate", is_flag=True, help="Only register it, as alias candidate; the only option for simulated sweeps."
+)
 @_change_options
 @home_option
 @json_option
@@ -120,12 +120,12 @@ def promote(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Put the confirmed winner of SWEEP into production as NAME.
+    """Put the confirmed winner of a sweep into production.
 
-    SWEEP is what was measured; rollback, history, show and verify take the NAME that it is registered as. It becomes a
-    version in MLflow's registry with its recipe and evidence, alias production; the version before gets the alias
-    previous. Refused unless it was confirmed to be faster and has passed the loss gate. Nothing changes where
-    this very recipe is in production already.
+    Registers the winner of SWEEP, with its recipe and evidence, as a new version of NAME in MLflow's registry. The
+    version gets the alias production, and the former one the alias previous. The commands rollback, history, show and
+    verify take this NAME. Refused unless the winner was confirmed to be faster and passed the loss gate. Does nothing
+    if the same recipe is already in production.
 
     \b
     Examples:
@@ -155,7 +155,7 @@ def promote(
 
 @click.command()
 @click.argument("name")
-@click.option("--to", metavar="V", help="This version, instead of the one that was in production before.")
+@click.option("--to", metavar="V", help="Version to restore; default: the previous one.")
 @_change_options
 @_store_option
 @home_option
@@ -169,10 +169,10 @@ def rollback(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Put the version of NAME that was in production before back into production.
+    """Put the previous version back into production.
 
-    Its files must be those that were registered. A rollback is recorded as a promotion is, and can itself be rolled
-    back.
+    The files of that version of NAME must be unchanged since it was registered. A rollback is recorded like a
+    promotion, and can be rolled back itself.
 
     \b
     Examples:
@@ -195,7 +195,7 @@ def rollback(
 @home_option
 @json_option
 def history(name: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
-    """List what was in production as NAME, the newest record first.
+    """List what was in production as NAME, newest first.
 
     \b
     Example:
@@ -215,7 +215,9 @@ def history(name: str, tracking_uri: str | None, home: Path, as_json: bool) -> N
 @home_option
 @json_option
 def show(reference: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
-    """Print a registered configuration: NAME@production or NAME@3.
+    """Print a registered configuration.
+
+    REFERENCE is NAME@production or NAME@3.
 
     \b
     Example:
@@ -236,9 +238,9 @@ def show(reference: str, tracking_uri: str | None, home: Path, as_json: bool) ->
 @home_option
 @json_option
 def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
-    """Show what differs between A and B: knobs, workload, environment, evidence.
+    """Show the differences between two configurations.
 
-    Each is NAME@production, NAME@3, or a trial of a sweep as SWEEP:TRIAL.
+    Compares knobs, workload, environment and evidence. A and B are NAME@production, NAME@3, or a trial as SWEEP:TRIAL.
 
     \b
     Examples:
@@ -260,23 +262,23 @@ def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) ->
     type=click.IntRange(2, 100),
     default=12,
     show_default=True,
-    help="Rounds of it and its baseline, each run a fresh start; fewer where the answer is clear earlier.",
+    help="Maximum number of rounds; stops earlier once the answer is clear.",
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.05,
     show_default=True,
-    help="Relative loss of speed that does not count.",
+    help="Relative slowdown to tolerate.",
 )
 @click.option(
     "--ignore",
     "ignored",
     multiple=True,
     type=click.Choice(["driver", "library", "program", "hardware", "training", "speed", "loss"]),
-    help="Kind of drift that does not count; may be repeated.",
+    help="Kind of drift to ignore. Repeatable.",
 )
-@click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster, in place of the one in the sweep's file.")
+@click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster, instead of the one in the sweep's file.")
 @_store_option
 @home_option
 @json_option
@@ -290,20 +292,21 @@ def verify(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Measure NAME@production again on today's cluster, beside its baseline, and report what has drifted.
+    """Measure a promoted configuration again for drift.
 
-    Compares driver and libraries with those it was promoted with, its speed-up over the baseline and its own speed
-    with those of the promotion, and its losses, step by step. Rounds of both, interleaved so that a slow hour of the
-    machine is no drift, go on until they show a loss of speed or rule it out. The result is recorded in MLflow.
+    Measures NAME@production and its baseline on the current cluster, and compares the result with that of the
+    promotion: driver and libraries, speed-up over the baseline, speed, and losses step by step. Each round starts both
+    afresh. Rounds are interleaved, so that a temporarily slow machine is not reported as drift, and continue until a
+    slowdown is shown or ruled out. The result is recorded in MLflow.
 
     \b
     Exit codes, for cron and CI:
-      0  no drift: a loss of speed beyond the tolerance is ruled out
+      0  no drift: a slowdown beyond the tolerance is ruled out
       1  drift
-      2  there is no such version, or it was altered
-      3  could not verify: too noisy or disturbed, too few rounds, other hardware, no cluster; says which loss is
-         ruled out, and how many more rounds would settle it
-      4  the MLflow store or the disk does not work
+      2  the version does not exist, or it was altered
+      3  could not verify: too much noise, too few rounds, different hardware or no cluster; shows the slowdown that
+         is ruled out, and how many more rounds are needed
+      4  MLflow store or disk failure
 
     \b
     Examples:
@@ -331,22 +334,22 @@ def verify(
     sys.exit({"no_drift": 0, "drift": ExitCode.FAILED, "could_not_verify": ExitCode.UNVERIFIED}[found.answer])
 
 
-# The command that writes a configuration as another framework's files.
+# The command that exports a configuration to a framework.
 
 
 COMMAND = "command"
-"""Format of a user's training program: its own command."""
+"""Format of a custom training program: its own command."""
 
 
 @click.command()
 @click.argument("reference", required=False)
-@click.option("--format", "name", help="Framework to write for; --formats lists them.")
-@click.option("--formats", "lists", is_flag=True, help="List the formats there are.")
+@click.option("--format", "name", help="Export format; --formats lists them.")
+@click.option("--formats", "lists", is_flag=True, help="List the export formats.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Output folder; created if missing.")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the files; created if missing."
-)
-@click.option(
-    "--allow-lossy", is_flag=True, help="Export even if the framework cannot express everything; warnings list what."
+    "--allow-lossy",
+    is_flag=True,
+    help="Export even if the framework cannot express everything; warnings list what is lost.",
 )
 @click.option(
     "--as",
@@ -354,10 +357,10 @@ COMMAND = "command"
     type=click.Choice(["hook", "diff"]),
     default="hook",
     show_default=True,
-    help="Knobs without a flag: include the hook that sets them, or list the lines to add to the program.",
+    help="For knobs without a flag: include the hook that sets them, or list the lines to add to your program.",
 )
 @home_option
-@click.option("--tracking-uri", help="MLflow store to look in, if it is not the one in --home.")
+@_store_option
 @json_option
 def export(
     reference: str | None,
@@ -370,13 +373,14 @@ def export(
     tracking_uri: str | None,
     as_json: bool,
 ) -> None:
-    """Write NAME@production, or trial SWEEP:TRIAL, as a training framework's configuration.
+    """Write a configuration as a command or framework files.
 
-    A sweep of your own training program is exported as its command, with copies of its configuration files and a diff
-    against yours (--format command, the default for such sweeps).
+    REFERENCE is NAME@production, NAME@3, or a trial as SWEEP:TRIAL. A sweep of your own training program is exported as
+    its command, with copies of its configuration files and a diff against yours (--format command, the default for such
+    sweeps).
 
-    Where the framework cannot express something, the command fails with exit code 2; where it was approximated, or is
-    left to your script, a warning on stderr says so.
+    Exits with 2 if the framework cannot express something. A warning on stderr lists what was approximated or is left
+    to your script.
 
     \b
     Examples:
@@ -391,7 +395,9 @@ def export(
         _print_formats(as_json)
         return
     if reference is None:
-        raise click.UsageError("missing REFERENCE: export NAME@production --format FORMAT; --formats lists the formats")
+        raise click.UsageError(
+            "missing REFERENCE. Use: export NAME@production --format FORMAT; --formats lists the formats"
+        )
     if name not in (None, COMMAND):
         catalog.recipe(name)
 
@@ -416,11 +422,11 @@ def export(
         return
     _print_export(made, described.label, out)
     doubt = f" ({described.doubt})" if described.doubt else ""
-    echo(f"how it was proven: {described.verdict}{doubt}", err=True)
+    echo(f"evidence: {described.verdict}{doubt}", err=True)
 
 
 def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool, as_lines: bool) -> Export:
-    """The export in that format; a user's training program is exported as its own command by default."""
+    """The export in that format; a custom training program is exported as its own command by default."""
     from orchestrator.errors import ConfigError
     from orchestrator.frameworks import catalog
     from orchestrator.frameworks.spelling import Export, Note
@@ -429,8 +435,8 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool,
     script = described.script
     if name == COMMAND and script is None:
         raise ConfigError(
-            f"{described.label} was not trained by your own program",
-            remedy="Choose a framework's format; --formats lists them.",
+            f"{described.label} does not run your own program",
+            remedy="Choose a framework format; --formats lists them.",
         )
     if name is None and script is None:
         raise click.UsageError("missing --format; --formats lists the formats")
@@ -442,7 +448,7 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool,
 
 
 def _with_variables(made: Export, described: VersionDescription) -> Export:
-    """The export with the environment variables that ranks of its sweep had."""
+    """Add the environment variables of the ranks of its sweep."""
     from orchestrator.frameworks.shell import with_exports
 
     return replace(made, files=with_exports(made.files, described.fingerprint))
@@ -466,14 +472,16 @@ def _write(made: Export, folder: Path) -> list[str]:
     """Write all files, or none.
 
     Raises:
-        ConfigError: a file of that name has other content; nothing was written.
+        ConfigError: a file of that name exists with different content; nothing was written.
     """
     from orchestrator.errors import ConfigError
 
     for name, text in made.files.items():
         path = folder / name
         if path.exists() and (not path.is_file() or path.read_bytes() != text.encode()):
-            raise ConfigError(f"{path} exists, with other content", remedy="Name another folder, or move it away.")
+            raise ConfigError(
+                f"{path} already exists with different content", remedy="Choose another folder, or move the file away."
+            )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as staged:
         for name, text in made.files.items():
@@ -488,7 +496,7 @@ def _write(made: Export, folder: Path) -> list[str]:
 
 
 def _print_export(made: Export, label: str, folder: Path | None) -> None:
-    """Files on stdout, unless they went into a folder; everything else on stderr."""
+    """Print the files to stdout unless they were written to a folder; everything else goes to stderr."""
     if folder is None:
         for name, text in made.files.items():
             echo_file(f"==> {name} <==\n{text}" if len(made.files) > 1 else text, nl=len(made.files) > 1)
@@ -496,9 +504,9 @@ def _print_export(made: Export, label: str, folder: Path | None) -> None:
         echo("\n".join(str(folder / name) for name in made.files))
     for note in made.notes:
         echo(str(note), err=True)
-    where = f"in {folder}" if folder else "in the folder of these files"
+    where = f"in {folder}" if folder else "in the folder with these files"
     form = "as a command" if made.format == COMMAND else f"for {made.format}"
     echo(f"{label} {form}; run {where}: {made.command}", err=True)
 
 
-COMMANDS = (ui, promote, rollback, history, show, diff, verify, export)
+PROMOTING = (promote, rollback, history, show, diff, verify, export)

@@ -1,4 +1,4 @@
-"""The commands that run a sweep: submit and resume it, launch its trials again, have them confirmed or profiled."""
+"""The commands that run a sweep: submit, resume, retry, confirm, profile."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ if TYPE_CHECKING:
     from orchestrator.sweep.snapshot import Home
 
 
-# How the commands that run a sweep start its controller, here or in the background, and what they print of it.
+# How these commands start the controller, here or in the background, and what they print.
 
 
-_HERE = "Keep the controller in this terminal, also with an address. The default without one."
+_HERE = "Run the controller in this terminal even with an address; the default without one."
 
 
 class Where(NamedTuple):
-    """Where the controller runs, as said on the command line."""
+    """Where the controller runs, from the command line."""
 
     address: str | None
-    """The Ray cluster's; None: as the environment or the file says."""
+    """The Ray cluster's; None: from the environment or the file."""
     mode: Mode | None
-    """None leaves it to the address."""
+    """None: depends on the address."""
     follow: bool
-    """Show what a controller in the background writes, until it ends."""
+    """Print the output of a background controller until it ends."""
 
 
 def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say where the controller runs; the command gets them as ``where``."""
+    """Add the options for where the controller runs; the command gets them as ``where``."""
 
     @wraps(command)
     def with_where(*, address: str | None, foreground: bool, detach: bool, follow: bool, **others: Any) -> Any:
         if foreground and detach:
-            raise click.UsageError("--foreground and --detach exclude each other")
+            raise click.UsageError("--foreground and --detach are mutually exclusive")
         mode: Mode | None = "foreground" if foreground else "detached" if detach else None
         return command(where=Where(address, mode, follow), **others)
 
     wrapped: Callable[..., Any] = with_where
     for option in (
-        click.option("--follow", is_flag=True, help="Show what a controller in the background writes, until it ends."),
-        click.option("--detach", is_flag=True, help="Run the controller on this host, but apart from this terminal."),
+        click.option("--follow", is_flag=True, help="Print the output of a background controller until it ends."),
+        click.option("--detach", is_flag=True, help="Run the controller in the background on this host."),
         click.option("--foreground", is_flag=True, help=_HERE),
         click.option(
             "--address",
             metavar="HOST:PORT",
             help="Head of a Ray cluster, or http://HOST:PORT of its dashboard; default: RAY_ADDRESS, then "
-            "cluster.address of the file. The controller runs there, as a Ray Job.",
+            "cluster.address in the file. The controller runs there as a Ray Job.",
         ),
     ):
         wrapped = option(wrapped)
@@ -70,13 +70,13 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def carry_out(receipt: Receipt, home: Home, where: Where, *, as_json: bool, profile_of: int | None = None) -> None:
-    """Leave what was asked of a sweep to the controller at work; where there is none, resume the sweep.
+    """Leave a recorded request to the running controller; without one, resume the sweep.
 
     Args:
-        profile_of: show the profile of this trial in place of the whole report.
+        profile_of: show the profile of this trial instead of the full report.
     """
     if receipt.is_controlled and not where.follow:
-        print_result(as_json, receipt.to_json(), lambda: "The controller at work takes it up.")
+        print_result(as_json, receipt.to_json(), lambda: "The running controller will handle it.")
         return
     resume_sweep(receipt.sweep, home, where, as_json=as_json, profile_of=profile_of)
 
@@ -91,10 +91,10 @@ def submit_file(
     is_checked: bool = False,
     budget: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run the sweep of a file, or go on with it; with ``is_new``, replace one that measured nothing.
+    """Run or resume the sweep of a file; with ``is_new``, replace one without measurements.
 
     Args:
-        budget: values in place of those of the file's section ``budget``.
+        budget: overrides values of the file's section ``budget``.
     """
     from orchestrator.commands.submission import submission_of_file
 
@@ -115,7 +115,7 @@ def submit_file(
 
 
 def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool, profile_of: int | None = None) -> None:
-    """Go on with a sweep as its file said when it was submitted; then show its report, or one profile alone."""
+    """Resume a sweep with its file as submitted, then show its report, or one profile only."""
     from orchestrator.commands.submission import submission_of_sweep
 
     options = program_options()
@@ -124,7 +124,7 @@ def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool, profile_
 
 
 def _run_submission(submission: Submission, *, follow: bool, as_json: bool, profile_of: int | None = None) -> None:
-    """Run its controller in this process or a supervisor's, or start it in the background; print what came of it."""
+    """Run its controller in this process, under a supervisor, or in the background, and print the result."""
     from orchestrator import process_support
     from orchestrator.commands.submission import find_running, start_in_background
 
@@ -165,7 +165,7 @@ def _run_in_foreground(submission: Submission, as_json: bool, profile_of: int | 
 
 
 def _attach(submission: Submission, running: StartedSubmission, as_json: bool, profile_of: int | None) -> None:
-    """Follow a sweep that a controller is at work on already, and show its result."""
+    """Follow a sweep that already has a running controller, and show its result."""
     from orchestrator.cli.sweeps import follow_sweep
 
     echo(_next_steps(submission, running), err=True)
@@ -174,8 +174,8 @@ def _attach(submission: Submission, running: StartedSubmission, as_json: bool, p
 
 
 def _checked(submission: Submission) -> Submission:
-    """The submission once a short run has shown that its trials can be measured; otherwise the program ends, with what
-    was seen on stderr."""
+    """The submission, after a short run has shown that its trials can be measured; otherwise prints the findings to
+    stderr and exits."""
     from orchestrator.commands.short_run import check_sweep
     from orchestrator.console import SafeConsole
     from orchestrator.process_support import interruptible
@@ -188,7 +188,7 @@ def _checked(submission: Submission) -> Submission:
         checked = check_sweep(submission.spec, submission.home, address=submission.address, notify=notify)
     if not checked.is_good:
         SafeConsole(stderr=True).print(render_checked(checked))
-        echo("error: the sweep was not started. Fix this, or submit with --no-check", err=True)
+        echo("error: the sweep was not started. Fix the problem, or submit with --no-check", err=True)
         sys.exit(ExitCode.USAGE)
     echo(f"check: {check_line(checked)}", err=True)
     if checked.expected is not None:
@@ -197,7 +197,7 @@ def _checked(submission: Submission) -> Submission:
 
 
 def _become(argv: list[str]) -> NoReturn:
-    """A small process in this one's place: it may have to last for days."""
+    """Replace this process with a small one: it may have to run for days."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(argv[0], argv)
@@ -218,12 +218,12 @@ def _run_here(submission: Submission, run: int, as_json: bool, profile_of: int |
         echo(_interrupted(submission), err=True)
         sys.exit(ExitCode.INTERRUPTED)
     except ClusterError as error:
-        # A cluster that comes back may take some time until it can be used.
+        # A restarted cluster may take a while to become usable.
         if run > 1 or (run and isinstance(error, ClusterLostError)):
             echo(f"error: {error}", err=True)
             sys.exit(ExitCode.CLUSTER_LOST)
         raise
-    if MODE_VARIABLE in os.environ:  # nobody sees it; `report` shows the result to whoever asks
+    if MODE_VARIABLE in os.environ:  # no terminal to print to; `report` shows the result
         echo(f"{result.state.status}: {result.state.finish_reason}", err=True)
     else:
         _print(submission, result, as_json, profile_of)
@@ -231,7 +231,7 @@ def _run_here(submission: Submission, run: int, as_json: bool, profile_of: int |
 
 
 def _controlled(submission: Submission, *, is_restart: bool) -> SweepResult:
-    """The result of the sweep, with its controller in this process and what happens shown live."""
+    """Run the controller in this process with a live view, and return the result of the sweep."""
     from orchestrator.commands.submission import ForegroundLog, require_mark
     from orchestrator.console import SafeConsole
     from orchestrator.controller import controller
@@ -248,10 +248,12 @@ def _controlled(submission: Submission, *, is_restart: bool) -> SweepResult:
         is_restart=is_restart,
     )
     command = Invocation.current(submission.home.path).command("ui", submission.name)
-    opening = "" if is_restart or submission.is_over else f"in the browser, from another terminal: {command}"
+    opening = (
+        "" if is_restart or submission.is_over else f"to follow in the browser, run in another terminal: {command}"
+    )
     with interruptible(), LiveView(opening=opening) as view:
         require_mark(submission.home, submission.name)
-        if MODE_VARIABLE in os.environ:  # all that it prints is a log already
+        if MODE_VARIABLE in os.environ:  # its output is already a log
             return run(observer=view)
         log = ForegroundLog(submission.home, submission.name)
         with log, LiveView(SafeConsole(file=cast("IO[str]", log), width=200)) as lines:
@@ -259,11 +261,11 @@ def _controlled(submission: Submission, *, is_restart: bool) -> SweepResult:
 
 
 def _interrupted(submission: Submission) -> str:
-    """What became of the sweep after Ctrl-C, and the command to go on with."""
+    """The state of the sweep after Ctrl-C, and the command that resumes it."""
     program, home, name = Invocation.current(submission.home.path), submission.home, submission.name
     if name not in home.sweeps():
-        return f"interrupted before the sweep {name} began; nothing is left of it"
-    return f"interrupted; the sweep {name} goes on where it stopped with: {program.command('resume', name)}"
+        return f"interrupted before the sweep {name} started; nothing was saved"
+    return f"interrupted; to continue the sweep {name}: {program.command('resume', name)}"
 
 
 def _follow(submission: Submission, started: StartedSubmission) -> None:
@@ -277,8 +279,8 @@ def _follow(submission: Submission, started: StartedSubmission) -> None:
     except KeyboardInterrupt:
         program, name = Invocation.current(submission.home.path), submission.name
         echo(
-            f"no longer following; the sweep {name} goes on. To stop it: {program.command('pause', name)}, "
-            f"or for good: {program.command('cancel', name)}",
+            f"no longer following; the sweep {name} keeps running. To pause it: {program.command('pause', name)}; "
+            f"to stop it for good: {program.command('cancel', name)}",
             err=True,
         )
         sys.exit(ExitCode.INTERRUPTED)
@@ -291,7 +293,7 @@ def _show_result(submission: Submission, as_json: bool, profile_of: int | None) 
     _print(submission, result, as_json, profile_of)
     if result.state.status == "running":
         echo(
-            f"error: the controller has ended before the sweep; go on with "
+            f"error: the controller exited before the sweep was finished. To resume: "
             f"{Invocation.current(submission.home.path).command('resume', submission.name)}",
             err=True,
         )
@@ -325,29 +327,29 @@ def _exit_by(result: SweepResult) -> None:
 def _next_steps(submission: Submission, started: StartedSubmission) -> str:
     """What runs where, and what to type next."""
     program, name = Invocation.current(submission.home.path), submission.name
-    how = "runs already" if started.is_attached else "runs"
+    how = "is already running" if started.is_attached else "is running"
     where = {
         "ray job": f"as Ray Job {started.job} at {started.address}",
-        "detached": "apart from this terminal",
+        "detached": "in the background",
         "foreground": "in another terminal",
     }[started.mode]
     next_steps = {
         program.command("watch", name): "follow it",
         program.command("ui", name): "follow it in the browser",
-        program.command("logs", name): "what its controller writes",
-        program.command("pause", name): "stop it; `resume` goes on",
+        program.command("logs", name): "show the controller's log",
+        program.command("pause", name): "stop it; `resume` continues it",
     }
     width = max(map(len, next_steps))
     lines = (f"  {command:<{width}}  {what}" for command, what in next_steps.items())
-    return "\n".join([f"The sweep {name} {how}, {where}.", *lines])
+    return "\n".join([f"The sweep {name} {how} {where}.", *lines])
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--replace", is_flag=True, help="Begin a sweep of this name again that measured nothing.")
-@click.option("--no-check", is_flag=True, help="Leave out the short run that comes before a training program's sweep.")
-@click.option("--max-trials", type=click.IntRange(min=1), metavar="N", help="In place of budget.max_trials.")
-@click.option("--wall-time", metavar="DURATION", help="In place of budget.wall_time: 90s, 30m, 2h.")
+@click.option("--replace", is_flag=True, help="Replace an existing sweep of this name that has no measurements.")
+@click.option("--no-check", is_flag=True, help="Skip the short run before the sweep of a training program.")
+@click.option("--max-trials", type=click.IntRange(min=1), metavar="N", help="Override budget.max_trials.")
+@click.option("--wall-time", metavar="DURATION", help="Override budget.wall_time: 90s, 30m, 2h.")
 @where_options
 @home_option
 @json_option
@@ -361,14 +363,14 @@ def submit(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Run the sweep in FILE, or go on with it if it was interrupted or paused.
+    """Run a sweep, or resume one.
 
-    Without a cluster's address it runs here until it has ended, or apart from this terminal with --detach. With one
-    the controller runs as a Ray Job on the cluster's head, and this command returns when it is at work; --home has to
-    be a folder that the head sees, too. Submitting a sweep that runs already follows it and changes nothing but its
-    budget.
+    Without a cluster address, the sweep of FILE runs in this terminal until it finishes; --detach runs it in the
+    background. With an address, the controller runs as a Ray Job on the cluster's head, and this command returns as
+    soon as it is running; the head must be able to access the --home folder, too. Submitting a sweep that is already
+    running follows it, and updates only its budget.
 
-    The budget is not part of what a sweep is: submit a file with a larger one, and a sweep that had spent it goes on.
+    A sweep that has spent its budget continues when you submit it with a larger one.
 
     \b
     Examples:
@@ -387,12 +389,14 @@ def submit(
 
 @click.command()
 @click.argument("sweep")
-@click.option("--profile-of", type=int, hidden=True, help="Show the profile of this trial alone.")
+@click.option("--profile-of", type=int, hidden=True, help="Show only the profile of this trial.")
 @where_options
 @home_option
 @json_option
 def resume(sweep: str, profile_of: int | None, where: Where, home: Path, as_json: bool) -> None:
-    """Go on with SWEEP, which was paused or lost its controller, as its file said when it was submitted.
+    """Resume a paused or interrupted sweep.
+
+    SWEEP continues with its file as it was submitted.
 
     \b
     Examples:
@@ -412,7 +416,7 @@ def resume(sweep: str, profile_of: int | None, where: Where, home: Path, as_json
     flag_value="faults",
     default="faults",
     metavar="[=CLASS,...]",
-    help="Which trials: crashed, timed_out, gang_lost and host_oom by default; also oom, infeasible, diverged, "
+    help="Which trials; default: crashed, timed_out, gang_lost and host_oom. Also: oom, infeasible, diverged, "
     "not_believed and stopped_early.",
 )
 @where_options
@@ -425,10 +429,10 @@ def retry(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Launch trials of SWEEP again that ended without being measured.
+    """Launch failed trials of a sweep again.
 
-    A controller at work takes it up; otherwise this goes on with the sweep as `resume` does, also with one that was
-    finished or had failed.
+    A running controller of SWEEP handles the request; otherwise this resumes the sweep as `resume` does, even if it had
+    finished or failed.
 
     \b
     Examples:
@@ -442,7 +446,7 @@ def retry(
     sweeps = Home(home)
     receipt = steering.retry(sweep, sweeps, _classes(failed))
     numbers = ", ".join(trial_id(number) for number in receipt.trials)
-    echo(f"to be launched again: {numbers}", err=True)
+    echo(f"will be launched again: {numbers}", err=True)
     carry_out(receipt, sweeps, where, as_json=as_json)
 
 
@@ -456,7 +460,7 @@ def _classes(text: str) -> tuple[str, ...]:
     unknown = [word for word in classes if word not in RETRIABLE]
     if unknown:
         raise ConfigError(
-            f"trials do not end as {unknown[0]!r}", key="--failed", remedy=f"Classes: {', '.join(RETRIABLE)}."
+            f"unknown class {unknown[0]!r}", key="--failed", remedy=f"Choose from: {', '.join(RETRIABLE)}."
         )
     return classes
 
@@ -474,10 +478,11 @@ def confirm(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Measure a trial of SWEEP again, interleaved with the baseline, and put it through the loss gate.
+    """Confirm a trial against the baseline.
 
-    TRIAL is 3, t003, winner or best, the default. A sweep does this by itself when it ends, for its fastest trials; the
-    last verdict is the one that counts. The sweep's budget does not bound what you ask for.
+    Measures TRIAL of SWEEP again, interleaved with the baseline, and runs the loss gate. TRIAL is 3, t003, winner or
+    best (the default). A sweep does this at its end for its fastest trials; the latest verdict counts. The request is
+    not limited by the sweep's budget.
 
     \b
     Examples:
@@ -500,9 +505,10 @@ def profile(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Run a trial of SWEEP with the profiler on, as section `profile` of its file says.
+    """Run a trial again with the profiler.
 
-    TRIAL is 3, t003, baseline, best or winner, the default. The traces open in Perfetto; docs/profiler.md.
+    Profiles TRIAL of SWEEP as configured in section `profile` of its file. TRIAL is 3, t003, baseline, best or winner
+    (the default). The traces open in Perfetto; see docs/profiler.md.
 
     \b
     Examples:
@@ -521,7 +527,7 @@ def _check(
 
     sweeps = Home(home)
     receipt = steering.request_checks(sweep, sweeps, what, trial)
-    words = {"confirm": "to be confirmed", "profile": "to be profiled"}[what]
+    words = {"confirm": "will be confirmed", "profile": "will be profiled"}[what]
     echo(f"{words}: {trial_id(receipt.trials[0])}", err=True)
     profiled = receipt.trials[0] if what == "profile" else None
     carry_out(receipt, sweeps, where, as_json=as_json, profile_of=profiled)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from orchestrator.sweep.snapshot import Home, Snapshot
 
 
-# Commands that look at sweeps: which there are, where one stands, what came out of it and why.
+# Commands that show sweeps: all of them, the state of one, its result and the reasons.
 
 
 @click.command()
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 def ps(home: Path, as_json: bool) -> None:
     """List all sweeps.
 
-    What each does or waits for, how far it is, the best so far, who is at work on it. A sweep is interrupted when
-    it should run but no controller is at work on it. Trials are done, running (run) or waiting to be launched
-    (wait).
+    Shows state, progress, best trial so far and controller of each. A sweep is interrupted if it should run but has no
+    running controller. Trials are done, running (run) or waiting to be launched (wait).
 
     \b
     Examples:
@@ -46,7 +45,7 @@ def ps(home: Path, as_json: bool) -> None:
     body = [overview.overview(sweep, Home(home)) for sweep in sweeps] if as_json else None
     print_result(as_json, body, lambda: sweep_screen.render_ps(sweeps, Home(home)))
     for other in elsewhere(home) if not sweeps else ():
-        echo(f"there are some in {other}: {Invocation.current(other).command('ps')}", err=True)
+        echo(f"sweeps found in {other}: {Invocation.current(other).command('ps')}", err=True)
 
 
 @click.command()
@@ -54,9 +53,9 @@ def ps(home: Path, as_json: bool) -> None:
 @home_option
 @json_option
 def status(sweep: str, home: Path, as_json: bool) -> None:
-    """Show where SWEEP stands.
+    """Show the state of a sweep.
 
-    Its lease, its budgets, what runs on which nodes, what was asked of it and what failed last.
+    Shows the lease and budgets of SWEEP, its running trials and their nodes, pending requests, and recent failures.
 
     \b
     Example:
@@ -76,13 +75,13 @@ def status(sweep: str, home: Path, as_json: bool) -> None:
 @home_option
 @json_option
 def watch(sweep: str, home: Path, as_json: bool) -> None:
-    """Follow SWEEP until it ends or is paused.
+    """Follow a sweep until it ends or is paused.
 
-    Its controller may run anywhere. Ctrl-C leaves the sweep alone.
+    The controller of SWEEP may run anywhere. Ctrl-C does not affect the sweep.
 
-    With --json, one JSON object a line: first everything as it stands, then what is new. "change" says what a line is
-    of: sweep (state, trials, best), lease (nodes, waiting), trial (state, nodes, speed) or progress (phase, step).
-    Ends with exit code 1 if the sweep failed or no controller is at work on it any more.
+    With --json, prints one JSON object per line: first the current state, then each change. "change" is the kind of
+    line: sweep (state, trials, best), lease (nodes, waiting), trial (state, nodes, speed) or progress (phase, step).
+    Exits with 1 if the sweep failed or lost its controller.
 
     \b
     Examples:
@@ -101,7 +100,7 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
 
 
 def follow_sweep(sweep: str, home: Home, *, as_json: bool = False) -> Snapshot | None:
-    """Show what happens in a sweep until it ends, is paused, or has lost its controller; the last look at it."""
+    """Show the progress of a sweep until it ends, is paused, or loses its controller; returns the last snapshot."""
     from orchestrator.status.overview import changes, follow, phase_change, show
     from orchestrator.terminal.sweep_screen import LiveView
 
@@ -120,7 +119,7 @@ def follow_sweep(sweep: str, home: Home, *, as_json: bool = False) -> Snapshot |
                 last = seen
     except KeyboardInterrupt:
         again = Invocation.current(home.path).command("watch", sweep)
-        echo(f"no longer watching; the sweep {sweep} goes on. To see it again: {again}", err=True)
+        echo(f"no longer watching; the sweep {sweep} keeps running. To watch it again: {again}", err=True)
         sys.exit(ExitCode.INTERRUPTED)
     return last
 
@@ -128,10 +127,12 @@ def follow_sweep(sweep: str, home: Home, *, as_json: bool = False) -> Snapshot |
 @click.command()
 @click.argument("sweep")
 @click.argument("trial", required=False)
-@click.option("--rank", type=click.IntRange(0), help="Only this rank; default: all, the one that failed first.")
-@click.option("--attempt", type=click.IntRange(0), help="This launch of the trial, from 0; default: the last one.")
-@click.option("--lines", type=click.IntRange(0), default=200, show_default=True, help="Last lines of each log.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is written until the trial or controller ends.")
+@click.option("--rank", type=click.IntRange(0), help="Only this rank; default: all, starting with the first to fail.")
+@click.option("--attempt", type=click.IntRange(0), help="Launch of the trial, from 0; default: the last.")
+@click.option(
+    "--lines", type=click.IntRange(0), default=200, show_default=True, help="Show the last N lines of each log."
+)
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the trial or controller ends.")
 @home_option
 @json_option
 def logs(
@@ -144,12 +145,11 @@ def logs(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Show the logs of a trial's ranks, or of the controller.
+    """Show the logs of a trial or of the controller.
 
-    TRIAL is 3, t003, baseline, best or winner; without it, the controller's log is shown, and a TRIAL alone is one of
-    the latest sweep. Logs lie where their ranks ran:
-    of those on other nodes, node and path are shown, and the last lines that were sent home when they failed. With
-    --json and --follow, one JSON object a line.
+    TRIAL is 3, t003, baseline, best or winner; without it, the controller's log is shown. A TRIAL alone refers to the
+    latest sweep. Logs stay on the nodes where their ranks ran: for other nodes, this shows node and path, and the last
+    lines of failed ranks. With --json and --follow, prints one JSON object per line.
 
     \b
     Examples:
@@ -175,17 +175,17 @@ def logs(
 @click.command()
 @click.argument("sweep")
 @click.argument("trial", required=False)
-@click.option("--diagnose", is_flag=True, help="Diagnose TRIAL and the baseline, as without TRIAL the winner.")
+@click.option("--diagnose", is_flag=True, help="Diagnose TRIAL against the baseline, instead of the winner.")
 @home_option
 @json_option
 def explain(sweep: str, trial: str | None, diagnose: bool, home: Path, as_json: bool) -> None:
-    """Explain why SWEEP's trials are as fast as they are, or what became of one TRIAL.
+    """Explain where the step time goes, or what happened to a trial.
 
-    Without TRIAL: where the step time of baseline and winner goes, what holds them back, which knob answers that and
-    what it is expected to bring; how much each knob matters; how good the predictions were. While the sweep runs, of
-    what is known by then.
+    Without TRIAL: the step time breakdown of the baseline and the winner of SWEEP, their bottlenecks, the knob for each
+    and its expected gain; the importance of each knob; the accuracy of the predictions. Works while the sweep is
+    running.
 
-    With TRIAL: why it was proposed, waits or failed, where each launch of it ran, which rank failed, and how the
+    With TRIAL: why it was proposed, is waiting or failed; where each launch of it ran; which rank failed, and how the
     sweep reacted. TRIAL is 3, t003, baseline, best or winner.
 
     \b
@@ -210,7 +210,7 @@ def _explain_sweep(sweep: str, trial: str | None, home: Home, as_json: bool) -> 
     from orchestrator.diagnosis.explain import explain_ledger
     from orchestrator.terminal import explain_screen
 
-    with home.open(sweep) as ledger, SafeConsole(stderr=True).status("looking for what holds it back ..."):
+    with home.open(sweep) as ledger, SafeConsole(stderr=True).status("looking for bottlenecks ..."):
         explained = explain_ledger(ledger, trial=trial)
     body = explained.to_json() if as_json else None
     print_result(as_json, body, lambda: explain_screen.render_sweep_explanation(explained))
@@ -224,12 +224,12 @@ def _explain_sweep(sweep: str, trial: str | None, home: Home, as_json: bool) -> 
     is_flag=False,
     flag_value="",
     metavar="[FILE]",
-    help="Write it as one page, readable offline, with plots; default: SWEEP-report.html here.",
+    help="Write a self-contained page with plots; default: SWEEP-report.html.",
 )
 @home_option
 @json_option
 def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> None:
-    """Show the result of SWEEP: the verdict and what it rests on, every trial, every failure.
+    """Show the result of a sweep: verdict, trials, failures.
 
     \b
     Examples:
@@ -245,7 +245,7 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
     if html is not None:
         path = _write_page(sweep, Path(html) if html else None, Home(home))
         if not as_json:
-            echo(f"written to {path}")
+            echo(f"wrote {path}")
             return
     seen = Home(home).read(sweep, begun=True)
     summary = summary_of(seen, Home(home))
@@ -265,10 +265,10 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
 @home_option
 @json_option
 def compare(a: str, b: str, home: Path, as_json: bool) -> None:
-    """Compare two sweeps, A and B.
+    """Compare two sweeps.
 
-    Shows results, differences in best configurations, workload, hardware, software and budget, and the speeds of every
-    candidate that both measured. To compare promoted versions or single trials, use `diff`.
+    Shows the results of A and B; how their best configurations, workloads, hardware, software and budgets differ; and
+    the speeds of all candidates that both measured. To compare promoted versions or single trials, use `diff`.
 
     \b
     Examples:
@@ -296,10 +296,12 @@ def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
         return write_page(read_report(ledger, seen.state, summary, Invocation.current(home.path)), file)
 
 
-# Commands that stop a sweep, for a while or for good, or remove it.
+# Commands that pause, stop or remove a sweep.
 
 
-_no_wait_option = click.option("--no-wait", is_flag=True, help="Only ask; do not wait until it is done.")
+_no_wait_option = click.option(
+    "--no-wait", is_flag=True, help="Return at once instead of waiting until it takes effect."
+)
 
 
 @click.command()
@@ -308,10 +310,10 @@ _no_wait_option = click.option("--no-wait", is_flag=True, help="Only ask; do not
 @home_option
 @json_option
 def pause(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
-    """Stop SWEEP now, to be resumed later.
+    """Stop a sweep now, to resume it later.
 
-    Its nodes are given back; `resume` goes on with it. What runs is killed, recorded as lost for no fault of its
-    own, and launched again later.
+    Kills the running trials of SWEEP and releases its nodes. The killed trials are not counted as failures; `resume`
+    launches them again.
 
     \b
     Examples:
@@ -327,9 +329,9 @@ def pause(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
 @home_option
 @json_option
 def drain(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
-    """Let the running trials of SWEEP end, then pause it.
+    """Let running trials finish, then pause the sweep.
 
-    No other trial is begun; `resume` goes on with the sweep.
+    No further trials of SWEEP are started; `resume` continues it.
 
     \b
     Example:
@@ -344,9 +346,9 @@ def drain(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
 @home_option
 @json_option
 def cancel(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
-    """Stop SWEEP for good.
+    """Stop a sweep for good.
 
-    What runs is killed. What was measured stays; nothing can be added to it.
+    Kills the running trials of SWEEP and keeps all measurements. A cancelled sweep cannot be resumed.
 
     \b
     Example:
@@ -356,7 +358,7 @@ def cancel(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
 
 
 def _stop(sweep: str, what: Action, home: Path, as_json: bool, *, no_wait: bool) -> None:
-    """Ask, and wait until it is so. Giving up waiting takes nothing back."""
+    """Record the request and wait until it takes effect. Interrupting the wait does not withdraw the request."""
     from orchestrator.commands import steering
     from orchestrator.sweep.snapshot import Home
 
@@ -364,7 +366,7 @@ def _stop(sweep: str, what: Action, home: Path, as_json: bool, *, no_wait: bool)
         with steering.progress() as notify:
             stopped = steering.stop(sweep, Home(home), what, wait=not no_wait, notify=notify)
     except KeyboardInterrupt:
-        echo(f"no longer waiting; the request to {sweep} stays in force", err=True)
+        echo(f"no longer waiting; the request to {what} {sweep} remains pending", err=True)
         sys.exit(ExitCode.INTERRUPTED)
     print_result(as_json, stopped.to_json(), lambda: steering.render(stopped))
     if not no_wait and not stopped.is_done:
@@ -373,15 +375,18 @@ def _stop(sweep: str, what: Action, home: Path, as_json: bool, *, no_wait: bool)
 
 @click.command()
 @click.argument("sweep")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask. Needed where nobody can be asked.")
-@click.option("--force", is_flag=True, help="Also where a promoted configuration rests on it, or it cannot be read.")
-@click.option("--mlflow", "in_mlflow", is_flag=True, help="Delete its runs in MLflow, too.")
+@click.option("--yes", "-y", is_flag=True, help="Do not prompt; required without a terminal.")
+@click.option(
+    "--force", is_flag=True, help="Delete even if a promoted configuration depends on it or it cannot be read."
+)
+@click.option("--mlflow", "in_mlflow", is_flag=True, help="Also delete its MLflow runs.")
 @home_option
 @json_option
 def delete(sweep: str, yes: bool, force: bool, in_mlflow: bool, home: Path, as_json: bool) -> None:
-    """Remove SWEEP for good: its folder with ledger, logs and attempts.
+    """Remove a sweep and its files.
 
-    Refused while a controller is at work on it. Versions in MLflow's registry stay in any case.
+    Removes the folder of SWEEP with its ledger, logs and attempts. Refused while a controller is running. Versions in
+    MLflow's registry are kept in any case.
 
     \b
     Examples:
@@ -403,10 +408,11 @@ def delete(sweep: str, yes: bool, force: bool, in_mlflow: bool, home: Path, as_j
 
 
 def _agreed(question: str) -> bool:
-    """Whether the user says yes; a UsageError where there is no terminal to ask at."""
+    """Whether the user agrees; a UsageError without a terminal."""
     if not sys.stdin.isatty():
-        raise click.UsageError("nobody can be asked here; say --yes to remove the sweep")
+        raise click.UsageError("cannot ask for confirmation without a terminal; use --yes to remove the sweep")
     return click.confirm(question, default=False, err=True)
 
 
-COMMANDS = (ps, status, watch, logs, explain, report_command, compare, pause, drain, cancel, delete)
+LOOKING = (ps, status, watch, logs, explain, report_command, compare)
+STOPPING = (pause, drain, cancel, delete)

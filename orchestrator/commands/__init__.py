@@ -1,4 +1,4 @@
-"""What each command does, without the command line: submit, resume, stop, plan, estimate, probe, logs, the MLflow UI.
+"""The implementation of each command, without the command line.
 
-It may import promotion, controllers, status and what is below them; the command line calls it.
+It may import promotion, controllers, status and the layers below them; the command line calls it.
 """

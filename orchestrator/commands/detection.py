@@ -30,7 +30,7 @@ Notify = Callable[[str], None]
 
 
 class NotSeenError(Exception):
-    """The program made no steps that can be used; the message has the reason."""
+    """The program made no usable steps; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Detector:
         return DetectionRun(facts=replace(found.facts, seq_length=found.sample_length), options=found.options)
 
     def _waits(self, line: str) -> None:
-        """Pass on reasons for waiting, but not progress."""
+        """Forward reasons for waiting, but not progress."""
         if not line.startswith("the first step"):
             self._notify(line)
 

@@ -1,4 +1,4 @@
-"""What is known before a sweep: its plan, dry runs of its candidates, a probe of its cluster."""
+"""Before a sweep: its plan, dry runs of its candidates, a probe of its cluster."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ from trials.files import fields_json, to_json
 from trials.reports import Link
 from trials.spec import Candidate, UserModel, Workload
 
-# What ``tune-cluster plan`` does: the plan of a file, what is expected of it, and one candidate explained.
+# ``tune-cluster plan``: the plan of a file with its predictions, and the explanation of one candidate.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """The plan of a sweep file, and what there is to say about it."""
+    """The plan of a sweep file, with its predictions."""
 
     plan: Plan
     predictions: PlanPredictions | None
-    """What the cost model expects of the candidates; None where it cannot say."""
+    """Predictions of the cost model; None if there are none."""
     unpredicted: str
-    """Why there are no predictions; empty where there are."""
+    """Why there are no predictions; empty if there are."""
     usual: UsualRanking | None
-    """What is usual of the candidates' knobs, where there are no predictions."""
+    """Typical effects of the candidates' knobs, if there are no predictions."""
     explanation: CandidateExplanation | None
-    """The explanation of the candidate that was asked for."""
+    """The explanation of the requested candidate."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``plan --json``."""
@@ -91,7 +91,7 @@ def plan_file(
     cluster: str | None = None,
     progress: BalanceProgress | None = None,
 ) -> PlannedFile:
-    """What the file would try, on the hardware as far as it is known without starting anything.
+    """The candidates of the file, for hardware that can be determined without starting anything.
 
     Args:
         why: the candidate to explain, see :func:`orchestrator.planning.predictions.find`.
@@ -122,12 +122,12 @@ def described_topology(name: str) -> Topology:
     """The nodes of a cluster in ``configs/clusters``, or in a file like those.
 
     Raises:
-        ConfigError: there is no such description.
+        ConfigError: the description does not exist.
     """
     try:
         described = load_cluster(name)
     except CatalogueError as error:
-        raise ConfigError(str(error), key="--cluster", remedy="Name one of those, or a file like them.") from None
+        raise ConfigError(str(error), key="--cluster", remedy="Use one of these, or a file of the same form.") from None
     return uniform_topology(
         described.num_nodes,
         described.devices_per_node,
@@ -136,7 +136,7 @@ def described_topology(name: str) -> Topology:
     )
 
 
-# What ``tune-cluster dryrun`` does: chooses trials, estimates their memory, judges it against that of a device.
+# ``tune-cluster dryrun``: chooses trials, estimates their memory, and compares it with the device's.
 
 
 BASELINE = "baseline"
@@ -144,26 +144,26 @@ BASELINE = "baseline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunVerdict:
-    """A trial's estimate against the memory there is."""
+    """A trial's estimate, compared with the available memory."""
 
     name: str
-    """What the user called it, or its short name."""
+    """The name given by the user, or its short name."""
     candidate: Candidate
     workload: Workload
     result: DryRunEstimate | RunFailure
     limit_bytes: int | None
-    """Device memory; None where nobody said."""
+    """Device memory; None if unknown."""
     fragmentation: float
-    """Share of its live memory that the allocator holds beyond it."""
+    """Memory that the allocator reserves on top of live memory, as a fraction of it."""
     context_bytes: int
-    """What context and communicators take on every device; 0 on CPUs."""
+    """Memory of context and communicators on every device; 0 on CPUs."""
     on_cpu: bool = False
-    """Whether ranks compute on CPUs. What a trial measures there, the growth of its resident set, is more than the
-    tensors that are counted here."""
+    """Whether ranks compute on CPUs. A trial on CPUs measures the growth of its resident set, which is more than the
+    tensors counted here."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None where the limit or the estimate is missing."""
+        """Whether it fits; None if the limit or the estimate is missing."""
         if self.limit_bytes is None or isinstance(self.result, RunFailure):
             return None
         return self.result.fits(self.limit_bytes, self.fragmentation, self.context_bytes)
@@ -192,18 +192,20 @@ class DryRunVerdict:
 
 
 def refuse_user_code(spec: SweepSpec) -> None:
-    """Refuse to simulate code that is not ours.
+    """Refuse to simulate custom code.
 
     Raises:
-        ConfigError: the workload has such code; names the way that there is.
+        ConfigError: the workload has such code; the remedy names the alternative.
     """
     if spec.script is not None:
-        message = "nobody can simulate a training program of your own"
-        raise spec.error(("workload",), message, "`tune-cluster check FILE` runs it for some steps.")
+        message = "a custom training program cannot be simulated"
+        raise spec.error(("workload",), message, "`tune-cluster check FILE` runs it for a few steps.")
     model = spec.to_workload().model
     if isinstance(model, UserModel):
-        message = f"dry runs know built-in models only, not kind {model.kind}"
-        raise spec.error(("workload",), message, "Trials find out what fits: what runs out of memory rules others out.")
+        message = f"dry runs support built-in models only, not kind {model.kind}"
+        raise spec.error(
+            ("workload",), message, "Trials find out what fits; those that run out of memory rule out larger ones."
+        )
 
 
 def dry_run(
@@ -222,7 +224,7 @@ def dry_run(
     baseline when neither is given.
 
     Raises:
-        ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
+        ConfigError: for the file, an unknown or illegal trial, or a size without a unit.
     """
     spec = load_sweep(file)
     refuse_user_code(spec)
@@ -259,14 +261,14 @@ def dry_run(
 
 
 def _limit_bytes(spec: SweepSpec, topology: Topology | None, kind: DeviceKind) -> int | None:
-    """Device memory to judge by; what this host's GPUs have does not count for a dry run on another kind of device."""
+    """Device memory to compare with; this host's GPUs do not count for a dry run on another kind of device."""
     return memory_limit_bytes(spec, topology if kind == device_kind(spec, topology) else None)
 
 
 class TrialChoices:
-    """Trials of one sweep file that a user may name. What naming them needs is planned once, and only if it is needed.
+    """The trials of a sweep file that a user may name. Planning happens once, and only if needed.
 
-    A dry run needs no hardware: where this host is not what the file asks for, plans are made without.
+    A dry run needs no hardware: if this host does not match the file, plans are made without hardware.
     """
 
     def __init__(self, spec: SweepSpec, home: Home) -> None:
@@ -275,7 +277,7 @@ class TrialChoices:
 
     @functools.cached_property
     def topology(self) -> Topology | None:
-        """What the sweep would run on; None where only its cluster knows, or this host is another one."""
+        """Hardware of the sweep; None if only its cluster knows, or this host does not match."""
         try:
             return known_topology(self._spec, self._home)
         except ClusterError:
@@ -288,7 +290,7 @@ class TrialChoices:
 
     @functools.cached_property
     def unfiltered(self) -> Sequence[Candidate]:
-        """Candidates whose layouts this hardware has room for, whatever earlier dry runs said."""
+        """Candidates whose layouts fit on this hardware, regardless of earlier dry runs."""
         return self._plan().candidates
 
     @functools.cached_property
@@ -310,9 +312,9 @@ class TrialChoices:
         found = self._numbered(name) if name.isdecimal() else self._by_name.get(name)
         if found is None:
             raise ConfigError(
-                f"no trial {_shown(name)} in the plan of {len(self.numbered)} candidates",
+                f"unknown trial {_shown(name)}; the plan has {len(self.numbered)} candidates",
                 key="--trial",
-                remedy="Give baseline, a number or name as `tune-cluster plan` shows it, or knobs like '{tp: 2}'.",
+                remedy="Use baseline, a number or name from `tune-cluster plan`, or knobs like '{tp: 2}'.",
             )
         return found
 
@@ -321,7 +323,7 @@ class TrialChoices:
         return self.numbered[int(name) - 1] if is_there else None
 
     def _plan(self, known: DryRunEstimates | None = None) -> Plan:
-        """The plan for this hardware; without hardware where nothing could run on it."""
+        """The plan for this hardware; without hardware if nothing could run on it."""
         try:
             return make_plan(self._spec, self.topology, known)
         except ConfigError:
@@ -353,7 +355,7 @@ def _read_knobs(text: str) -> dict[str, Any]:
     except ConfigError as error:
         message = f"{_shown(text)} is not a YAML mapping of knobs: {error.message}"
         raise ConfigError(message, file="--trial", key=error.key, remedy="Write it like '{tp: 2}'.") from None
-    assert isinstance(knobs, dict), "YAML that begins with a brace and can be read is a mapping"
+    assert isinstance(knobs, dict), "YAML that starts with a brace and parses is a mapping"
     return knobs
 
 
@@ -372,18 +374,18 @@ def _size(text: str) -> int:
         ) from None
 
 
-# What ``tune-cluster probe`` does: leases the cluster of a sweep file, measures it, and keeps its profile.
+# ``tune-cluster probe``: leases the cluster of a sweep file, measures it, and saves its profile.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What a probe measured now, of the nodes of its lease."""
+    """The measurements of this probe, for the nodes of its lease."""
 
     profile: Profile
     file: Path
-    """Where the profile is kept, with the nodes of earlier probes of the same hardware."""
+    """File of the profile, which includes the nodes of earlier probes of the same hardware."""
     excluded: frozenset[str]
-    """Nodes that the sweep file leaves out as things stand now."""
+    """Nodes that the sweep file excludes now."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``probe --json``."""
@@ -403,11 +405,11 @@ class Probed:
 
 
 def probe_file(file: Path, home: Home, progress: probing_Progress) -> Probed:
-    """Measure all nodes the file would lease, excluded ones too: they may have been fixed.
+    """Measure all nodes the file would lease, including excluded ones: they may have been repaired.
 
     Raises:
         ConfigError: the file is wrong.
-        ClusterError: no cluster, no lease, or no node on which measuring works.
+        ClusterError: no cluster, no lease, or no node could be measured.
     """
     spec = load_sweep(file)
     request = cluster_request(spec, home)
@@ -419,7 +421,7 @@ def probe_file(file: Path, home: Home, progress: probing_Progress) -> Probed:
         shutil.rmtree(logs, ignore_errors=True)
     if not measured.measured:
         first = measured.failed[0]
-        raise ClusterError(f"no node could be measured; {first.node}: {first.failure}; logs are in {logs}")
+        raise ClusterError(f"no node could be measured; {first.node}: {first.failure}; logs: {logs}")
     store, key = HardwareProfileStore.of(home), profile_key(spec, topology)
     store.add(key, measured)
     names = frozenset(request.excluded(topology)) if request.excluded is not None else frozenset()

@@ -1,4 +1,4 @@
-"""What ``tune-cluster init`` does: a sweep file to begin with, drafted for a model and a machine, or an example."""
+"""``tune-cluster init``: writes a first sweep file, drafted for a command or a model, or an example."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MODEL_REFERENCE = re.compile(r"^(\s*model:\s*)(\.\./models/(\S+\.yaml))", re.MU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """What is asked about a first sweep; None: nobody has said."""
+    """The inputs of a first sweep; None: not given."""
 
     model: Path | None = None
     parameters: str | None = None
@@ -42,13 +42,13 @@ class Questions:
     name: str | None = None
 
     def drafted_model(self) -> DraftedModel:
-        """The model asked for.
+        """The requested model.
 
         Raises:
             ConfigError: there is none, or two.
         """
         if self.model is not None and self.parameters is not None:
-            raise ConfigError("--model and --parameters exclude each other", remedy="Leave one out.")
+            raise ConfigError("--model and --parameters are mutually exclusive", remedy="Use only one of them.")
         if self.model is not None:
             return model_of_file(self.model)
         if self.parameters is not None:
@@ -56,23 +56,23 @@ class Questions:
         programs = sorted(path.name for path in Path.cwd().glob("*.py") if _TRAINS.match(path.stem))
         program = programs[0] if programs else "train.py"
         raise ConfigError(
-            "nothing to tune: give your training command, or a model",
+            "nothing to tune: expected a training command or a model",
             remedy=f"Tune your own program: tune-cluster init -- python {program} ...; or --model config.json (Hugging "
             "Face), or --parameters 13B. --list shows complete examples.",
         )
 
     def drafted_machine(self, used_per_node: int | None = None, used_nodes: int = 1) -> DraftedMachine:
-        """The hardware asked for; else this host's.
+        """The requested hardware; else this host's.
 
         Args:
-            used_per_node: devices per node that a command uses, where nobody asks for others.
+            used_per_node: devices per node that a command uses, unless others are requested.
             used_nodes: nodes that it uses.
 
         Raises:
             ConfigError: it is not described, does not answer, or is too small.
         """
         if self.cluster is not None and self.address is not None:
-            raise ConfigError("--cluster and --address exclude each other", remedy="Leave one out.")
+            raise ConfigError("--cluster and --address are mutually exclusive", remedy="Use only one of them.")
         devices, nodes = self.devices_per_node or used_per_node, self.nodes or (used_nodes if used_nodes > 1 else None)
         if self.cluster is not None:
             return described_machine(self.cluster, nodes, devices)
@@ -80,7 +80,7 @@ class Questions:
             return machine_at(self.address, nodes, devices)
         if nodes not in (None, 1):
             raise ConfigError(
-                f"this host is one node, not {nodes}", key="--nodes", remedy="Give --cluster or --address, too."
+                f"this host is one node, not {nodes}", key="--nodes", remedy="Also use --cluster or --address."
             )
         return machine_here(devices)
 
@@ -118,16 +118,16 @@ def draft_command(
     """Draft a sweep of a custom training program, and write its file.
 
     Args:
-        detection_s: time limit for running the program; None: it is only read.
+        detection_s: time limit for running the program; None: it is only parsed.
         tell: receives progress.
 
     Raises:
-        ConfigError: the command or its batch cannot be read, see :class:`Questions` and :func:`write_draft`.
+        ConfigError: the command or its batch cannot be parsed, see :class:`Questions` and :func:`write_draft`.
     """
     if questions.model is not None or questions.parameters is not None or questions.cluster is not None:
         raise ConfigError(
-            "a command trains its own model, on hardware that is there",
-            remedy="Leave out --model, --parameters and --cluster; --address names a Ray cluster.",
+            "a training command defines its own model and runs on real hardware",
+            remedy="Remove --model, --parameters and --cluster; use --address for a Ray cluster.",
         )
     if questions.name is not None:
         check_name(questions.name, "sweep name")
@@ -135,14 +135,16 @@ def draft_command(
     cwd = Path.cwd()
     command = take_apart(words, cwd)
     if len(words) == 1 and not words[0].endswith(".sh") and find_script(words, cwd) is None:
-        raise ConfigError("there is no such file", file=words[0], remedy="Name a Python file, or the whole command.")
+        raise ConfigError(
+            "the file does not exist", file=words[0], remedy="Use an existing Python file, or the full command."
+        )
     alone = command.launcher is None and len(words) > 1
     processes = command.num_processes or ranks_in_files(command, cwd, recipe=recipe)
     machine = questions.drafted_machine(processes or (1 if alone else None), command.num_nodes)
     script = read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu, ranks=machine.topology.num_devices)
     if detection_s is not None:
         if questions.address is not None or machine.num_nodes > 1:
-            detected = Detected(problem="it runs on other hosts")
+            detected = Detected(problem="the cluster's hosts are remote")
         else:
             detected = detect(script, machine, budget_s=detection_s, notify=notify)
         if detected.starts_ranks:
@@ -168,10 +170,10 @@ def draft_command(
 
 
 def write_skeleton(recipe: str, questions: Questions, output: Path, *, force: bool) -> None:
-    """Write a sweep file for a framework, in which the command is still to be put in.
+    """Write a sweep file for a framework, with a placeholder for the command.
 
     Raises:
-        ConfigError: there is no such recipe, or such a file already.
+        ConfigError: the recipe is unknown, or the file exists.
     """
     require_room(output, force=force)
     text = skeleton(recipe, questions.drafted_machine(), max_trials=questions.max_trials)
@@ -179,19 +181,21 @@ def write_skeleton(recipe: str, questions: Questions, output: Path, *, force: bo
 
 
 def examples() -> dict[str, str]:
-    """The example sweeps that come with the program: what each shows, by name."""
+    """Descriptions of the example sweeps, by name."""
     return {path.stem: _about(path) for path in sorted(_FOLDER.glob("*.yaml"))}
 
 
 def copy_example(name: str, output: Path, *, force: bool) -> tuple[Path, ...]:
-    """Write an example sweep, and the model file or program that it names beside it; return the files written.
+    """Write an example sweep, with its model file or program next to it; return the files written.
 
     Raises:
-        ConfigError: there is no such example, or one of the files is there already.
+        ConfigError: the example is unknown, or one of the files exists.
     """
     source = _FOLDER / f"{name}.yaml"
     if name not in examples():
-        raise ConfigError(f"no example {name[:40]!r}", key="--example", remedy=f"There are {', '.join(examples())}.")
+        raise ConfigError(
+            f"unknown example {name[:40]!r}", key="--example", remedy=f"Choose from: {', '.join(examples())}."
+        )
     text = source.read_text(encoding="utf-8").replace("# yaml-language-server: $schema=sweep.schema.json\n", "")
     files = {output.parent / path.name: path.read_text(encoding="utf-8") for path in _programs(text)}
     text = text.replace(f"cwd: ../{_PROGRAMS.name}", "cwd: .")
@@ -212,7 +216,7 @@ def _programs(text: str) -> tuple[Path, ...]:
 
 
 def _about(path: Path) -> str:
-    """The first comment of the file that is meant for people, up to its first full stop."""
+    """The first sentence of the file's first comment for people."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = []
     for line in lines:

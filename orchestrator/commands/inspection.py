@@ -1,4 +1,4 @@
-"""Shows logs of a sweep's trials and controller, MLflow's pages, and two sweeps side by side."""
+"""Shows the logs of trials and controllers, MLflow's pages, and two sweeps side by side."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from orchestrator.text import Follower, echo, echo_json, follow, one_line, plain
 from orchestrator.tracking import mlflow_server
 from trials.files import to_json
 
-# Prints logs of trials and controllers (``logs``): for people, as JSON, and line by line as they are written.
+# ``logs``: prints the logs of trials and controllers for people or as JSON, and follows them.
 
 
 MAX_RANKS = 8
-"""Logs shown of an attempt where no rank is asked for; JSON has all."""
+"""Number of logs shown of an attempt unless a rank is selected; JSON has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +38,14 @@ class Output:
     follow: bool
 
     def line(self, text: str, rank: int | None = None, *, several: bool = False) -> None:
-        """One followed line; as JSON an object of its own."""
+        """Print a followed line; with JSON, as an object."""
         if self.as_json:
             echo_json({"rank": rank, "line": text}, indent=None)
         else:
             echo(f"[rank {rank}] {text}" if several else text)
 
     def note(self, text: str) -> None:
-        """For people, beside the result."""
+        """Print a note for people, apart from the result."""
         echo(text, err=True)
 
 
@@ -55,7 +55,7 @@ def show_trial_logs(
     """The logs of an attempt of the trial that ``text`` means.
 
     Raises:
-        ConfigError: there is no such sweep, trial, attempt or rank.
+        ConfigError: the sweep, trial, attempt or rank does not exist.
     """
     sweep = home.read(name)
     trial = find_trial(sweep.state, text, name)
@@ -69,7 +69,7 @@ def show_trial_logs(
 
 
 def meant(sweep: str, trial: str | None, home: Home, out: Output) -> tuple[str, str | None]:
-    """The sweep and trial that two words mean: ``best`` alone is a trial of the sweep that was written last."""
+    """The sweep and trial of two arguments: ``best`` alone is a trial of the latest sweep."""
     if trial is not None or sweep in home.all_names() or not is_trial(sweep):
         return sweep, trial
     latest = next(iter(home.sweeps()), None)
@@ -80,10 +80,10 @@ def meant(sweep: str, trial: str | None, home: Home, out: Output) -> tuple[str, 
 
 
 def show_controller_log(name: str, home: Home, out: Output) -> None:
-    """The log of the controller that runs, or last ran.
+    """Print the log of the current or last controller.
 
     Raises:
-        ConfigError: there is no such sweep, or its controller has written none.
+        ConfigError: the sweep does not exist, or its controller has not written a log.
         ClusterError: the controller is a Ray Job, and the cluster does not answer.
     """
     sweep = home.read(name)
@@ -97,8 +97,7 @@ def show_controller_log(name: str, home: Home, out: Output) -> None:
 
 
 def _follow_ranks(home: Home, sweep: Snapshot, found: AttemptLogs, out: Output) -> None:
-    """Print what is written until the attempt has ended. A rank that has not begun to write is waited for where it may
-    run on this host."""
+    """Print new lines until the attempt has ended. Waits for ranks without output yet if they may run on this host."""
     several, seen = len(found.ranks) > 1, sweep
 
     def is_over() -> bool:
@@ -115,17 +114,17 @@ def _follow_ranks(home: Home, sweep: Snapshot, found: AttemptLogs, out: Output) 
 
 
 def _show(found: AttemptLogs, out: Output) -> None:
-    """Print the logs. In place of one that lies on another host, its last lines that were sent home."""
+    """Print the logs; for a log on another host, the last lines that its node sent."""
     shown = found.ranks[:MAX_RANKS]
     for log in shown:
         if log.is_here:
             _show_rank(log, out, with_heading=len(found.ranks) > 1)
         else:
-            out.note(f"rank {log.rank}: not on this host; on node {one_line(log.node)} in {log.path}")
+            out.note(f"rank {log.rank}: log is on node {one_line(log.node)}: {log.path}")
         if not log.is_here and log.is_root_cause:
             _show_evidence(found, out)
     if len(shown) < len(found.ranks):
-        out.note(f"{len(found.ranks) - len(shown)} more ranks: --rank N shows one, --json all")
+        out.note(f"{len(found.ranks) - len(shown)} more ranks: use --rank N to show one, --json for all")
     if not any(log.is_here or log.is_root_cause for log in shown):
         _show_evidence(found, out)
 
@@ -139,33 +138,33 @@ def _show_rank(log: RankLog, out: Output, *, with_heading: bool) -> None:
     for line in log.lines:
         echo(line)
     if not log.lines:
-        out.note("nothing was printed")
+        out.note("no output")
 
 
 def _show_evidence(found: AttemptLogs, out: Output) -> None:
-    """Print what the ledger keeps of a failure."""
+    """Print the ledger's evidence of a failure."""
     if found.evidence is None:
         return
     lines = log_tail(found.evidence)
-    where = f"rank {found.evidence.rank}" if found.evidence.rank is not None else "no rank in particular"
+    where = f"rank {found.evidence.rank}" if found.evidence.rank is not None else "no specific rank"
     last = "; its last lines:" if lines else ""
     out.note(f"==> {found.outcome}, {where}: {one_line(plain(found.evidence.message.strip()))}{last}")
     for line in lines:
         echo(line)
 
 
-# What ``tune-cluster ui`` does: serve the MLflow UI on the store of a sweep, or of the home.
+# ``tune-cluster ui``: serves the MLflow UI for the store of a sweep, or of the home.
 
 
 def serve_ui(home: Home, sweep: str | None, *, host: str, port: int, announce: Callable[[dict[str, str]], None]) -> int:
-    """Serve the MLflow UI until interrupted; return the server's exit status, 0 when it was asked to end.
+    """Serve the MLflow UI until interrupted; return the server's exit status, 0 after an interrupt.
 
     Args:
         sweep: whose store to show, with links to its trials; None: the home's own store.
-        announce: gets the links once the server answers.
+        announce: receives the links once the server is up.
 
     Raises:
-        ConfigError: there is no such sweep, or nothing was ever recorded.
+        ConfigError: the sweep does not exist, or nothing has been recorded.
     """
     recorded = None
     if sweep is None:
@@ -187,11 +186,11 @@ def _store(home: Home) -> str:
     """The home's own MLflow store.
 
     Raises:
-        ConfigError: nothing was ever recorded there.
+        ConfigError: nothing has been recorded there.
     """
     if not home.has_store:
         raise ConfigError(
-            f"there is no MLflow store in {home.path}", remedy="Submit a sweep first, or use --home for another folder."
+            f"no MLflow store in {home.path}", remedy="Submit a sweep first, or use --home for another folder."
         )
     return home.default_tracking_uri
 
@@ -200,10 +199,10 @@ def _store(home: Home) -> str:
 
 
 def compare_sweeps(a: str, b: str, home: Home) -> Difference:
-    """What two sweeps found and where they differ; for candidates that both measured, both speeds.
+    """The results of two sweeps and their differences; for candidates that both measured, both speeds.
 
     Raises:
-        ConfigError: one of them does not exist or has not begun.
+        ConfigError: one of them does not exist or has not started.
     """
     one, other = home.read(a, begun=True), home.read(b, begun=True)
     results = [_result(sweep, home) for sweep in (one, other)]
@@ -254,7 +253,7 @@ def _chosen(sweep: Snapshot, home: Home) -> dict[str, object]:
 
 
 def _common_trials(a: SweepState, b: SweepState) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Candidates that both sweeps measured by the same objective: name to both speeds, from fast to slow."""
+    """Candidates that both sweeps measured by the same objective: name to both speeds, fastest first."""
     if a.unit != b.unit:
         return
     others = {trial.candidate: trial for trial in b.searched() if trial.measurement}

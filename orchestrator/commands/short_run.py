@@ -1,4 +1,4 @@
-"""What ``tune-cluster check`` does: one short run of a sweep's smallest candidate, before more is spent on a typo."""
+"""``tune-cluster check``: one short run of a sweep's smallest candidate, which catches mistakes early."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from trials.script.command import ALL_OPTIONS, Expected
 from trials.spec import Candidate, Protocol
 
 SHORT = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
-"""Steps of the run: the first one compiles, and two can be compared."""
+"""Steps of the run: the first compiles, the other two can be compared."""
 MIN_STARTING_S = 600.0
-"""How long the program may take to start, at least, so that it can be told how long it takes."""
+"""Minimum time allowed for the start, so that the actual time can be reported."""
 DEADLINE_FACTOR = 3.0
-"""Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
+"""Factor from the measured start to a deadline that leaves room for compilation and a busy host."""
 _REMEDIES = {
     "the world size": "Set cluster.devices_per_node to the number of ranks that the program starts; if it starts them "
     "itself, also set launcher: own.",
@@ -58,28 +58,28 @@ _REMEDIES = {
     "to be recomputed": "Omit recompute, or correct the argument that turns it on.",
     "never reads": "Correct the name of the option, or remove it from space.own and baseline.own.",
 }
-"""Remedy for a knob that does not act, by words of the reason."""
+"""Remedy for a knob without effect, by words of the reason."""
 SILENCE_S = 30.0
-"""After so long without a step, each time, the end of the program's output is told."""
+"""Interval without a step after which the end of the program's output is shown, in seconds."""
 MAX_LOG_LINES = 20
 PYTHONS = ("python", "python3")
-"""Words that PATH decides about."""
+"""Commands that are looked up on PATH."""
 Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedDuration:
-    """How long the sweep would take if every launch started as the checked one did and made steps as long."""
+    """Expected duration of the sweep if every launch takes as long to start and per step as the checked one."""
 
     num_trials: int
     least_s: float
     most_s: float
-    """With the most steps per trial and the most rounds of confirmation that the file allows."""
+    """Duration with the maximum steps per trial and rounds of confirmation that the file allows."""
 
 
 def expected_duration(spec: SweepSpec, num_legal: int, *, starting_s: float, step_s: float) -> ExpectedDuration:
-    """The time of the search, one trial after another, of the confirmation, the loss gate and the soak; no more than
-    the wall time that the budget allows.
+    """The time of the search, with trials one after another, the confirmation, the loss gate and the soak; at most the
+    wall time of the budget.
 
     Args:
         num_legal: candidates that may be tried.
@@ -107,45 +107,45 @@ def expected_duration(spec: SweepSpec, num_legal: int, *, starting_s: float, ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedInside:
-    """What one more run with knobs of ``space.inside`` showed."""
+    """The result of another run with knobs of ``space.inside``."""
 
     knobs: tuple[str, ...]
-    """Those that it set, by their keys in the hook's file."""
+    """The knobs that it set, by their keys in the hook's file."""
     applied: tuple[tuple[str, ...], ...]
-    """Pairs of knob and what was seen of it, where all act."""
+    """Pairs of knob and observation, if all take effect."""
     problem: str | None
-    """Which do not, and why; or how the run failed."""
+    """Which knobs have no effect, and why; or how the run failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What one short run showed."""
+    """The result of a short run."""
 
     sweep: str
     candidate: str
-    """What ran, in the short notation."""
+    """The candidate, in short notation."""
     values: dict[str, Any]
-    """The same, knob by knob."""
+    """The candidate, knob by knob."""
     command: tuple[str, ...]
-    """What a rank started, placeholders of the trial's own files in place."""
+    """The command of a rank, with placeholders for the trial's files."""
     outcome: Outcome
     starting_s: float | None
-    """Seconds from the launch to the first step; None: there was none."""
+    """Seconds from the launch to the first step; None: no step was made."""
     deadline_s: float
-    """What the file allows for starting."""
+    """The file's deadline for starting."""
     duration_s: float
     training: Training | None = None
-    """What is known of the program's framework; None where our runner trains."""
+    """The program's framework; None for the built-in runner."""
     expected: ExpectedDuration | None = None
-    """How long the sweep would take; None where no step was measured."""
+    """Expected duration of the sweep; None if no step was measured."""
     global_batch_size: int = 0
-    """Samples of an optimiser step in the sweep file."""
+    """Samples per optimizer step in the sweep file."""
     seq_length: int = 1
-    """Tokens of a sample in the sweep file; 1: they are not counted."""
+    """Tokens per sample in the sweep file; 1: not counted."""
     data_parallel: int = 1
-    """Ranks that the batch is divided among."""
+    """Number of data-parallel ranks."""
     inside: CheckedInside | None = None
-    """Whether the program takes the knobs of ``space.inside``; None without that section, or if it was not run."""
+    """Whether the program accepts the knobs of ``space.inside``; None without that section, or if it was not run."""
 
     @property
     def measurement(self) -> Measurement | None:
@@ -161,18 +161,18 @@ class Checked:
 
     @property
     def contradiction(self) -> str:
-        """What the program showed that contradicts the sweep file or its recipe; empty if nothing does."""
+        """Contradictions between the program and the sweep file or its recipe."""
         return self.other_batch or self.longer_samples or self.unknown_release
 
     @property
     def seen_batch(self) -> int | None:
-        """Samples of an optimiser step as seen inside the program; None if they were not seen."""
+        """Samples per optimizer step as observed inside the program; None if not observed."""
         samples = self.seen.facts.samples_per_step
         return None if samples is None else samples * self.data_parallel
 
     @property
     def other_batch(self) -> str:
-        """That the program trains on another batch than ``workload.global_batch_size``; empty if it does not."""
+        """The contradiction between the program's batch size and ``workload.global_batch_size``, if any."""
         seen, facts = self.seen_batch, self.seen.facts
         if seen is None or self.global_batch_size == seen:
             return ""
@@ -181,19 +181,19 @@ class Checked:
         ):
             return ""  # models may run forward several times for one micro-batch, as those of a GAN do
         return (
-            f"global_batch_size is {self.global_batch_size}, but an optimiser step of the program trains {seen} "
-            f"samples ({facts.micro_batch_size} per micro-batch, {facts.micro_batches} micro-batches, "
+            f"global_batch_size is {self.global_batch_size}, but the program trains {seen} samples per optimizer step "
+            f"({facts.micro_batch_size} per micro-batch, {facts.micro_batches} micro-batches, "
             f"{self.data_parallel} data-parallel ranks)"
         )
 
     @property
     def longer_samples(self) -> str:
-        """That samples have more tokens than ``workload.seq_length``; empty if they do not. Shorter ones may be those
-        of this batch only, and one more is the label of the last token."""
+        """The problem if samples have more tokens than ``workload.seq_length``. Shorter samples may be specific to this
+        batch, and one extra token is the label of the last one."""
         seen = self.seen.facts.seq_length
         if seen is None or self.seq_length <= 1 or seen <= self.seq_length + 1:
             return ""
-        return f"seq_length is {self.seq_length}, but samples of the program have {seen} tokens"
+        return f"seq_length is {self.seq_length}, but the program's samples have {seen} tokens"
 
     @property
     def unstated_length(self) -> int | None:
@@ -202,46 +202,46 @@ class Checked:
 
     @property
     def unknown_release(self) -> str:
-        """That the framework's release is none of those that its recipe knows, where names may mean something else;
-        empty where it is one, or nobody saw which it is."""
+        """A warning if the recipe does not support the framework's release, in which names may have other meanings;
+        empty if it does, or the release is unknown."""
         if self.training is None or not self.training.releases:
             return ""
         package = _module(self.training.package or "")
         seen = {_module(name): version for name, version, *_ in self.seen.versions}
         if package not in seen or SpecifierSet(self.training.releases, prereleases=True).contains(seen[package]):
             return ""
-        known = f"{self.training.title} {seen[package]} is none of the releases that its recipe knows"
-        doubt = "its arguments may mean something else; --no-check submits all the same"
+        known = f"{self.training.title} {seen[package]} is not a release that its recipe supports"
+        doubt = "its arguments may have other meanings; --no-check submits anyway"
         return f"{known} ({self.training.releases}): {doubt}"
 
     @property
     def seen(self) -> ScriptReport:
-        """What was seen of a user's program; empty for others."""
+        """The observations of a custom program; empty for others."""
         found = self.measurement.findings.script if self.measurement is not None else None
         return found or ScriptReport()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was seen inside the program, by name."""
+        """The values observed inside the program, by name."""
         facts = self.seen.facts
         named = {field.name: getattr(facts, field.name) for field in fields(facts)}
         return {name: value for name, value in named.items() if value is not None}
 
     @property
     def is_not_applied(self) -> bool:
-        """Whether the program trained something else than the candidate."""
+        """Whether the program trained something other than the candidate."""
         return isinstance(self.outcome, Infeasible) and "not applied" in self.outcome.evidence.message
 
     @property
     def needed_starting_s(self) -> int | None:
-        """What ``deadlines.starting_s`` should be, where the file allows less than leaves room."""
+        """A better ``deadlines.starting_s``, if the file's leaves too little room."""
         if self.starting_s is None or self.starting_s * DEADLINE_FACTOR <= self.deadline_s:
             return None
         return round(self.starting_s * DEADLINE_FACTOR / 60 + 0.5) * 60
 
     @property
     def remedy(self) -> str | None:
-        """Remedy for a number that differs, or for a module that is missing in the Python on PATH."""
+        """Remedy for a differing number, or for a module that is missing in the Python on PATH."""
         if self.is_not_applied and self.evidence is not None:
             return next((words for sign, words in _REMEDIES.items() if sign in self.evidence.message), None)
         if self.measurement is not None and self.other_batch:
@@ -255,13 +255,13 @@ class Checked:
         found = shutil.which(self.command[0])
         here = f", {found} on this host" if found else ""
         return (
-            f"{self.command[0]} is the one on PATH{here}: activate your environment, or write the whole path of its"
+            f"{self.command[0]} is the one on PATH{here}: activate your environment, or use the full path of its"
             " Python in workload.run"
         )
 
     @property
     def log_tail(self) -> tuple[str, ...]:
-        """The end of the output of the rank to blame."""
+        """The last lines of the rank that failed."""
         return self.evidence.log_tail[-MAX_LOG_LINES:] if self.evidence is not None else ()
 
     def to_json(self) -> dict[str, Any]:
@@ -298,11 +298,11 @@ def check_file(file: Path, home: Home, *, address: str | None = None, notify: No
 
     Args:
         address: the Ray cluster's, in place of the one in the file.
-        tell: gets what there is to say meanwhile.
+        tell: receives progress messages.
 
     Raises:
         ConfigError: the file, or a cluster on which nothing runs.
-        ClusterError: no lease, or no room for the candidate.
+        ClusterError: no lease, or the candidate does not fit.
     """
     spec = load_sweep(file, address=address)
     checked = check_sweep(spec, home, address=address, notify=notify)
@@ -310,7 +310,7 @@ def check_file(file: Path, home: Home, *, address: str | None = None, notify: No
 
 
 def _check_inside(spec: SweepSpec, home: Home, address: str | None, notify: Notify | None) -> CheckedInside | None:
-    """Run the candidate with the most inside knobs that is like the smallest one otherwise."""
+    """Run the candidate with the most inside knobs that otherwise resembles the smallest one."""
     today = NOTHING_INSIDE if spec.script is None else spec.script.inside
     topology = known_topology(spec, home, address=address)
     least, _ = smallest(spec, topology)
@@ -334,20 +334,20 @@ def _check_inside(spec: SweepSpec, home: Home, address: str | None, notify: Noti
 
 
 def _informativeness(one: Candidate, least: Candidate, today: InsideBaseline) -> tuple[Any, ...]:
-    """How well the candidate shows which knobs the program takes: nothing else differs, and no knob hides another."""
+    """How well the candidate shows which knobs the program accepts: nothing else differs, and no knob hides another."""
     command = [[choice for choice in each.own if not is_inside(choice.name)] for each in (one, least)]
     return (
         command[0] == command[1],
-        one.kernels.compile == "off",  # a compiled model takes no recompute
+        one.kernels.compile == "off",  # a compiled model ignores recompute
         sum(len(value) if isinstance(value, Mapping) else 1 for value in knobs_set(one, today).values()),
         -one.micro_batch_size,
     )
 
 
 def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, notify: Notify | None = None) -> Checked:
-    """The same for a sweep that is known already."""
+    """The same for a parsed sweep."""
     if spec.cluster.kind not in ("ray", "local"):
-        raise spec.error(("cluster", "kind"), f"on a {spec.cluster.kind} cluster nothing is run", "Use ray or local.")
+        raise spec.error(("cluster", "kind"), f"a {spec.cluster.kind} cluster runs nothing", "Use ray or local.")
     report_line = notify or (lambda _: None)
     candidate, num_legal = smallest(spec, known_topology(spec, home, address=address))
     begun_s = time.monotonic()
@@ -375,13 +375,13 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, noti
 
 
 def _module(package: str) -> str:
-    """One name for what a package is called by pip and by Python."""
+    """A common form of pip's and Python's names of a package."""
     name = package.replace("-", "_").replace(".", "_")
     return {"swift": "ms_swift", "lightning": "pytorch_lightning"}.get(name, name)
 
 
 def _once(notify: Notify) -> Notify:
-    """The same, without saying a thing twice in a row."""
+    """The same, without immediate repetitions."""
     last: list[str] = []
 
     def report_line(line: str) -> None:
@@ -393,8 +393,7 @@ def _once(notify: Notify) -> Notify:
 
 
 def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int]:
-    """The candidate that asks for the least: on one node where one fits there, with little memory; and how many
-    candidates are legal.
+    """The smallest candidate, by nodes and memory, and the number of legal candidates.
 
     Raises:
         ConfigError: as :func:`orchestrator.planning.planner.make_plan`.
@@ -407,7 +406,7 @@ def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int
         layout = candidate.layout
         return (
             layout.world_size > devices,
-            len(knobs_set(candidate, today)),  # what is set within a program, it may not be able to take
+            len(knobs_set(candidate, today)),  # the program may not accept knobs that are set inside it
             candidate.kernels.compile != "off",
             candidate.micro_batch_size,
             layout.zero_stage == 0,
@@ -422,7 +421,7 @@ def smallest(spec: SweepSpec, topology: Topology | None) -> tuple[Candidate, int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What became of a launch."""
+    """The result of a launch."""
 
     command: tuple[str, ...]
     outcome: Outcome
@@ -430,7 +429,7 @@ class Ran:
 
 
 def _request(spec: SweepSpec, home: Home, address: str | None, candidate: Candidate) -> ClusterRequest:
-    """As few nodes as the candidate needs; this host without a Ray where the sweep would start one on it."""
+    """Only the nodes that the candidate needs; this host without Ray if the sweep would start Ray on it."""
     request = cluster_request(spec, home, address=address)
     per_node = request.devices_per_node
     nodes = 1 if per_node is None else -(-candidate.layout.world_size // per_node)
@@ -461,7 +460,7 @@ def run_once(
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another one may run beside
+        with contextlib.suppress(OSError):  # another one may run at the same time
             folder.parent.rmdir()
 
 
@@ -515,7 +514,7 @@ def _run(
 
 
 class _Watch:
-    """Gives launches time to start, and tells how far the trial is."""
+    """Gives launches time to start, and reports the trial's progress."""
 
     def __init__(
         self,
@@ -533,9 +532,9 @@ class _Watch:
         self.starting_s: float | None = None
 
     def build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
-        """The gang as the sweep would launch it, with longer to start."""
+        """The gang as the sweep would launch it, with more time to start."""
         if trial.attempts and isinstance(lost := trial.attempts[-1].outcome, GangLost):
-            self._report_line(f"launching again, as the gang was lost: {lost.evidence.message}")
+            self._report_line(f"the gang was lost; launching again: {lost.evidence.message}")
         built = self._build(trial, attempt_id, token, placement)
         argv = built.spec.get("argv", ())
         self.command = tuple(map(str, argv)) if isinstance(argv, list | tuple) else ()
@@ -552,12 +551,12 @@ class _Watch:
         now_s = time.monotonic()
         if self.starting_s is None and now_s > self._reported_at_s + SILENCE_S:
             self._reported_at_s = now_s
-            self._report_line(f"no step seen for {now_s - self._launched_at_s:.0f} s{_last_line(self._attempts)}")
+            self._report_line(f"no step after {now_s - self._launched_at_s:.0f} s{_last_line(self._attempts)}")
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:  # noqa: ARG002
         if progress.step and self.starting_s is None:
             self.starting_s = time.monotonic() - self._launched_at_s - (progress.step_time_s or 0.0)
-            self._report_line(f"the first step came {self.starting_s:.1f} s after the launch")
+            self._report_line(f"first step {self.starting_s:.1f} s after the launch")
 
     def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
         """The lease is as large as the candidate needs."""
@@ -567,6 +566,6 @@ _COUNTS = ("min_warmup_steps", "max_warmup_steps", "num_steps", "max_steps")
 
 
 def _last_line(attempts: Path) -> str:
-    """How the output of the first rank ends, where it lies on this host."""
+    """The last line of the first rank's output, if it is on this host."""
     lines = [line for path in attempts.glob("*/rank0.log") for line in tail(path, 1).lines]
-    return f"; its output ends with: {plain(lines[-1])[:200]}" if lines else ""
+    return f"; last output: {plain(lines[-1])[:200]}" if lines else ""

@@ -33,22 +33,22 @@ from orchestrator.tracking.mlflow_tracker import Tracker
 from orchestrator.units import trial_id
 from trials.files import fields_json
 
-# Asks something of a sweep from outside its controller: pause, drain, cancel, retry, confirm, profile.
+# Requests to a sweep from outside its controller: pause, drain, cancel, retry, confirm, profile.
 
 
 CLOSING_S = 30.0
-"""For how long to wait for the controller of a sweep that has just ended."""
+"""How long to wait for the controller of a sweep that has just ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What became of a request so far."""
+    """The state of a request."""
 
     sweep: str
     request: int
     state: SweepStatus
     is_controlled: bool
-    """Whether a controller is at work, which takes the request up within a second or two."""
+    """Whether a controller is running, which handles the request within a second or two."""
     trials: tuple[int, ...] = ()
     """Trials to be launched again, confirmed or profiled."""
 
@@ -57,10 +57,10 @@ class Receipt:
 
 
 def request_action(name: str, home: Home, what: Action) -> Receipt:
-    """Ask the sweep to pause, drain or end. Where no controller is at work it is done here and now.
+    """Request the sweep to pause, drain or end. Without a running controller it takes effect at once.
 
     Raises:
-        ConfigError: there is no such sweep, or it is over already.
+        ConfigError: the sweep does not exist, or is already over.
     """
     with home.open(name, read_only=False, begun=False) as ledger:
         state = read_snapshot(ledger).state
@@ -70,10 +70,10 @@ def request_action(name: str, home: Home, what: Action) -> Receipt:
 
 
 def retry(name: str, home: Home, kinds: Collection[str]) -> Receipt:
-    """Have the trials that ended in one of ``kinds`` launched again; a sweep that is over is open again.
+    """Request a new launch of the trials that ended in one of ``kinds``; reopens a sweep that is over.
 
     Raises:
-        ConfigError: there is no such sweep, none of its trials ended so, or it was cancelled.
+        ConfigError: the sweep does not exist, was cancelled, or has no such trials.
     """
     with home.open(name, read_only=False) as ledger:
         state = read_snapshot(ledger).state
@@ -81,7 +81,7 @@ def retry(name: str, home: Home, kinds: Collection[str]) -> Receipt:
             raise ConfigError(f"the sweep {name!r} was cancelled", remedy="Submit it under another name.")
         if spent := spent_by_search(state):
             raise ConfigError(
-                f"{spent}: {name!r} launches nothing more", remedy="Submit its file with a larger budget."
+                f"{spent}: {name!r} cannot launch more trials", remedy="Submit its file with a larger budget."
             )
         trials = chosen(state, kinds)
         if not trials:
@@ -94,46 +94,50 @@ def retry(name: str, home: Home, kinds: Collection[str]) -> Receipt:
 
 
 def change_budget(name: str, home: Home, budget: Budget) -> Receipt:
-    """Have the sweep go on within another budget; one that ended because the former was spent may be open again.
+    """Change the budget of the sweep; may reopen one that ended because its budget was spent.
 
     Raises:
-        ConfigError: there is no such sweep.
+        ConfigError: the sweep does not exist.
     """
     with home.open(name, read_only=False) as ledger:
         return _answer(name, ledger, ledger.add_request(budget_request(budget), by=requester(), at_s=time.time()))
 
 
 def request_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial: str | None) -> Receipt:
-    """Have a trial confirmed against the baseline, or profiled; a finished sweep is open again.
+    """Request a trial to be confirmed against the baseline, or profiled; reopens a finished sweep.
 
     Args:
-        trial: as people write it, see :func:`orchestrator.sweep.state.find_trial`; None: the best one to
+        trial: in any form of :func:`orchestrator.sweep.state.find_trial`; None: the best one to
             confirm, the winner to profile.
 
     Raises:
-        ConfigError: there is no such sweep or trial, it was not measured, or the sweep failed or was cancelled.
+        ConfigError: the sweep or trial does not exist, it was not measured, or the sweep failed or was cancelled.
     """
     with home.open(name, read_only=False) as ledger:
         seen = read_snapshot(ledger)
         state = seen.state
         if state.status in ("cancelled", "failed"):
             raise ConfigError(
-                f"the sweep {name!r} is {state.status}: {state.finish_reason}", remedy="Submit another one."
+                f"the sweep {name!r} is {state.status}: {state.finish_reason}", remedy="Submit a new sweep."
             )
         chosen_trial = find_trial(state, trial, name) if trial else (state.best if what == "confirm" else state.winner)
         if chosen_trial is not None and chosen_trial.check is not None:
             of = trial_id(chosen_trial.check.of)
-            raise ConfigError(f"{trial} of {name!r} is a check of {of}", remedy=f"Name {of} itself.")
+            raise ConfigError(f"{trial} of {name!r} is a check of {of}", remedy=f"Use {of}.")
         script = SweepSpec.from_json(seen.spec).script if what == "profile" and seen.spec else None
         if script is not None and not script.hook:
             raise ConfigError(
-                f"a profile needs the hook, and metrics.hook is off in {name!r}",
+                f"profiling requires the hook, but metrics.hook is off in {name!r}",
                 remedy="Submit a sweep with metrics.hook on.",
             )
         if chosen_trial is None or chosen_trial.measurement is None:
-            raise ConfigError(f"{trial or 'the best trial'} of {name!r} was not measured", remedy="Name another trial.")
+            raise ConfigError(
+                f"{trial or 'the best trial'} of {name!r} was not measured", remedy="Choose another trial."
+            )
         if what == "confirm" and chosen_trial.number == 0:
-            raise ConfigError("that is the baseline, which everything is compared with", remedy="Name another trial.")
+            raise ConfigError(
+                "the baseline cannot be confirmed: trials are compared with it", remedy="Choose another trial."
+            )
         request = checks(**{what: (chosen_trial.number,)})
         number = ledger.add_request(request, by=requester(), at_s=time.time())
         return _answer(name, ledger, number, (chosen_trial.number,))
@@ -141,27 +145,27 @@ def request_checks(name: str, home: Home, what: Literal["confirm", "profile"], t
 
 def _check_open(name: str, state: SweepState) -> None:
     if state.is_over:
-        raise ConfigError(f"the sweep {name!r} is {state.status} already", remedy="There is nothing to stop.")
+        raise ConfigError(f"the sweep {name!r} is already {state.status}", remedy="Nothing to stop.")
 
 
 def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()) -> Receipt:
-    """What becomes of request ``number``: a controller at work takes it up; without one it is done here."""
+    """The state of request ``number``: a running controller handles it; without one it takes effect here."""
     deadline_s = time.monotonic() + CLOSING_S
     seen = read_snapshot(ledger)
     while seen.is_held and seen.state.is_over and time.monotonic() < deadline_s:
-        time.sleep(0.2)  # its controller is about to leave, and takes in nothing any more
+        time.sleep(0.2)  # its controller is about to exit and accepts no more requests
         seen = read_snapshot(ledger, seen)
     state, is_controlled = seen.state, True
     with contextlib.suppress(SweepBusyError):
         if not ledger.is_held():
             with ledger.hold():
                 state, is_controlled = apply_requests(ledger, ledger.folder), False
-                if state.created is None:  # it waited for its first nodes when its controller died
+                if state.created is None:  # it was waiting for its first nodes when its controller died
                     ledger.discard()
     return Receipt(sweep=name, request=number, state=state.status, is_controlled=is_controlled, trials=trials)
 
 
-# Pauses, drains or cancels a sweep and waits until that is done, or removes it (``delete``, ``submit --replace``).
+# Pauses, drains or cancels a sweep and waits until it takes effect; removes it (``delete``, ``submit --replace``).
 
 
 Notify = Callable[[Snapshot], None]
@@ -169,14 +173,14 @@ Notify = Callable[[Snapshot], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """What became of the request."""
+    """The result of the request."""
 
     sweep: str
     action: Action
     request: int
     state: str
-    """The sweep's phase, see :attr:`orchestrator.sweep.snapshot.Snapshot.phase`; or ``withdrawn``: it was called off
-    before it had nodes, and nothing of it is left."""
+    """The sweep's phase, see :attr:`orchestrator.sweep.snapshot.Snapshot.phase`; or ``withdrawn``: it was cancelled
+    before it had nodes, and nothing was saved."""
     reason: str
     is_done: bool
 
@@ -186,17 +190,17 @@ class Stopped:
 
 
 def stop(name: str, home: Home, action: Action, *, wait: bool, notify: Notify) -> Stopped:
-    """Ask the sweep to pause, drain or end; with ``wait``, until it is so or nobody is left to see to it.
+    """Request the sweep to pause, drain or end; with ``wait``, until it takes effect or no controller is left.
 
     Raises:
-        ConfigError: there is no such sweep, or it is over already.
+        ConfigError: the sweep does not exist, or is already over.
     """
     with home.open(name, begun=False) as ledger:
         answer = request_action(name, home, action)
         is_done = False
         for seen in follow(ledger, home) if wait else [read_snapshot(ledger)]:
             if is_done and not _is_done(seen, action):
-                break  # somebody has set it going again
+                break  # it was resumed meanwhile
             is_done = _is_done(seen, action)
             if is_done and not seen.is_held:
                 break
@@ -214,7 +218,7 @@ def stop(name: str, home: Home, action: Action, *, wait: bool, notify: Notify) -
 
 @contextmanager
 def progress(console: Console | None = None) -> Iterator[Notify]:
-    """Shows on stderr what is still waited for."""
+    """Shows on stderr what the command is waiting for."""
     console = console or SafeConsole(stderr=True)
     with console.status("sending the request") as status:
         last_line = ""
@@ -231,10 +235,10 @@ def progress(console: Console | None = None) -> Iterator[Notify]:
 
 
 def render(stopped: Stopped) -> RenderableType:
-    """One line for people: how the sweep is, and whether that is what was asked for."""
+    """One line for people: the sweep's state, and whether the request has taken effect."""
     style = "green" if stopped.is_done else "yellow"
     words = f"{stopped.sweep}: {stopped.state}" + (f", {one_line(plain(stopped.reason))}" if stopped.reason else "")
-    more = "" if stopped.is_done else f"; asked to {stopped.action}, not done yet"
+    more = "" if stopped.is_done else f"; {stopped.action} requested, not yet in effect"
     return Text.assemble((words, style), more)
 
 
@@ -249,17 +253,17 @@ def _progress_text(sweep: Snapshot) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removed:
-    """What was removed of a sweep."""
+    """What was removed with a sweep."""
 
     sweep: str
     folder: Path
     num_trials: int | None
-    """None: its ledger could not be read."""
+    """None: the ledger could not be read."""
     num_bytes: int
     num_runs: int | None
-    """Runs deleted in MLflow; None: that was not asked for."""
+    """Runs deleted in MLflow; None: not requested."""
     stays: tuple[str, ...]
-    """What is left of it elsewhere, in sentences."""
+    """What is left elsewhere, in sentences."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``delete --json``."""
@@ -267,35 +271,35 @@ class Removed:
         return {**fields_json(self, "sweep", "folder", "stays"), **body}
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """The lines for people."""
         trials = "an unreadable ledger" if self.num_trials is None else units.count(self.num_trials, "trial")
         lines = [f"removed {self.folder}: {trials}, {units.num_bytes(self.num_bytes)}"]
         if self.num_runs is not None:
-            lines.append(f"deleted in MLflow: {units.count(self.num_runs, 'run')}; `mlflow gc` frees their space")
+            lines.append(f"deleted {units.count(self.num_runs, 'run')} in MLflow; `mlflow gc` frees the space")
         return [*lines, *self.stays]
 
 
 def describe(name: str, home: Home) -> str:
-    """What would be removed, in a few words for a question.
+    """What would be removed, in a few words for the prompt.
 
     Raises:
-        ConfigError: there is no such sweep.
+        ConfigError: the sweep does not exist.
     """
     sweep = _read(name, home)
     what = "its ledger cannot be read" if sweep is None else units.count(len(sweep.state.trials), "trial")
-    measured = " and what they measured" if sweep is not None and sweep.state.best is not None else ""
+    measured = " and their measurements" if sweep is not None and sweep.state.best is not None else ""
     return f"{home.sweep_folder(name)} ({what}{measured})"
 
 
 def delete(name: str, home: Home, *, force: bool = False, in_mlflow: bool = False) -> Removed:
-    """Remove the sweep's folder: ledger, logs, attempts. MLflow first, so that nothing is half gone where that fails.
+    """Remove the sweep's folder: ledger, logs, attempts. MLflow comes first: if that fails, nothing is lost.
 
     Args:
-        force: also where a promoted configuration rests on it, or its ledger cannot be read.
-        in_mlflow: delete its runs there, too.
+        force: even if a promoted configuration depends on it, or its ledger cannot be read.
+        in_mlflow: also delete its MLflow runs.
 
     Raises:
-        ConfigError: there is no such sweep, a controller is at work on it, something rests on it, or MLflow cannot be
+        ConfigError: the sweep does not exist, has a running controller, something depends on it, or MLflow cannot be
             reached.
     """
     sweep = _read(name, home)
@@ -310,10 +314,10 @@ def delete(name: str, home: Home, *, force: bool = False, in_mlflow: bool = Fals
 
 
 def replace_unmeasured(name: str, home: Home) -> Removed:
-    """Remove a sweep that measured nothing, so that another one can have its name.
+    """Remove a sweep without measurements, to free its name.
 
     Raises:
-        ConfigError: it measured something, or a controller is at work on it.
+        ConfigError: it has measurements, or a running controller.
     """
     sweep = _read(name, home)
     best = sweep.state.best if sweep is not None else None
@@ -321,9 +325,9 @@ def replace_unmeasured(name: str, home: Home) -> Removed:
         what = f"has measured {units.trial_id(best.number)}" if best is not None else "has a ledger that cannot be read"
         typed = Invocation.current(home.path)
         raise ConfigError(
-            f"the sweep {name!r} {what}: --replace is for sweeps that measured nothing",
+            f"the sweep {name!r} {what}: --replace is for sweeps without measurements",
             key="name",
-            remedy=f"Give this one another name, go on with `{typed.command('resume', name)}`, or remove it with "
+            remedy=f"Choose another name, resume the sweep with `{typed.command('resume', name)}`, or remove it with "
             f"`{typed.command('delete', name)}`.",
         )
     with _alone(name, home, sweep):
@@ -331,10 +335,10 @@ def replace_unmeasured(name: str, home: Home) -> Removed:
 
 
 def _read(name: str, home: Home) -> Snapshot | None:
-    """The sweep as it stands; None where its ledger cannot be read.
+    """The sweep's snapshot; None if its ledger cannot be read.
 
     Raises:
-        ConfigError: there is no such sweep.
+        ConfigError: the sweep does not exist.
     """
     try:
         return home.read(name)
@@ -345,27 +349,28 @@ def _read(name: str, home: Home) -> Snapshot | None:
 def _refuse_what_rests_on_it(name: str, sweep: Snapshot | None) -> None:
     if sweep is None:
         raise ConfigError(
-            f"the ledger of {name!r} cannot be read, so what rests on it is not known", remedy="--force removes it."
+            f"the ledger of {name!r} cannot be read, so promoted configurations may depend on it",
+            remedy="Use --force to remove it anyway.",
         )
     promoted = sorted(
         {f"{event.record['name']} version {event.record['to_version']}" for event in sweep.state.promotions}
     )
     if promoted:
         raise ConfigError(
-            f"{', '.join(promoted)} rests on the sweep {name!r}: its evidence would be gone",
-            remedy="Keep it, or remove it all the same with --force.",
+            f"{', '.join(promoted)} depends on the sweep {name!r} for its evidence",
+            remedy="Use --force to remove it anyway.",
         )
 
 
 @contextmanager
 def _alone(name: str, home: Home, sweep: Snapshot | None) -> Iterator[None]:
-    """While inside, no controller can begin to work on the sweep.
+    """While inside, no controller can start on the sweep.
 
     Raises:
-        ConfigError: one is at work.
+        ConfigError: one is running.
     """
     busy = ConfigError(
-        f"a controller is at work on the sweep {name!r}", remedy=f"Stop it first: `tune-cluster cancel {name}`."
+        f"the sweep {name!r} has a running controller", remedy=f"Stop it first: `tune-cluster cancel {name}`."
     )
     if is_at_work(home, name):
         raise busy
@@ -380,7 +385,7 @@ def _alone(name: str, home: Home, sweep: Snapshot | None) -> Iterator[None]:
 
 
 def _remove(name: str, home: Home, sweep: Snapshot | None, num_runs: int | None) -> Removed:
-    """Remove the folder, the ledger first: what is left if this is interrupted is no sweep any more."""
+    """Remove the folder, ledger first: if interrupted, the rest no longer counts as a sweep."""
     folder = home.sweep_folder(name)
     size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
     for file in (FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"):
@@ -401,8 +406,8 @@ def _remove(name: str, home: Home, sweep: Snapshot | None, num_runs: int | None)
 
 def _stays(sweep: Snapshot, *, is_in_mlflow: bool) -> Iterator[str]:
     if is_in_mlflow and sweep.recorded is not None:
-        yield "its runs in MLflow stay; --mlflow would have deleted them"
+        yield "its MLflow runs were kept; --mlflow deletes them"
     attempts = (attempt for trial in sweep.state.trials for attempt in trial.attempts)
     nodes = {device.node for attempt in attempts for device in attempt.ranks}
     if len(nodes) > 1 and not sweep.is_virtual:
-        yield f"logs on the disks of other nodes stay there ({units.count(len(nodes), 'node')} took part)"
+        yield f"logs on other nodes were kept ({units.count(len(nodes), 'node')})"

@@ -1,4 +1,4 @@
-"""Submits a sweep: finds where it runs already, and starts its controller here, in the background or as a Ray job."""
+"""Submits a sweep: finds its running controller, or starts one here, in the background or as a Ray Job."""
 
 from __future__ import annotations
 
@@ -36,45 +36,45 @@ if TYPE_CHECKING:
     from cluster.ray.jobs import JobHandle
 
 
-# Controllers without a terminal: processes of this host in a session of their own, and Ray Jobs on a head. And the
-# logs of all controllers.
+# Controllers without a terminal: background processes on this host, and Ray Jobs on a head; and the logs of all
+# controllers.
 
 
 DETACHED, RAY_JOB = "detached", "ray job"
 """Values of ``TUNE_CLUSTER_CONTROLLER_MODE``."""
 MARK_VARIABLE = "TUNE_CLUSTER_HOME_MARK"
-"""Tells a Ray Job what :func:`require_mark` is to find in its home."""
+"""Passes to a Ray Job the mark that :func:`require_mark` expects in its home."""
 POLL_S = 0.2
 NUM_LINES = 200
-"""Last lines of a log that are shown."""
+"""Number of last lines of a log to show."""
 _MARK = "submitted"
 """File in the sweep's folder with the mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedController:
-    """What became of a controller that was started in the background."""
+    """The state of a controller that was started in the background."""
 
     exit_code: int | None
-    """None: it has taken the sweep, and goes on."""
+    """None: it has taken the sweep and is running."""
     log: Follower
-    """What it writes from here on."""
+    """Its further output."""
 
 
 def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], None]) -> StartedController:
-    """Run ``argv``, a supervised controller, apart from this terminal. Returns when it is at work, or has ended.
+    """Run ``argv``, a supervised controller, in the background. Returns once it is running or has ended.
 
     Args:
-        show: gets the lines it writes until then.
+        show: receives its output until then.
 
     Raises:
-        SweepBusyError: there is one already.
+        SweepBusyError: one is already running.
         OSError: its log cannot be written, or it cannot be started.
     """
     folder = make_private_folder(home.sweep_folder(name))
     with _open_log(folder / CONTROLLER_LOG) as file:
         if not process_support.take(file):  # it is held until every process that writes to this file has ended
-            raise SweepBusyError(f"a detached controller runs the sweep {name!r} already")
+            raise SweepBusyError(f"a detached controller is already running the sweep {name!r}")
         follower = Follower(folder / CONTROLLER_LOG, file.tell())
         child = subprocess.Popen(
             argv,
@@ -95,8 +95,8 @@ def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], 
 
 
 def controller_log(home: Home, name: str, *, follow: bool = False, num_lines: int = NUM_LINES) -> Iterator[str]:
-    """The last lines of the log of the sweep's controller, safe to print; with ``follow``, all further ones, too, until
-    it has ended.
+    """The last lines of the controller's log, safe to print; with ``follow``, also all further ones until it has
+    ended.
 
     Raises:
         ConfigError: it has written none, or on another host.
@@ -111,15 +111,15 @@ def controller_log(home: Home, name: str, *, follow: bool = False, num_lines: in
         return _file_log(home, name, follow=follow, num_lines=num_lines)
     where = f" on {about.host}" if about else ""
     raise ConfigError(
-        f"the controller of {name!r}{where} has written no log yet", remedy=f"`tune-cluster status {name}` shows it."
+        f"the controller of {name!r}{where} has not written a log yet", remedy=f"See `tune-cluster status {name}`."
     )
 
 
 class ForegroundLog(io.TextIOBase):
-    """What a controller in a terminal leaves in ``controller.log`` for others to read, like one in the background.
+    """Writes ``controller.log`` for a controller in a terminal, as for one in the background.
 
-    A stream, and an observer: nothing is written before the sweep has been created, so that one that is refused leaves
-    nothing behind. A log that cannot be written costs the sweep nothing.
+    A stream and an observer: it writes nothing before the sweep is created, so that a refused one leaves no files. If
+    the log cannot be written, the sweep runs without it.
     """
 
     def __init__(self, home: Home, name: str) -> None:
@@ -142,7 +142,7 @@ class ForegroundLog(io.TextIOBase):
             self._file.close()
 
     def write(self, text: str) -> int:
-        """Keep the text until there is a sweep, then write it; an error of the disk loses it."""
+        """Buffer the text until the sweep exists, then write it; a disk error discards it."""
         with contextlib.suppress(OSError):
             if self._file is None:
                 self._early.append(text)
@@ -152,27 +152,27 @@ class ForegroundLog(io.TextIOBase):
         return len(text)
 
     def on_state(self, state: SweepState) -> None:
-        """Begin to write where the sweep has been created by now."""
+        """Start writing if the sweep has been created."""
         self._last = f"{state.status}: {state.finish_reason}".rstrip(": ")
         if self._file is None and state.created is not None:
             with contextlib.suppress(OSError):
                 self._file = _open_log(self._path)
             began = time.strftime("%Y-%m-%d %H:%M:%S")
             early, self._early = self._early, []
-            self.write(f"{began} process {os.getpid()} on {platform.node()} is at work, in a terminal\n")
+            self.write(f"{began} process {os.getpid()} on {platform.node()} started in a terminal\n")
             self.write("".join(early))
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:
-        """Steps are not worth a line."""
+        """Steps are not logged."""
 
     def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
-        """The lines of the live view tell it."""
+        """The live view's lines cover it."""
 
 
 def follow_detached(home: Home, name: str, log: Follower) -> Iterator[str]:
-    """What a detached controller writes to its log from here on, until it has ended."""
+    """Further lines of a detached controller's log, until it has ended."""
     while True:
-        is_over = not is_at_work(home, name)  # before reading: what was written until then is read below
+        is_over = not is_at_work(home, name)  # checked before reading, so that the last lines are read below
         lines = log.new_lines()
         yield from lines
         if is_over and not lines:
@@ -182,7 +182,7 @@ def follow_detached(home: Home, name: str, log: Follower) -> Iterator[str]:
 
 
 def job_log(address: str, job: str, *, follow: bool, num_lines: int = NUM_LINES) -> Iterator[str]:
-    """What a Ray Job has written: its last lines, or with ``follow`` all of them, and all further ones until it ends.
+    """The output of a Ray Job: its last lines, or with ``follow`` all lines until it ends.
 
     Raises:
         ClusterError: the cluster does not answer.
@@ -198,8 +198,8 @@ def job_log(address: str, job: str, *, follow: bool, num_lines: int = NUM_LINES)
 
 
 def leave_mark(home: Home, name: str) -> str:
-    """Put a mark into the sweep's folder, by which a controller on another host can tell that it sees the same folder,
-    see :func:`require_mark`; return the mark."""
+    """Write a mark into the sweep's folder and return it. A controller on another host uses it to verify that it sees
+    the same folder, see :func:`require_mark`."""
     mark = secrets.token_hex(8)
     folder = make_private_folder(home.sweep_folder(name))
     write_atomically(folder / _MARK, [f"{mark} {platform.node()}\n".encode()])
@@ -207,10 +207,10 @@ def leave_mark(home: Home, name: str) -> str:
 
 
 def require_mark(home: Home, name: str) -> None:
-    """Check that this process's home is the one that its job was submitted from.
+    """Check that this process's home is the one its job was submitted from.
 
     Raises:
-        ConfigError: it is another folder of the same name.
+        ConfigError: it is a different folder of the same name.
     """
     mark = os.environ.get(MARK_VARIABLE)
     if mark is None:
@@ -221,20 +221,19 @@ def require_mark(home: Home, name: str) -> None:
         found = ""
     if found != mark:
         raise ConfigError(
-            f"the folder {home.path.absolute()} of the host that submitted the sweep is not visible on the head "
-            f"{platform.node()}",
-            remedy="Use --home for a folder on a file system that all hosts share, or submit on the head.",
+            f"the folder {home.path.absolute()} of the submitting host is not visible on the head {platform.node()}",
+            remedy="Set --home to a folder on a shared file system, or submit on the head.",
         )
 
 
 def job_environment(mark: str) -> dict[str, str]:
-    """What a controller needs to know that runs as a Ray Job. No secrets: anybody may read it."""
+    """Metadata of the Ray Job of a controller. No secrets: it is public."""
     paths = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     return {MODE_VARIABLE: RAY_JOB, MARK_VARIABLE: mark, **paths}
 
 
 def _open_log(path: Path) -> IO[bytes]:
-    """Open the log for appending, readable by its owner only; a link in its place is not followed."""
+    """Open the log for appending, readable by its owner only; does not follow a link."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.fchmod(fd, 0o600)
     file = os.fdopen(fd, "ab")
@@ -243,15 +242,15 @@ def _open_log(path: Path) -> IO[bytes]:
 
 
 def is_under_way(home: Home, name: str, is_it: Callable[[Controller], bool]) -> bool:
-    """Whether a controller is at work that ``is_it`` recognises by what it says about itself, and that has found its
-    cluster: it holds nodes, or waits for some."""
+    """Whether a controller accepted by ``is_it`` is running and has found its cluster: it holds nodes, or waits for
+    some."""
     if not (home.sweep_folder(name) / FILE_NAME).exists():
         return False
     try:
         with home.open(name, begun=False) as ledger:
             about, lease = Controller.read(ledger), HeldNodes.read(ledger)
             is_held = ledger.is_held()
-    except (ConfigError, LedgerError):  # it has given up at this very moment
+    except (ConfigError, LedgerError):  # it has just given up
         return False
     if about is None or lease is None or not is_held:
         return False
@@ -259,7 +258,7 @@ def is_under_way(home: Home, name: str, is_it: Callable[[Controller], bool]) -> 
 
 
 def _is_below(about: Controller, ancestor: int) -> bool:
-    """Whether the controller is this process or one that it has started."""
+    """Whether the controller is this process or a child of it."""
     pid = about.pid
     while pid is not None and pid > 1:
         if pid == ancestor:
@@ -277,10 +276,10 @@ def _file_log(home: Home, name: str, *, follow: bool, num_lines: int) -> Iterato
         yield from follow_detached(home, name, Follower(path, last.end))
 
 
-# What ``submit`` and ``resume`` do before there is a controller: what is to be run, where, and who runs it already.
+# ``submit`` and ``resume`` before a controller starts: what to run, where, and whether it is already running.
 #
-# A sweep's file is parsed here, once; a controller in this process gets it as a value. One in the background is
-# another process, which reads the file once, too.
+# A sweep's file is parsed here once, and passed to a controller in this process. A background controller is another
+# process and also reads the file once.
 
 
 Mode = Literal["foreground", "detached", "ray job"]
@@ -288,39 +287,39 @@ Mode = Literal["foreground", "detached", "ray job"]
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 ENDING_S = 30.0
-"""How long a controller that has paused or finished its sweep may take to end."""
+"""How long a controller may take to exit after its sweep is paused or finished."""
 JOB_START_S = 180.0
-"""How long a command waits for the job it has submitted to begin its work."""
+"""How long a command waits for its submitted job to start."""
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A sweep that is to be run or resumed, and where its controller is to run."""
+    """A sweep to run or resume, and where to run its controller."""
 
     verb: Literal["submit", "resume"]
     target: str
-    """What the command of that name is given: the sweep's file, or its name."""
+    """The argument of that command: the sweep's file, or its name."""
     spec: SweepSpec
-    """The sweep as its file says, or as its ledger keeps it."""
+    """The sweep, from its file or its ledger."""
     home: Home
     mode: Mode
     address: str | None
-    """The Ray cluster's; None: no cluster but this host, or one that does not exist."""
+    """The Ray cluster's; None: this host, or a simulated cluster."""
     is_over: bool = False
-    """Nothing is left to do but to show the result."""
+    """Only the result remains to be shown."""
     is_checked: bool = False
-    """A short run has shown already that its trials can be measured, or nobody wants to know."""
+    """A short run has shown that its trials can be measured, or the check is skipped."""
     options: tuple[str, ...] = ()
-    """Options of the whole program, such as ``--verbose``."""
+    """Options before the command, such as ``--verbose``."""
     budget: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the command line that replace those of the file's section ``budget``."""
+    """Values from the command line that override the file's section ``budget``."""
     budget_change: str = ""
-    """How the budget of a sweep that exists was changed; empty where it was not."""
+    """How the budget of an existing sweep changed; empty if it did not."""
 
     @property
     def needs_check(self) -> bool:
-        """Whether a short run is to come first: of users' training programs, before the sweep begins."""
+        """Whether to run a short check first: for custom training programs, before the sweep starts."""
         is_new = self.verb == "submit" and not self.is_over and self.name not in self.home.sweeps()
         return is_new and not self.is_checked and self.spec.script is not None
 
@@ -330,11 +329,11 @@ class Submission:
 
     @property
     def needs_supervisor(self) -> bool:
-        """Whether its controller is to be started again when it loses its cluster or dies."""
+        """Whether to restart its controller when it dies or loses its cluster."""
         return not self.is_over and (self.mode != "foreground" or self.address is not None)
 
     def command(self, *extra: str) -> list[str]:
-        """The command line of the controller, with options ``extra``. A Ray Job learns the address from its cluster."""
+        """The command line of the controller, with options ``extra``. A Ray Job gets the address from its cluster."""
         address = ["--address", self.address] if self.address and self.mode != "ray job" else []
         home = ["--home", str(self.home.path.absolute())]
         budget = [word for key, value in self.budget.items() for word in (f"--{key.replace('_', '-')}", str(value))]
@@ -357,7 +356,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedSubmission:
-    """A controller at work in the background."""
+    """A running background controller."""
 
     sweep: str
     mode: Mode
@@ -366,11 +365,11 @@ class StartedSubmission:
     address: str | None = None
     """The Ray cluster's."""
     is_attached: bool = False
-    """It was at work already."""
+    """It was already running."""
     exit_code: int | None = None
-    """None while it goes on; otherwise it has ended by now."""
+    """None while it is running; otherwise it has ended."""
     log: Follower | None = field(default=None, compare=False)
-    """What a detached controller writes from here on."""
+    """Further output of a detached controller."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``submit --detach --json``."""
@@ -388,22 +387,22 @@ def submission_of_file(
     is_checked: bool = False,
     budget: Mapping[str, Any] | None = None,
 ) -> Submission:
-    """What ``submit FILE`` asks for. A sweep of this name that exists gets the budget that is given now.
+    """The submission of ``submit FILE``. An existing sweep of this name gets the new budget.
 
     Args:
-        replace: begin a sweep of the same name again, which measured nothing.
-        is_checked: leave out the short run that comes first.
-        budget: values that replace those of the file's section ``budget``.
-        address: as the user gave it; None looks at ``RAY_ADDRESS``, then at the file.
-        mode: None: a Ray Job where there is an address, else in the foreground.
+        replace: replace an existing sweep of the same name that has no measurements.
+        is_checked: skip the short check.
+        budget: overrides values of the file's section ``budget``.
+        address: from the command line; None: ``RAY_ADDRESS``, then the file.
+        mode: None: a Ray Job if there is an address, else in the foreground.
 
     Raises:
-        ConfigError: the file, or a sweep of this name with another content.
+        ConfigError: the file is invalid, or a different sweep of this name exists.
     """
     spec = load_sweep(file, address=address, budget=budget)
     is_over, budget_change = False, ""
     if replace and spec.name in home.all_names():
-        from orchestrator.commands.steering import replace_unmeasured  # few submits need it
+        from orchestrator.commands.steering import replace_unmeasured  # imported only if needed
 
         replace_unmeasured(spec.name, home)
     if spec.name in home.sweeps():
@@ -429,10 +428,10 @@ def submission_of_file(
 
 
 def _with_budget(state: SweepState, spec: SweepSpec, home: Home) -> tuple[bool, str]:
-    """Give a sweep that exists the budget of its file; return whether it is over then, and what changed in words.
+    """Update the budget of an existing sweep from its file; return whether it is over, and the change in words.
 
-    A finished sweep that the budget does not open again keeps the one that ended it. A controller that its supervisor
-    starts again changes nothing: its command line may be older than the budget.
+    A finished sweep that the new budget does not reopen keeps its old one. A controller restarted by its supervisor
+    changes nothing: its command line may be older than the budget.
     """
     before, after = state.sweep.budget, spec.to_budget()
     change = BudgetChanged(at_s=state.now_s, request=0, budget=after, by="")
@@ -441,7 +440,7 @@ def _with_budget(state: SweepState, spec: SweepSpec, home: Home) -> tuple[bool, 
         return state.is_over, ""
     receipt = steering.change_budget(spec.name, home, after)
     is_over = receipt.state in ("finished", "failed", "cancelled")
-    return is_over, f"{_difference(before, after)}{'; the sweep goes on' if state.is_over and not is_over else ''}"
+    return is_over, f"{_difference(before, after)}{'; the sweep continues' if state.is_over and not is_over else ''}"
 
 
 def _difference(before: Budget, after: Budget) -> str:
@@ -456,22 +455,22 @@ def _limit(budget: Budget, name: str) -> str:
 
 
 def _check_same(state: SweepState, spec: SweepSpec) -> None:
-    """Refuse another content under the same name; where nothing was measured under it, it can be begun again."""
+    """Refuse a different sweep under the same name; one without measurements can be replaced."""
     try:
         check_same(state.sweep, spec)
     except ConfigError as error:
         if state.best is None:
-            error.remedy = f"{error.remedy} It measured nothing: --replace begins it again."
+            error.remedy = f"{error.remedy} It has no measurements: --replace starts it again."
         raise
 
 
 def submission_of_sweep(
     name: str, home: Home, *, address: str | None, mode: Mode | None, options: tuple[str, ...] = ()
 ) -> Submission:
-    """What ``resume NAME`` asks for; arguments as :func:`submission_of_file`.
+    """The submission of ``resume NAME``; arguments as for :func:`submission_of_file`.
 
     Raises:
-        ConfigError: there is no such sweep.
+        ConfigError: the sweep does not exist.
     """
     sweep = home.read(name, begun=True)
     state, spec = sweep.state, SweepSpec.from_json(sweep.spec or {})
@@ -497,7 +496,7 @@ def _mode(requested: Mode | None, address: str | None, *, is_over: bool) -> Mode
 
 
 def _require_torch(spec: SweepSpec, address: str | None) -> None:
-    """Refuse a sweep whose trials would run on this host, with a torch that they cannot run with.
+    """Refuse a sweep whose trials would run on this host if its torch is unusable.
 
     Raises:
         ConfigError: torch is missing or too old.
@@ -507,17 +506,17 @@ def _require_torch(spec: SweepSpec, address: str | None) -> None:
 
 
 def choose_address(spec: SweepSpec, given: str | None) -> str | None:
-    """The address of the Ray cluster to use: as given, else ``RAY_ADDRESS``, else as in the file.
+    """The address of the Ray cluster: from the command line, else ``RAY_ADDRESS``, else the file.
 
     Raises:
-        ConfigError: one was given for a sweep that does not run on Ray.
+        ConfigError: an address for a sweep that does not run on Ray.
     """
     if spec.cluster.kind != "ray":
         if given is not None:
             raise ConfigError(
                 f"the sweep {spec.name!r} runs on a {spec.cluster.kind} cluster, which has no address",
                 key="cluster.kind",
-                remedy="Leave --address out, or use kind: ray.",
+                remedy="Remove --address, or use kind: ray.",
             )
         return None
     address = given or os.environ.get(ADDRESS_VARIABLE) or spec.cluster.address
@@ -525,12 +524,12 @@ def choose_address(spec: SweepSpec, given: str | None) -> str | None:
 
 
 def find_running(home: Home, name: str) -> StartedSubmission | None:
-    """The controller at work on the sweep already; None where there is none. One that has just paused or finished it is
-    given time to end, and one that died to be started again."""
+    """The running controller of the sweep, if any. One that has just paused or finished it gets time to exit, and one
+    that died gets time to be restarted."""
     deadline_s = time.monotonic() + ENDING_S
     while is_at_work(home, name) and _is_being_left(home, name):
         if time.monotonic() > deadline_s:
-            break  # it is none that ends, but one that waits: for nodes to go on with, or to be started again
+            break  # it is not exiting but waiting: for nodes, or to be restarted
         time.sleep(_POLL_S)
     if not is_at_work(home, name):
         return None
@@ -539,24 +538,24 @@ def find_running(home: Home, name: str) -> StartedSubmission | None:
 
 
 def _is_being_left(home: Home, name: str) -> bool:
-    """Whether the process at work on the sweep seems to be about to end: the sweep is paused or over, or nobody holds
-    its ledger, so that only the supervisor of a controller that has ended is left."""
+    """Whether the sweep's process seems about to exit: the sweep is paused or over, or its ledger is not held, so that
+    only the supervisor is left."""
     try:
         sweep = home.read(name, begun=True)
         return not sweep.is_held or sweep.state.status != "running"
-    except (ConfigError, LedgerError):  # it has not been created yet: its controller waits for the first nodes
+    except (ConfigError, LedgerError):  # not created yet: its controller is waiting for the first nodes
         return False
 
 
 def start_in_background(submission: Submission, show: Callable[[str], None]) -> StartedSubmission:
-    """Start the controller in the background, and wait until it is at work or has ended.
+    """Start the controller in the background, and wait until it is running or has ended.
 
     Args:
-        show: gets what there is to say meanwhile, line by line.
+        show: receives progress lines.
 
     Raises:
-        ClusterError: the cluster does not take the job.
-        SweepBusyError: a detached controller runs the sweep already.
+        ClusterError: the cluster rejects the job.
+        SweepBusyError: a detached controller is already running the sweep.
     """
     if submission.mode == "detached":
         started = detach(submission.supervised(), submission.home, submission.name, show=show)
@@ -599,25 +598,25 @@ def _submit_job(submission: Submission, show: Callable[[str], None]) -> StartedS
 
 
 def _await_job(submission: Submission, job: JobHandle, show: Callable[[str], None]) -> int | None:
-    """The job's exit code if it ends before it has taken the sweep; None if it is at work or still to start."""
+    """The job's exit code if it ends before it has taken the sweep; None if it is running or has not started."""
     from cluster.ray.jobs import job_status
 
     deadline_s = time.monotonic() + JOB_START_S
     while True:
         status = job_status(job)
         if status.is_over:
-            # jobs without a code could not be started, or were stopped
+            # jobs without a code failed to start, or were stopped
             return status.exit_code if status.exit_code is not None else ExitCode.INFRASTRUCTURE
         if is_under_way(submission.home, submission.name, lambda about: about.job == job.submission_id):
             return None
         if time.monotonic() > deadline_s:
-            show(f"the job {job.submission_id} is {status.state} still; it begins when the head gets to it")
+            show(f"the job {job.submission_id} is still {status.state}; it starts when the head has capacity")
             return None
         time.sleep(_POLL_S)
 
 
 def follow(started: StartedSubmission, home: Home) -> Iterator[str]:
-    """What the controller writes from here on, or all of it where it was not started just now; until it has ended.
+    """The controller's output until it has ended: from now on, or all of it if it was already running.
 
     Raises:
         ConfigError: it writes to a terminal.

@@ -1,11 +1,11 @@
-"""Keeps a controller at work: runs it as a child, and starts it again when it dies or loses its cluster.
+"""Keeps a controller running: starts it as a child, and restarts it when it dies or loses its cluster.
 
     python -m orchestrator.commands.supervisor --home HOME --sweep NAME [--address HOST:PORT | --on-cluster] --
     CONTROLLER ...
 
-Ray's core ends the process of a controller a minute after the head has gone, without an exception; the kernel may kill
-it for memory. This process imports neither Ray nor torch and is small: it outlives both. Its controller dies with it,
-and has its terminal. A controller that ends in good order ends the supervisor, with the same exit code.
+Ray's core ends a controller's process without an exception a minute after the head is gone; the kernel may kill it for
+memory. This small process imports neither Ray nor torch, so it outlives both. Its controller shares its terminal and
+dies with it. When a controller exits normally, the supervisor exits with the same code.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState
 
 RUN_VARIABLE = "TUNE_CLUSTER_SUPERVISED"
-"""Tells a controller that it has a supervisor: the number of controllers that this one has started, itself included."""
+"""Set for supervised controllers: the number of controllers that the supervisor has started, including this one."""
 GOOD_ORDER = (0, ExitCode.USAGE, ExitCode.INFRASTRUCTURE, ExitCode.INTERRUPTED)
-"""Exit codes that a controller chose itself. ExitCode.FAILED is also what Ray's core and Python's own errors leave."""
+"""Exit codes that a controller chose itself. Ray's core and Python's own errors also use ExitCode.FAILED."""
 MAX_STARTS_WITHOUT_PROGRESS = 6
-"""Controllers that may end one after another without any trial having come to its end."""
+"""How many controllers in a row may end without any trial having ended."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
-"""Pause before the second controller, and the longest one; it doubles while nothing comes of starting them."""
+"""Pause before the second controller, and its maximum; it doubles while controllers make no progress."""
 CONNECT_TIMEOUT_S = 5.0
 REMIND_S = 60.0
 """Pause between two messages about the same wait."""
@@ -48,8 +48,8 @@ def command(argv: Sequence[str], *, home: Path, sweep: str, address: str | None,
     """The command line of a supervisor of the controller ``argv``.
 
     Args:
-        address: where the Ray cluster answers; it is waited for between two controllers.
-        on_cluster: the supervisor is to run as a Ray Job, which is told the address by its cluster.
+        address: the Ray cluster's; waited for between two controllers.
+        on_cluster: the supervisor runs as a Ray Job, which gets the address from its cluster.
     """
     where = ["--on-cluster"] if on_cluster else ["--address", address] if address else []
     return [
@@ -59,25 +59,25 @@ def command(argv: Sequence[str], *, home: Path, sweep: str, address: str | None,
 
 
 def supervised_run() -> int:
-    """Which of its supervisor's controllers this process is, counted from 1; 0 where it has no supervisor. To be asked
-    once: it is forgotten, because what this process starts has no supervisor."""
+    """The index of this process among its supervisor's controllers, from 1; 0 without supervisor. Call it once: it
+    clears the variable, because child processes have no supervisor."""
     text = os.environ.pop(RUN_VARIABLE, "")
     return int(text) if text.isdigit() else 0
 
 
 def is_restarted() -> bool:
-    """Whether this process is a controller that its supervisor started again; does not forget it."""
+    """Whether this process is a restarted controller; does not clear the variable."""
     return os.environ.get(RUN_VARIABLE, "0") not in ("0", "1")
 
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """How far the sweep is, by its ledger, between two controllers."""
+    """The sweep's progress, from its ledger, between two controllers."""
 
     epoch: int = 0
     """Controllers that have taken the sweep so far."""
     num_ended: int = 0
-    """Trials that came to an end; those lost with a node or a controller do not count."""
+    """Trials that ended; those lost with a node or a controller do not count."""
     status: str = ""
     """The sweep's status; empty while it has not been created."""
     last_seq: int = 0
@@ -98,7 +98,7 @@ class _Progress:
         return self.status in ("", "running")
 
     def is_outdated(self, folder: Path) -> bool:
-        """Whether somebody has written to the ledger since."""
+        """Whether the ledger has new entries."""
         try:
             with Ledger.open_existing(folder, read_only=True) as ledger:
                 return ledger.last_seq() > self.last_seq
@@ -107,7 +107,7 @@ class _Progress:
 
 
 class Supervisor:
-    """Runs controllers of one sweep, one after another. One thread only: what it starts dies with that thread."""
+    """Runs controllers of one sweep, one after another. One thread only: its children die with that thread."""
 
     def __init__(self, argv: Sequence[str], *, folder: Path, address: str | None) -> None:
         self._argv = list(argv)
@@ -118,7 +118,7 @@ class Supervisor:
         self._is_stopping = False
 
     def run(self) -> int:
-        """Start controllers until one ends in good order, or nothing comes of starting them; return the exit code."""
+        """Start controllers until one exits normally, or they make no progress; return the exit code."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
         before = _Progress.read(self._folder)
         num_fruitless = 0
@@ -133,14 +133,13 @@ class Supervisor:
             before = now
             if num_fruitless >= MAX_STARTS_WITHOUT_PROGRESS:
                 how = _describe_exit(code)
-                self._report(f"error: {num_fruitless} controllers in a row {how} before any trial had ended; giving up")
+                self._report(f"error: {num_fruitless} controllers in a row {how} before any trial ended; giving up")
                 return ExitCode.INFRASTRUCTURE
             if (rest := self._await_restart(code, num_fruitless)) is not None:
                 return rest
 
     def _is_final(self, code: int, now: _Progress, before: _Progress) -> bool:
-        """Whether no controller is to follow: this one ended in good order, or the first failed before it had taken the
-        sweep."""
+        """Whether to stop here: this controller exited normally, or the first one failed before it took the sweep."""
         if code in GOOD_ORDER or (code == ExitCode.FAILED and now.status == "failed"):
             return True
         return code >= 0 and now.epoch == before.epoch and self._num_started == 1
@@ -157,7 +156,7 @@ class Supervisor:
         return child.returncode
 
     def _wait_for_signal(self, timeout_s: float, child: subprocess.Popen[bytes] | None = None) -> None:
-        """Wait for a signal, and pass it on to the controller."""
+        """Wait for a signal, and forward it to the controller."""
         received = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, timeout_s)
         if received is None or received.si_signo == signal.SIGCHLD:
             return
@@ -166,7 +165,7 @@ class Supervisor:
             child.send_signal(received.si_signo)
 
     def _await_restart(self, code: int, num_fruitless: int) -> int | None:
-        """Wait until the next controller may start; return an exit code where none is to start any more."""
+        """Wait until the next controller may start; return an exit code to start no more."""
         pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** (num_fruitless - 1))
         self._report(f"the controller {_describe_exit(code)}; the next one starts in {pause_s:.0f} s")
         self._wait_until(lambda waited_s: waited_s >= pause_s)
@@ -178,12 +177,12 @@ class Supervisor:
                 now = _Progress.read(self._folder)
             return not now.wants_controller or not self._address or _answers(self._address)
 
-        self._wait_until(may_go_on, f"for an answer at {self._address}")
+        self._wait_until(may_go_on, f"for the cluster at {self._address}")
         if self._is_stopping:
-            self._report("interrupted; the sweep goes on where it stopped when it is resumed")
+            self._report("interrupted; resume the sweep to continue where it stopped")
             return ExitCode.INTERRUPTED
         if not now.wants_controller:
-            self._report(f"the sweep is {now.status} by now")
+            self._report(f"the sweep is {now.status}")
             return ExitCode.FAILED if now.status == "failed" else 0
         return None
 
@@ -192,7 +191,7 @@ class Supervisor:
         while not self._is_stopping and not is_over(time.monotonic() - began_s):
             if what and (reminded_s == began_s or time.monotonic() - reminded_s >= REMIND_S):
                 reminded_s = time.monotonic()
-                self._report(f"waiting {what}, for {reminded_s - began_s:.0f} s now; Ctrl-C ends")
+                self._report(f"waiting {what} for {reminded_s - began_s:.0f} s; Ctrl-C to stop")
             self._wait_for_signal(0.5)
 
     def _report(self, message: str) -> None:
@@ -201,7 +200,7 @@ class Supervisor:
 
 
 def _prepare_controller(parent: int, blocked: set[int]) -> None:
-    """Runs in the controller's process before its program: it hears signals again, and dies with its supervisor."""
+    """Runs in the controller's process before its program: unblocks signals, and makes it die with its supervisor."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     die_with_parent(parent)
 
@@ -209,11 +208,11 @@ def _prepare_controller(parent: int, blocked: set[int]) -> None:
 def _describe_exit(code: int) -> str:
     if code == ExitCode.CLUSTER_LOST:
         return "lost its cluster"
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended unexpectedly with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited unexpectedly with code {code}"
 
 
 def _answers(address: str) -> bool:
-    """Whether something listens there. An address without a port is for Ray to find: taken to answer."""
+    """Whether the address accepts connections; assumed for an address without a port, which Ray resolves."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         return True

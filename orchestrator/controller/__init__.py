@@ -1,4 +1,4 @@
-"""The controller of one sweep: decides what is to be done next, executes it, and writes every step to the ledger.
+"""The controller of one sweep: decides what to do next, executes it, and writes every step to the ledger.
 
-It knows the cluster and everything below in the orchestrator (planning, search, proof, tracking); commands start it.
+It uses the cluster and all lower layers of the orchestrator (planning, search, proof, tracking); commands start it.
 """

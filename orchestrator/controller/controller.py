@@ -59,7 +59,7 @@ from trials.files import digest, is_disk_full
 from trials.secrets import redact
 from trials.spec import ScriptModel
 
-# What a sweep rests on, settled when it is created and kept when it is resumed: plan, prior knowledge, search.
+# Fixed when a sweep is created and kept when it is resumed: plan, prior knowledge, search.
 
 
 logger = logging.getLogger(__name__)
@@ -67,28 +67,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSweep:
-    """A plan together with what it was made for."""
+    """A plan together with its inputs."""
 
     topology: Topology
-    """Nodes that the sweep may use at most."""
+    """Maximum nodes of the sweep."""
     estimates: DryRunEstimates
     plan: Plan
 
 
 def plan_ahead(spec: SweepSpec, home: Home, *, address: str | None = None) -> PlannedSweep | None:
-    """The plan of a new sweep before it has its cluster, so that what cannot work is refused before anything starts.
+    """The plan of a new sweep before it has its cluster, to reject impossible ones before anything starts.
 
-    Where only the cluster knows its nodes there is no plan yet: then the file is merely checked, and None returned.
+    If only the cluster knows its nodes, this only checks the file and returns None.
 
     Args:
-        address: the Ray cluster's, in place of the one in the file.
+        address: the Ray cluster's, instead of the one in the file.
 
     Raises:
         ConfigError: the baseline cannot run, or no candidate is legal.
-        ClusterError: this host cannot give what is asked for.
+        ClusterError: this host does not have the requested resources.
     """
     topology = known_topology(spec, home, address=address)
-    if topology is None or spec.cluster.kind == "ray":  # Ray names the nodes, also those of this host
+    if topology is None or spec.cluster.kind == "ray":  # Ray names the nodes, including those of this host
         check_plan(spec, topology, _counted(spec, topology, home))
         return None
     return _planned(spec, planned_topology(spec, topology), home)
@@ -102,11 +102,11 @@ def create(
     clock: Callable[[], float],
     ahead: PlannedSweep | None = None,
 ) -> tuple[Plan, PriorKnowledge]:
-    """Write the sweep's first event, and before it the documents with all that was known then.
+    """Write the sweep's first event, after the documents with the prior knowledge.
 
     Args:
-        topology: nodes that the sweep may use at most.
-        ahead: the plan made before there was a cluster; it is used unless the cluster turned out to be another one.
+        topology: maximum nodes of the sweep.
+        ahead: the plan made before the cluster was connected; used unless the cluster turned out to be different.
     """
     planned = ahead if ahead is not None and ahead.topology == topology else _planned(spec, topology, home)
     prints = _fingerprint(spec, topology)
@@ -125,10 +125,10 @@ def create(
 
 
 def resumed(ledger: Ledger, created: SweepCreated, spec: SweepSpec, topology: Topology) -> tuple[Plan, PriorKnowledge]:
-    """The plan of a sweep that exists, made again from what was known when it was created, and that knowledge.
+    """The plan of an existing sweep, made again from its prior knowledge, and that knowledge.
 
     Raises:
-        ConfigError: the sweep was measured in another environment.
+        ConfigError: the sweep was measured in a different environment.
     """
     _check_hardware(created, _fingerprint(spec, topology))
     known = PriorKnowledge.kept(ledger)
@@ -136,7 +136,7 @@ def resumed(ledger: Ledger, created: SweepCreated, spec: SweepSpec, topology: To
 
 
 def planned_topology(spec: SweepSpec, held: Topology) -> Topology:
-    """Nodes to plan for: those held, and with a lease that may grow, as many like the first as it may grow to."""
+    """Nodes to plan for: those held, plus nodes like the first up to the maximum size of a growing lease."""
     least, most = spec.cluster.nodes
     num_missing = most - len(held.nodes) if least < most else 0
     first = held.nodes[0]
@@ -145,7 +145,7 @@ def planned_topology(spec: SweepSpec, held: Topology) -> Topology:
 
 
 def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: PriorKnowledge) -> Search:
-    """What proposes the sweep's candidates, as section ``search`` of its file says."""
+    """The sampler of the sweep's candidates, from section ``search`` of its file."""
     guide = None
     if spec.search.sampler == "guided":
         try:
@@ -168,7 +168,7 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
 def _predictor(
     spec: SweepSpec, plan: Plan, topology: Topology | None, known: PriorKnowledge
 ) -> Predictor | RelativePredictor:
-    """The cost model on the plan; where it says nothing, what knobs usually do.
+    """The cost model on the plan, or else typical effects of the knobs.
 
     Raises:
         UnpredictableError: there are too many candidates for either.
@@ -180,15 +180,15 @@ def _predictor(
     except UnpredictableError as error:
         found = relative_search_predictor(plan, workload, topology, roles=roles_of(spec.custom_knobs), **given)
         level = logging.INFO if isinstance(error, UnknownDimensionsError) else logging.WARNING
-        logger.log(level, "candidates are ranked by what knobs usually do: %s", error)
+        logger.log(level, "candidates are ranked by typical effects of knobs: %s", error)
         return found
 
 
 def earlier(spec: SweepSpec, prints: dict[str, str], home: Home, objective: Objective) -> tuple[EarlierTrial, ...]:
-    """Trials of other sweeps from which the guided sampler may learn before its own first one.
+    """Trials of other sweeps from which the guided sampler may learn before the first trial.
 
     Args:
-        prints: this sweep's fingerprint, which theirs have to resemble.
+        prints: this sweep's fingerprint, which theirs must match.
     """
     if spec.search.sampler != "guided" or not spec.search.transfer:
         return ()
@@ -212,7 +212,7 @@ def _planned(spec: SweepSpec, topology: Topology, home: Home) -> PlannedSweep:
 
 
 def _counted(spec: SweepSpec, topology: Topology | None, home: Home) -> DryRunEstimates:
-    """Memory that dry runs have counted by now."""
+    """Memory estimates of earlier dry runs."""
     return load_estimates(spec, topology, DryRunCache(home.dry_runs))
 
 
@@ -243,28 +243,28 @@ def _created(
 
 
 def _rank_memory_bytes(spec: SweepSpec, topology: Topology) -> int | None:
-    """Memory of a rank: as the file says, else of its device, on CPUs its share of the host's."""
+    """Memory of a rank: from the file, else of its device, on CPUs its share of the host's."""
     if (limit := memory_limit_bytes(spec, topology)) is not None:
         return limit
     return min((n.host_memory_bytes // n.num_devices for n in topology.nodes if n.host_memory_bytes), default=None)
 
 
 def _profiled(spec: SweepSpec) -> tuple[str, ...]:
-    """The trials to be profiled at the end, by name; nothing of a cluster that does not exist."""
+    """Names of the trials to profile at the end; none on a simulated cluster."""
     is_possible = spec.cluster.kind != "simulated" and (spec.script is None or spec.script.hook)
     is_wanted = spec.profile.is_on and (is_possible or not spec.profile.is_auto)
     return tuple(map(str, spec.profile.trials)) if is_wanted else ()
 
 
 def _fingerprint(spec: SweepSpec, topology: Topology) -> dict[str, str]:
-    """Where two sweeps are measured alike; a user's program is part of that."""
+    """The environment in which two sweeps are comparable; includes a custom program."""
     source = None if spec.script is None else program_source(spec.script)
     program = {} if source is None else {PROGRAM: source.sha256[:16]}
     return {**fingerprint(topology, _virtual(spec), spec.cluster.env), **program}
 
 
 def _virtual(spec: SweepSpec) -> str:
-    """What tells a cluster that does not exist from others of its kind: how fast it is, not how it misbehaves."""
+    """What distinguishes simulated clusters: their speed, not their faults."""
     cluster = spec.cluster
     if cluster.simulation is not None:
         return digest(cluster.simulation.model_dump(include={"accelerator", "deviation", "slow_nodes", "seed"}))[:16]
@@ -276,36 +276,36 @@ def _check_hardware(created: SweepCreated, prints: dict[str, str]) -> None:
     if changed:
         what = ", ".join(f"{name} {created.fingerprint[name]} -> {prints.get(name)}" for name in changed)
         raise ConfigError(
-            f"the sweep {created.sweep!r} was measured in another environment ({what}); results would not compare",
+            f"the sweep {created.sweep!r} was measured in a different environment ({what}); results are not comparable",
             remedy="Submit it under another name.",
         )
 
 
 MAX_OWN_CLUSTERS = 3
-"""Clusters of our own that may fail one after another before any trial has come to its end."""
+"""How many private clusters in a row may fail before any trial has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """A sweep's state, the summary of it, and where it is recorded."""
+    """A sweep's state, its summary, and where it is recorded."""
 
     state: SweepState
     summary: Summary
     recorded: Recorded | None
-    """Where MLflow holds it; None until something has been written there."""
+    """Location in MLflow; None until something has been recorded."""
 
 
 def submit(
     spec: SweepSpec, home: Home, observer: Observer, *, address: str | None = None, is_restart: bool = False
 ) -> SweepResult:
-    """Create the sweep and run it to its end, or resume it; one that is over is only read.
+    """Create the sweep and run it to its end, or resume it; a finished one is only read.
 
     Args:
-        address: the Ray cluster's, in place of the one in the file.
-        is_restart: a supervisor does it, not a person: a pause that was asked for stands.
+        address: the Ray cluster's, instead of the one in the file.
+        is_restart: by a supervisor, not a person: a requested pause remains in effect.
 
     Raises:
-        ConfigError: the sweep cannot work, or there is one of this name with another content.
+        ConfigError: the sweep cannot work, or a different one of this name exists.
         ClusterError: no cluster, or no lease.
         LedgerError: the ledger cannot be written, or another controller holds it.
     """
@@ -320,26 +320,28 @@ def submit(
 def resume(
     spec: SweepSpec, home: Home, observer: Observer, *, address: str | None = None, is_restart: bool = False
 ) -> SweepResult:
-    """Go on with a sweep that was paused or interrupted; arguments and errors as :func:`submit`.
+    """Resume a paused or interrupted sweep; arguments and errors as for :func:`submit`.
 
     Args:
-        spec: as the sweep's ledger keeps it.
+        spec: from the sweep's ledger.
 
     Raises:
-        ConfigError: there is no such sweep, or it is over.
+        ConfigError: the sweep does not exist, or is over.
     """
     state = home.read(spec.name, begun=True).state
     if state.is_over:
-        remedy = "Submit it under another name." if state.status == "cancelled" else "`retry` launches trials again."
+        remedy = (
+            "Submit it under another name." if state.status == "cancelled" else "Use `retry` to launch trials again."
+        )
         raise ConfigError(f"the sweep {spec.name!r} is {state.status}: {state.finish_reason}", remedy=remedy)
     return _Controller(spec, home, observer, address=address, is_restart=is_restart).run()
 
 
 def load(name: str, home: Home) -> SweepResult:
-    """The result of a sweep as its ledger has it now.
+    """The current result of a sweep, from its ledger.
 
     Raises:
-        ConfigError: there is no such sweep.
+        ConfigError: the sweep does not exist.
     """
     with home.open(name) as ledger:
         return _result(ledger, home)
@@ -347,7 +349,7 @@ def load(name: str, home: Home) -> SweepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Controller:
-    """Everything that is known about a sweep before its ledger is held."""
+    """The state of a sweep before its ledger is held."""
 
     spec: SweepSpec
     home: Home
@@ -355,10 +357,10 @@ class _Controller:
     address: str | None
     is_restart: bool
     ahead: PlannedSweep | None = None
-    """The plan of a sweep that is to be created, where it could be made already."""
+    """The plan of a new sweep, if it could be made already."""
 
     def run(self) -> SweepResult:
-        """Hold the ledger while the sweep runs; one that was never created leaves nothing behind."""
+        """Hold the ledger while the sweep runs; a sweep that was never created leaves no files."""
         if self.spec.notify is not None:
             check_notify(self.spec.notify)
         folder = self.home.sweep_folder(self.spec.name)
@@ -372,7 +374,9 @@ class _Controller:
                 apply_requests(ledger, folder)
                 if ledger.is_begun:
                     return _result(ledger, self.home)
-                raise ConfigError(f"the sweep {self.spec.name!r} was withdrawn while it waited for nodes") from None
+                raise ConfigError(
+                    f"the sweep {self.spec.name!r} was cancelled while it was waiting for nodes"
+                ) from None
             finally:
                 if not ledger.is_begun:
                     ledger.discard()
@@ -393,9 +397,9 @@ class _Controller:
                 num_lost = num_lost + 1 if num_ended == before else 1
                 if num_lost >= MAX_OWN_CLUSTERS:
                     raise ClusterLostError(
-                        f"{error}, {num_lost} times in a row. On one host, `cluster: {{kind: local}}` needs no Ray"
+                        f"{error}, {num_lost} times in a row. On one host, use `cluster: {{kind: local}}` without Ray"
                     ) from None
-                logger.warning("%s; another one is started, and what ran is launched again", error)
+                logger.warning("%s; starting another one, and launching the running trials again", error)
 
     def _runtime(
         self,
@@ -409,7 +413,7 @@ class _Controller:
         """The sweep, created or resumed, ready to run on ``cluster``.
 
         Args:
-            num_lost: clusters of our own that have failed just before.
+            num_lost: private clusters that have just failed.
         """
         spec = self.spec
         state = fold(ledger.events())
@@ -434,7 +438,7 @@ class _Controller:
 
 
 def _attempts(ledger: Ledger) -> Path:
-    """The folder in which the gangs of the sweep's attempts work."""
+    """The working folder of the sweep's attempts."""
     return ledger.folder / "attempts"
 
 
@@ -454,11 +458,11 @@ def _result(ledger: Ledger, home: Home) -> SweepResult:
 
 
 def _result_if_over(spec: SweepSpec, home: Home) -> SweepResult | None:
-    """The result of the sweep of this name if it is over, with MLflow brought up to date; None if it is to go on.
+    """The result of the sweep of this name if it is over, with MLflow brought up to date; None if it continues.
 
     Raises:
-        ConfigError: the sweep has another content.
-        LedgerError: another controller is at work on it.
+        ConfigError: the sweep is a different one.
+        LedgerError: another controller is running it.
     """
     with home.open(spec.name) as ledger:
         state = read_snapshot(ledger).state
@@ -466,7 +470,7 @@ def _result_if_over(spec: SweepSpec, home: Home) -> SweepResult | None:
         if not state.is_over:
             return None
         if is_disk_full(ledger.folder):
-            logger.warning("the disk of %s is full: what MLflow may lack is not added now", ledger.folder)
+            logger.warning("the disk of %s is full: MLflow is not updated", ledger.folder)
             return _result(ledger, home)
     with home.open(spec.name, read_only=False) as ledger, ledger.hold():
         for projection in _projections(spec, ledger, home):

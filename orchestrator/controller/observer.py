@@ -1,5 +1,5 @@
-"""Who follows a sweep from inside its controller: several observers as one, the heartbeat that lets readers elsewhere
-see how far it is, and the interface of what carries the ledger to other systems."""
+"""Observers of a sweep inside its controller: several observers as one, the heartbeat with progress for other
+processes, and the interface of projections of the ledger to other systems."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from orchestrator.sweep.state import SweepState
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
-"""Least time between two writings of the running trials' progress."""
+"""Minimum interval between two writes of the running trials' progress."""
 CHECKPOINT_PERIOD_S = 10.0
-"""Least time between two looks whether the copy of the state is worth writing again."""
+"""Minimum interval between two checks whether to write the copy of the state again."""
 
 
 class Projection(Protocol):
-    """Carries ledger entries to another system, at its own pace; failures stay inside."""
+    """Copies ledger entries to another system, at its own pace; failures stay inside."""
 
     def sync(self, ledger: Ledger, state: SweepState) -> int:
-        """Carry over what is new; return how many entries the other system has taken. ``state`` is the present one."""
+        """Copy new entries; return how many the other system has accepted. ``state`` is the current one."""
         ...
 
 
@@ -62,8 +62,8 @@ class Observers:
 
 
 class Heartbeat:
-    """An observer that keeps the ledger's documents up to date: who is at work, what is held, how far trials are, and
-    the copy of the state. They are for readers: losing one does no harm."""
+    """An observer that keeps the ledger's documents up to date: controller, lease, progress of trials, and the copy of
+    the state. They are only for readers and may be lost."""
 
     def __init__(self, ledger: Ledger, *, address: str | None, clock: Callable[[], float] = time.time) -> None:
         self._ledger = ledger
@@ -101,11 +101,11 @@ class Heartbeat:
         try:
             document.put(self._ledger)
         except LedgerError as error:
-            logger.debug("%s is not written: %s", document.name, error)
+            logger.debug("cannot write %s: %s", document.name, error)
 
     def _keep_checkpoint(self) -> None:
         self._kept_at_s = self._clock()
         try:
             self._checkpoint.write_if_due()
         except LedgerError as error:
-            logger.debug("no copy of the state is written: %s", error)
+            logger.debug("cannot write the copy of the state: %s", error)

@@ -1,7 +1,7 @@
-"""The only loop: executes the controller's commands and turns what happens into events.
+"""The main loop: executes the controller's commands and records what happens as events.
 
-Every event is in the ledger before anything follows from it: an attempt is journalled before its gang starts, an
-outcome before the search or MLflow hear of it. The loop may therefore be killed between any two lines.
+Every event is in the ledger before it has consequences: an attempt is journalled before its gang starts, an outcome
+before the search or MLflow receive it. The loop may therefore be killed between any two lines.
 """
 
 from __future__ import annotations
@@ -85,20 +85,20 @@ from trials.script.command import ScriptCommand
 from trials.secrets import VARIABLES
 from trials.spec import Candidate, Layout, Protocol, TrialSpec
 
-# ---- Keeps a sweep's lease at the size its queue allows, and leaves nodes that others need
+# ---- Keeps a sweep's lease at the size its queue allows, and releases nodes that others need
 
 BEAT_S = 2.0
-"""Pause between two questions to the queue."""
+"""Interval between two queries of the queue."""
 GRACE_S = 30.0
-"""How long gangs on nodes that others need may take to end by themselves."""
+"""How long gangs on nodes that others need may take to finish."""
 
 
 class LeaseManager:
-    """Asks the queue how many nodes the sweep may hold, and has the cluster grow or shrink to that.
+    """Queries the queue for the number of nodes the sweep may hold, and grows or shrinks the cluster accordingly.
 
     Args:
-        claim: what the sweep wants; None for a lease that stays as it is.
-        grace_s: how long gangs on nodes that others need may take to end by themselves.
+        claim: what the sweep wants; None for a fixed lease.
+        grace_s: how long gangs on nodes that others need may take to finish.
         clock: monotonic seconds.
     """
 
@@ -121,26 +121,26 @@ class LeaseManager:
 
     @property
     def leaving(self) -> frozenset[str]:
-        """Nodes on which no gang may be launched any more: they are to be given back."""
+        """Nodes to release: no more gangs may be launched on them."""
         return self._leaving
 
     @property
     def is_overdue(self) -> bool:
-        """Whether gangs on the leaving nodes have had their time to end, and are to be killed."""
+        """Whether the grace period of gangs on the leaving nodes is over, so that they are killed."""
         return bool(self._leaving) and self._clock() - self._leaving_since_s >= self._grace_s
 
     @property
     def waiting(self) -> str:
-        """Why the sweep holds fewer nodes than it could use; empty where it does not."""
+        """Why the sweep holds fewer nodes than it could use, if so."""
         return self._grant.reason or self._cluster.waiting
 
     @property
     def is_preempted(self) -> bool:
-        """Whether the sweep may hold no node at all for now."""
+        """Whether the sweep may currently hold no node."""
         return self._grant.num_nodes == 0
 
     def renew(self, busy: Collection[str]) -> None:
-        """Ask the queue again when it is time to; to be called often. ``busy`` are the nodes on which gangs run."""
+        """Query the queue again when due; call it often. ``busy``: nodes with running gangs."""
         if self._claim is None or self._clock() < self._next_beat_s:
             return
         self._next_beat_s = self._clock() + BEAT_S
@@ -150,8 +150,8 @@ class LeaseManager:
         self._choose_leaving(busy)
 
     def _choose_leaving(self, busy: Collection[str]) -> None:
-        """Choose the surplus nodes: idle ones first, then those that came last. One once chosen stays so while there
-        are too many."""
+        """Choose the surplus nodes: idle ones first, then the latest. A chosen node stays chosen while there are too
+        many."""
         names = [node.name for node in self._cluster.topology.nodes]
         num_surplus = max(0, len(names) - self._grant.num_nodes)
         order = sorted(names, key=lambda name: (name not in self._leaving, name in busy, -names.index(name)))
@@ -167,14 +167,14 @@ class LeaseManager:
 
 
 class WithdrawnError(Exception):
-    """Somebody asked the sweep to pause, drain or end while it waited."""
+    """A pause, drain or cancel was requested while the sweep was waiting."""
 
 
 class Waiting:
-    """What :func:`cluster.connect.connect` calls while it waits for nodes: informs the observer and accepts requests.
+    """Callback of :func:`cluster.connect.connect` while it waits for nodes: notifies the observer, checks requests.
 
     Raises:
-        WithdrawnError: when called after somebody asked for anything but a retry.
+        WithdrawnError: anything but a retry was requested.
     """
 
     def __init__(self, ledger: Ledger, observer: Observer) -> None:
@@ -189,11 +189,11 @@ class Waiting:
             raise WithdrawnError
 
 
-# Chooses the devices of a trial among those that the lease holds and allows.
+# Chooses the devices of a trial among the allowed ones of the lease.
 
 
 class Placer:
-    """Keeps the free devices of a lease that changes.
+    """Tracks the free devices of a changing lease.
 
     Args:
         isolation: ``node`` or ``device``, see :meth:`cluster.hardware.topology.Pool.place`.
@@ -208,11 +208,11 @@ class Placer:
         self._pool = Pool(cluster.topology)
         self._followed: tuple[object, ...] = ()
         self._num_passed_over: dict[int, int] = {}
-        """By the number of a waiting trial, how many later ones were placed before it."""
+        """Number of a waiting trial to the number of later trials placed before it."""
         self._stuck_since_s: float | None = None
 
     def follow(self, quarantined: Collection[str]) -> None:
-        """Take in what the lease holds. Nothing new goes to nodes that are lost, quarantined or to be given back."""
+        """Update from the lease. Lost, quarantined and leaving nodes get no new trials."""
         topology = self._cluster.topology
         closed = self._cluster.lost_nodes | self.unfit(quarantined) | self._lease.leaving
         if self._followed != (topology.nodes, closed):
@@ -220,7 +220,7 @@ class Placer:
             self._followed = (topology.nodes, closed)
 
     def unfit(self, quarantined: Collection[str]) -> frozenset[str]:
-        """Quarantined nodes of the lease; none where the lease has no other node left."""
+        """Quarantined nodes of the lease; none if the lease has no other node."""
         if not quarantined:
             return frozenset()
         nodes = {node.name for node in self._cluster.topology.nodes} - self._cluster.lost_nodes
@@ -231,8 +231,8 @@ class Placer:
         """Devices for the trial, or None for now.
 
         Args:
-            max_passed_over: so many later trials may be placed before an earlier one that waits, and no more: a trial
-                that needs many devices is not passed over for ever.
+            max_passed_over: maximum number of later trials placed before a waiting one, so that a trial that needs
+                many devices does not starve.
         """
         if any(n < trial.number and count >= max_passed_over for n, count in self._num_passed_over.items()):
             return None
@@ -248,11 +248,11 @@ class Placer:
         return tuple(node.name for node in self._cluster.topology.nodes if node.name not in nodes)
 
     def retain(self, waiting: Collection[int]) -> None:
-        """Forget how often trials were passed over that do not wait to be launched any more."""
+        """Drop the counts of trials that are no longer waiting."""
         self._num_passed_over = {n: count for n, count in self._num_passed_over.items() if n in waiting}
 
     def take(self, number: int, placement: Placement, waiting: Collection[int]) -> None:
-        """Mark devices as taken by trial ``number``, while ``waiting`` trials could be launched as well."""
+        """Mark devices as used by trial ``number``, while ``waiting`` trials could also be launched."""
         self._pool.take(placement.reserved)
         self._stuck_since_s = None
         self.retain(waiting)
@@ -261,17 +261,17 @@ class Placer:
                 self._num_passed_over[earlier] = self._num_passed_over.get(earlier, 0) + 1
 
     def give_back(self, placement: Placement) -> None:
-        """Mark devices as free: the gang on them is gone."""
+        """Mark devices as free: their gang has ended."""
         self._pool.give_back(placement.reserved)
 
     def wait(self, trial: Trial, now_s: float, within: Layout | None = None) -> None:
-        """Let a trial that cannot be placed although nothing runs wait for nodes, if more may come, and not for ever.
+        """Wait for nodes if a trial cannot be placed although nothing is running, within a time limit.
 
         Args:
-            within: the larger layout whose nodes the trial is to run on, so that those have to be there.
+            within: the larger layout whose nodes the trial must run on, all of which are needed.
 
         Raises:
-            ClusterError: it has waited in vain; ClusterLostError where nodes have gone away.
+            ClusterError: the time limit has passed; ClusterLostError if nodes were lost.
         """
         if self._stuck_since_s is None:
             self._stuck_since_s = now_s
@@ -286,26 +286,26 @@ class Placer:
         error = ClusterLostError if lost else ClusterError
         return error(
             f"trial {trial.number} needs {(within or trial.candidate.layout).world_size} devices; the lease has "
-            f"{topology.num_devices} on {len(topology.nodes)} node(s){f', of which {lost} went away' if lost else ''}"
+            f"{topology.num_devices} on {len(topology.nodes)} node(s){f', lost: {lost}' if lost else ''}"
             f"{waiting}. Fix the cluster and submit again, or restrict space.world_size"
         )
 
 
-# How the trials of one sweep become gangs: a value for the runtime, made from the sweep's file.
+# How to launch the trials of one sweep as gangs: a value for the runtime, made from the sweep's file.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLauncher:
-    """How trials of this sweep become gangs, and what becomes of gangs that nobody watches any more."""
+    """How to launch trials of this sweep as gangs, and how to recover gangs of an earlier controller."""
 
     baseline: Candidate
     """The candidate of trial 0."""
     isolation: str
-    """What a gang has to itself: ``node`` or ``device``."""
+    """Unit of isolation of a gang: ``node`` or ``device``."""
     build: Callable[[Trial, str, str, Placement], GangLaunch]
-    """(trial, attempt id, token, placement) -> what the cluster is to launch."""
+    """(trial, attempt id, token, placement) -> launch for the cluster."""
     recover: Callable[[Trial], Recovered]
-    """What became of the trial's attempt that an earlier controller left running."""
+    """Result of the trial's attempt that an earlier controller left running."""
     early_stop: EarlyStop | None = None
     """When a running trial is hopeless; None: never."""
     placing_s: float = 600.0
@@ -313,7 +313,7 @@ class TrialLauncher:
 
 
 def make_launcher(spec: SweepSpec, topology: Topology, attempts: Path) -> TrialLauncher:
-    """The launcher of the sweep; ``attempts`` is the folder in which its gangs work."""
+    """The launcher of the sweep; ``attempts`` is the working folder of its gangs."""
     builder = _GangBuilder(spec=spec, device=topology.nodes[0].device_kind)
     factor = spec.search.early_stop
     return TrialLauncher(
@@ -327,13 +327,13 @@ def make_launcher(spec: SweepSpec, topology: Topology, attempts: Path) -> TrialL
 
 
 def preload(spec: SweepSpec) -> tuple[str, ...]:
-    """Modules that the fork servers of the sweep's nodes import beforehand."""
+    """Modules to preload in the fork servers of the sweep's nodes."""
     return PRELOAD if spec.script is None else SCRIPT_PRELOAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GangBuilder:
-    """Makes of a trial what its ranks are to run."""
+    """Converts a trial to the job of its ranks."""
 
     spec: SweepSpec
     device: DeviceKind
@@ -352,12 +352,12 @@ class _GangBuilder:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Variables for the ranks and their warden: which of the node's are secret, and those of the file."""
+        """Variables for the ranks and their warden: names of the node's secret ones, and those of the file."""
         secret = {VARIABLES: os.environ[VARIABLES]} if VARIABLES in os.environ else {}
         return {**secret, **self.spec.cluster.env}
 
     def _deadlines(self, trial: Trial) -> Deadlines:
-        """Those of the file; a longer run has the time that its steps need, and some more."""
+        """Deadlines of the file; a longer run gets the time for its steps, with a margin."""
         deadlines = self.spec.to_deadlines()
         if not isinstance(trial.check, SoakRun):
             return deadlines
@@ -387,10 +387,10 @@ class _GangBuilder:
         )
 
     def _protocol(self, trial: Trial) -> Protocol:
-        """How to measure the trial: as the file says; for the loss gate and the soak, a fixed number of steps.
+        """How to measure the trial: as in the file; for the loss gate and the soak, a fixed number of steps.
 
-        A user's program may take minutes to start: when it is confirmed, it is measured for as many steps
-        as the file allows, so that fewer rounds settle it.
+        A custom program may take minutes to start: its confirmation measures as many steps as the file allows, so
+        that fewer rounds are needed.
         """
         protocol = self.spec.to_protocol()
         if isinstance(trial.check, ConfirmationRun) and self.spec.script is not None:
@@ -406,13 +406,13 @@ class _GangBuilder:
 logger = logging.getLogger(__name__)
 
 MAX_LOST_IN_A_ROW = 5
-"""Attempts lost one after another, whatever their trials, before the cluster is taken to be broken. Those of one trial
-that hung with all ranks in one operation count once: that may be the candidate's doing, and then is so every time."""
+"""How many attempts in a row, of any trials, may be lost before the cluster counts as broken. Attempts of one trial
+that hung with all ranks in one operation count once: the candidate may be the cause, and then it always hangs."""
 
 POLL_S = 0.5
-"""Longest wait for gang events between two looks at the clock."""
+"""Longest wait for gang events between two checks of the clock."""
 SPACE_S, SPACE_PAUSE_S = 600.0, 0.2
-"""How long a full disk is waited for, and the least pause between two looks at it."""
+"""How long to wait for space on a full disk, and the minimum interval between two checks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,9 +425,9 @@ class _Running:
 
 
 class SteadyClock:
-    """Seconds since the epoch that pass evenly, whatever becomes of the host's clock meanwhile.
+    """Seconds since the epoch that advance steadily, even if the host's clock is changed.
 
-    The host's clock is read once; from then on the time is what the monotonic clock adds. It never starts before the
+    The host's clock is read once; then the monotonic clock is added. It never starts before the
     ledger's last event, so the times in a ledger never go back.
     """
 
@@ -457,13 +457,13 @@ class Runtime:
     ) -> None:
         """
         Args:
-            launcher: how the sweep's trials become gangs.
-            lease: what keeps the cluster at the size the queue allows; None: it stays as it is.
-            clock: seconds since the epoch, or of a cluster in virtual time; it never goes back. None: a
+            launcher: launches the sweep's trials as gangs.
+            lease: keeps the cluster at the size the queue allows; None: fixed size.
+            clock: seconds since the epoch, or in virtual time of a cluster; monotonic. None: a
                 :class:`SteadyClock`.
-            is_restart: a supervisor started this controller, not a person: a pause that was asked for stands.
-            num_earlier_requests: how many requests there were when a person started the sweep; that start overrules a
-                pause among them, but none asked for later. None: all requests until now were made before.
+            is_restart: started by a supervisor, not a person: a requested pause remains in effect.
+            num_earlier_requests: number of requests when a person started the sweep; the start overrides a pause
+                among them, but not later ones. None: all requests until now are earlier.
         """
         self._ledger = ledger
         self._cluster = cluster
@@ -474,14 +474,14 @@ class Runtime:
         self._lease = lease or LeaseManager(cluster, None)
         self._running: dict[str, _Running] = {}
         self._killed: dict[str, LossCause] = {}
-        """Attempts that were told to end -> why."""
+        """Attempts that are being ended -> why."""
         self._placer = Placer(cluster, self._lease, isolation=launcher.isolation, placing_s=launcher.placing_s)
         self._is_restart = is_restart
         self._num_earlier_requests = num_earlier_requests
         self._num_lost_in_a_row = 0
         self._hung_in_a_row: set[int] = set()
         self._unhandled: list[GangEvent] = []
-        """Events that came while the disk was full."""
+        """Events received while the disk was full."""
         self._full_since_s: float | None = None
         self._is_ending = False
         self._evaluator = Evaluator(ledger.folder / "evaluations")
@@ -490,11 +490,11 @@ class Runtime:
         self._commands: tuple[Command, ...] = ()
 
     def run(self) -> SweepState:
-        """Start or go on from where the ledger stands, until the sweep has ended or is paused; return its last state.
+        """Start or continue the sweep until it has ended or is paused; return its last state.
 
         Raises:
-            ClusterError: the cluster cannot run any pending trial, or loses one attempt after another; fixed, the
-                same sweep goes on.
+            ClusterError: the cluster cannot run any pending trial, or loses one attempt after another; the sweep can
+                continue once it is fixed.
             LedgerError: an event cannot be stored.
             KeyboardInterrupt: after killing and recording what was running; submitting again continues.
         """
@@ -521,8 +521,8 @@ class Runtime:
                 self._maintain()
 
     def _take_over(self) -> None:
-        """Note that this controller has the sweep now, and settle what earlier ones left running."""
-        self._read_requests(up_to=self._num_earlier_requests)  # before the start, which overrules most of it
+        """Record that this controller has the sweep, and resolve attempts left by earlier ones."""
+        self._read_requests(up_to=self._num_earlier_requests)  # before the start, which overrides most of them
         self._dispatch(
             ControllerStarted(
                 at_s=self._clock(),
@@ -537,7 +537,7 @@ class Runtime:
         self._maintain()
 
     def _maintain(self) -> None:
-        """Take in what people asked for, keep the lease at its size, and note which nodes it has."""
+        """Process requests, adjust the lease, and update its nodes."""
         self._read_requests()
         busy = {node for running in self._running.values() for node in running.placement.nodes}
         self._lease.renew(busy)
@@ -559,7 +559,7 @@ class Runtime:
                 self._kill(attempt, reason, "preempted")
 
     def _kill(self, attempt: str, reason: str, cause: LossCause) -> bool:
-        """Tell the attempt's gang to end; False if it was told before."""
+        """End the attempt's gang; False if it is already being ended."""
         if attempt in self._killed:
             return False
         self._killed[attempt] = cause
@@ -570,11 +570,11 @@ class Runtime:
         if not self._state.quarantined:
             return
         for name in self._placer.unfit(self._state.quarantined) - busy:
-            logger.warning("node %s failed too often and is not used any more", name)
+            logger.warning("node %s failed too often and is no longer used", name)
             self._cluster.release(name)
 
     def _act(self) -> bool:
-        """Execute the first command that can be executed: its event changes what the others are. False if none can."""
+        """Execute the first executable command: its event may change the others. False if there is none."""
         return any(self._execute(command) for command in self._commands)
 
     def _execute(self, command: Command) -> bool:
@@ -640,7 +640,7 @@ class Runtime:
         self._cluster.launch(launch)
 
     def _wait(self, timeout_s: float) -> None:
-        """Take in what the gangs report; where none has ended, let the state see the time."""
+        """Process reports of the gangs; if none has ended, update the state's time."""
         ended = False
         events, self._unhandled = [*self._unhandled, *self._cluster.poll(timeout_s)], []
         for event in events:
@@ -700,7 +700,7 @@ class Runtime:
         self._hung_in_a_row |= {trial} if outcome.is_hang else set()
         if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW:
             raise ClusterLostError(
-                f"{MAX_LOST_IN_A_ROW} attempts in a row were lost, the last one: {describe_failure(outcome)}. "
+                f"{MAX_LOST_IN_A_ROW} attempts in a row were lost; the last one: {describe_failure(outcome)}. "
                 "Fix the cluster and submit again"
             )
 
@@ -711,7 +711,7 @@ class Runtime:
         self._observer.on_state(self._state)
 
     def _store(self, event: LedgerEvent) -> None:
-        """Write the event to the ledger; where the disk is full, as soon as there is space.
+        """Write the event to the ledger; if the disk is full, as soon as there is space.
 
         Raises:
             LedgerError: it cannot be written, or there was no space for :data:`SPACE_S`.
@@ -723,7 +723,7 @@ class Runtime:
                 if self._is_ending:
                     raise
                 self._note_full()
-                self._unhandled += self._cluster.poll(POLL_S)  # so that the ranks know of their controller
+                self._unhandled += self._cluster.poll(POLL_S)  # so that the ranks can find their controller
             else:
                 return
 
@@ -738,7 +738,7 @@ class Runtime:
             return True
         if self._full_since_s is not None:
             self._full_since_s = None
-            logger.warning("the disk of %s has space again; the sweep goes on", self._ledger.folder)
+            logger.warning("the disk of %s has space again; the sweep continues", self._ledger.folder)
         return False
 
     def _note_full(self) -> None:
@@ -746,16 +746,19 @@ class Runtime:
         if self._full_since_s is None:
             self._full_since_s = now_s
             logger.warning("%s; the sweep waits for up to %.0f min", self._disk_text, SPACE_S / 60)
-        time.sleep(SPACE_PAUSE_S)  # a virtual cluster does not wait by itself
+        time.sleep(SPACE_PAUSE_S)  # a virtual cluster does not wait itself
         if now_s - self._full_since_s > SPACE_S:
-            raise DiskFullError(f"{self._disk_text}, for {SPACE_S / 60:.0f} min now. Free space, then submit again")
+            folder = self._ledger.folder
+            raise DiskFullError(
+                f"the disk of {folder} has been full for {SPACE_S / 60:.0f} min. Free some space, then submit again"
+            )
 
     @property
     def _disk_text(self) -> str:
         return f"the disk of {self._ledger.folder} is full"
 
     def _interrupt(self) -> None:
-        """Kill what runs and record it as lost, so that its device time is charged and nothing dangles."""
+        """Kill running attempts and record them as lost, so that their device time is charged."""
         self._is_ending = True
         for attempt in list(self._running):
             self._kill(attempt, "interrupted by the user", "controller")
@@ -776,5 +779,5 @@ class Runtime:
 
 
 def _unasked(cause: LossCause) -> LossCause:
-    """The cause of a loss that this controller has not asked for: a node that takes it for gone is infrastructure."""
+    """The cause of a loss not requested by this controller: a node that considers it gone counts as infrastructure."""
     return "infrastructure" if cause == "controller" else cause

@@ -1,7 +1,7 @@
 """The controller: pure functions from (state, event) to (state, commands). No clock, no input or output.
 
 Commands are level-triggered: they follow from the state alone, and are repeated until an event shows them done. A
-controller that starts again after a crash therefore needs nothing but the folded state to go on.
+controller restarted after a crash therefore only needs the folded state to continue.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from trials.spec import Candidate, Protocol
 
 
 def step(state: SweepState, event: Event) -> tuple[SweepState, tuple[Command, ...]]:
-    """Take one event in; return the new state and what is to be done now."""
+    """Apply one event; return the new state and the next commands."""
     state = apply(state, event)
     return state, decide(state)
 
 
 def decide(state: SweepState) -> tuple[Command, ...]:
-    """What is to be done in ``state``: launches first, then at most one proposal, or the next step of the proof, or the
+    """The next commands in ``state``: launches first, then at most one proposal, or the next step of the proof, or the
     end."""
     if state.created is None or state.is_over:
         return ()
@@ -84,7 +84,7 @@ def decide(state: SweepState) -> tuple[Command, ...]:
 
 
 def _comply(state: SweepState, action: Action) -> tuple[Command, ...]:
-    """Commands that do what was asked: nothing is launched; what runs is killed, or left to end when draining."""
+    """Commands for a request: nothing is launched; running trials are killed, or left to finish when draining."""
     done = {"pause": "paused", "drain": "drained", "cancel": "cancelled"}[action]
     reason = f"{done} by {state.requested_by}" if state.requested_by else done
     if state.running:
@@ -106,33 +106,33 @@ def _launch(state: SweepState, trial: Trial) -> Launch:
     )
 
 
-# Finds out from a trial's first steps that it cannot become the best one. Pure: no clock, no input or output.
+# Detects from a trial's first steps that it cannot become the best. Pure: no clock, no input or output.
 
 
 ALLOWANCE = 0.2
-"""Share of the fastest step so far by which later ones may still turn out faster."""
+"""Fraction of the fastest step so far by which later ones may be faster."""
 MIN_STEPS = 2
-"""Steps after the first one that have to be seen."""
+"""Minimum number of steps after the first one."""
 MIN_RIVAL_STEPS = 3
-"""Steps of a measured trial without which nothing is compared with it."""
+"""Minimum number of steps of a measured trial to compare with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStop:
-    """Stops a trial that, even if its later steps are faster, is ``factor`` times slower than a rival, even if that was
-    measured too fast: an end of one interval is compared with an end of the other.
+    """Stops a trial that is ``factor`` times slower than a rival, even if its later steps are faster and the rival was
+    measured too fast: compares the nearest ends of both intervals.
 
-    The first step allocates and compiles, and steps in which kernels are being tuned are not like later ones: they do
-    not count. The baseline is never stopped: everything is compared with it.
+    The first step, which allocates and compiles, and steps with kernel tuning do not count. The baseline is never
+    stopped: everything is compared with it.
     """
 
     factor: float
-    """Step time, weighted by the objective, over the rival's, from which on a trial is stopped."""
+    """Ratio of step times, weighted by the objective, to the rival's from which on a trial is stopped."""
     protocol: Protocol
-    """How trials are measured: how many steps a trial that is stopped would still have taken."""
+    """How trials are measured; determines the remaining steps of a stopped trial."""
 
     def verdict(self, state: SweepState, trial: Trial, progress: Sequence[GangProgress]) -> StoppedEarly | None:
-        """Why the running attempt of ``trial`` is hopeless after these reports; None while it is not."""
+        """Why the running attempt of ``trial`` is hopeless after these reports; None if it is not."""
         if trial.number == 0 or trial.attempts[-1].stopped is not None:
             return None
         times_s = _final_times_s(trial, progress)
@@ -152,7 +152,7 @@ class EarlyStop:
         )
 
     def _num_steps_due(self, last: GangProgress) -> int:
-        """Steps that the protocol still asks for, at least, after the report ``last``."""
+        """Minimum number of steps that the protocol still requires after the report ``last``."""
         if last.phase == "warmup":
             return max(0, self.protocol.min_warmup_steps - last.step) + self.protocol.num_steps
         return self.protocol.num_steps - last.step
@@ -167,9 +167,9 @@ class _Rival:
 
 
 def _rival(state: SweepState) -> _Rival | None:
-    """The trial that is surely the fastest; None where none is known well enough to stop others.
+    """The trial that is certainly the fastest; None if none is known well enough to stop others.
 
-    Too few steps, or steps that became slower and slower, say too little of what the trial would come to.
+    Too few steps, or steps that became slower and slower, are not conclusive.
     """
     rivals = []
     for ranked in state.fastest:
@@ -186,8 +186,8 @@ def _rival(state: SweepState) -> _Rival | None:
 
 
 def final_outcome(state: SweepState, number: int, outcome: Outcome) -> Outcome:
-    """The outcome of the last attempt of a trial: where its gang was lost because it was to be stopped, it was stopped
-    early; where attempt after attempt was killed from outside, it crashed, as the trial may be killing itself."""
+    """The outcome of the last attempt of a trial: stopped early, if its gang was lost by stopping it; crashed, if
+    attempt after attempt was killed from outside, as the trial may be killing itself."""
     trial = state.trials[number]
     if not isinstance(outcome, GangLost):
         return outcome
@@ -195,13 +195,13 @@ def final_outcome(state: SweepState, number: int, outcome: Outcome) -> Outcome:
         return stopped
     limit = state.sweep.budget.lost_attempts_per_trial
     if outcome.cause == "killed" and trial.num_lost + 1 >= limit:
-        message = f"{outcome.evidence.message}, in the last of {limit} attempts that were lost"
+        message = f"{outcome.evidence.message}, in the last of {limit} lost attempts"
         return Crashed(evidence=replace(outcome.evidence, message=message))
     return outcome
 
 
 def _final_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[float, ...]:
-    """Seconds per step, without the first step and those in which kernels are being tuned."""
+    """Seconds per step, without the first step and steps with kernel tuning."""
     first = max(1, *trial.candidate.kernels.cudnn_tuning_range, 0)
     return tuple(
         report.step_time_s
@@ -212,16 +212,16 @@ def _final_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[floa
 
 def _reason(times_s: Sequence[float], ratio: float, rival: int, objective: Objective) -> str:
     shown = f"{len(times_s)} steps of {min(times_s):.4g} s or more"
-    return f"stopped after {shown}: at least {ratio:.2f} times the {TIMES[objective.name]} of {trial_id(rival)}"
+    return f"stopped after {shown}: at least {ratio:.2f}x the {TIMES[objective.name]} of {trial_id(rival)}"
 
 
-# The events that answer the controller's commands where no gang is involved: proposals, decisions, the end.
+# Events of the controller's commands that involve no gang: proposals, decisions, the end.
 
 
 def propose(
     search: Search, state: SweepState, command: Propose, baseline: Candidate, at_s: float
 ) -> TrialProposed | SearchExhausted:
-    """The next trial: the baseline first, then what the search suggests; or the end of the search, and why."""
+    """The next trial: the baseline first, then the search's suggestions; or the end of the search, and why."""
     number = command.trial
     if number == 0:
         return TrialProposed(
@@ -229,7 +229,7 @@ def propose(
             trial=0,
             candidate=baseline,
             origin="baseline",
-            reason="the present configuration, for comparison",
+            reason="the current configuration, for comparison",
             expected=search.predict(baseline),
         )
     if search.is_converged(state):
@@ -251,7 +251,7 @@ def propose(
 def event_of(
     command: ChooseFinalists | ProposeCheck | SetAside | Conclude | Pause | Finish, state: SweepState, at_s: float
 ) -> LedgerEvent:
-    """The event of a command that is done by writing it to the ledger."""
+    """The event of a command that only requires writing to the ledger."""
     match command:
         case ChooseFinalists():
             first_check = len(state.trials)
@@ -283,7 +283,7 @@ def event_of(
             assert_never(command)
 
 
-# What is settled when a sweep's controller has died: attempts it left running, and requests nobody answered.
+# Recovery after a controller has died: attempts it left running, and unhandled requests.
 
 
 logger = logging.getLogger(__name__)
@@ -291,17 +291,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What an attempt of a dead controller has come to."""
+    """The result of an attempt of a dead controller."""
 
     outcome: Outcome
     device_seconds: float
-    """Seconds that its devices were held, summed over devices."""
+    """Device-seconds that it held."""
 
 
 def end_orphaned(
     state: SweepState, recover: Callable[[Trial], Recovered], clock: Callable[[], float]
 ) -> Iterator[AttemptEnded]:
-    """Ends of the attempts that run in ``state`` although their controller is gone, and with it their gangs."""
+    """Ends of the attempts that are running in ``state`` although their controller and gangs are gone."""
     for number in sorted(state.running):
         trial = state.trials[number]
         found = recover(trial)
@@ -316,7 +316,7 @@ def end_orphaned(
 
 
 def recovered(attempts: Path, trial: Trial) -> Recovered:
-    """What the unended attempt of ``trial``, whose controller is gone, left in the folder ``attempts``."""
+    """The result of the unended attempt of ``trial`` of a dead controller, from the folder ``attempts``."""
     attempt = trial.attempts[-1]
     found = recover(attempts, attempt.token, len(attempt.ranks))
     held_s = max(0.0, found.ended_at_s - attempt.launched_at_s) if found.ended_at_s else 0.0
@@ -324,8 +324,8 @@ def recovered(attempts: Path, trial: Trial) -> Recovered:
 
 
 def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
-    """Do what has been asked of a sweep without a controller; the caller holds its ledger. It happens at the time of
-    the last event: since then nobody has been at work, and no time was spent."""
+    """Carry out requests to a sweep without a controller; the caller holds its ledger. They take effect at the time of
+    the last event: since then no controller was running, and no time was spent."""
     state = fold(ledger.events())
     if state.created is None:
         return state
@@ -341,7 +341,7 @@ def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
 
     for event in events:
         take(event)
-    if state.requested_action is not None:  # what a dead controller left running is gone, too
+    if state.requested_action is not None:  # attempts left by a dead controller are gone, too
         for end in end_orphaned(state, lambda trial: recovered(folder / "attempts", trial), lambda: at_s):
             take(end)
     for command in decide(state):

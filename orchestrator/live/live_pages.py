@@ -1,6 +1,6 @@
-"""What the live pages show: all sweeps of a home, a sweep, a trial; as fragments of HTML, rows, points of the charts.
+"""The content of the live pages: all sweeps of a home, a sweep, a trial; as HTML fragments, rows, chart points.
 
-Fragments are rendered by the templates of the page to keep, from the same tables.
+Fragments are rendered by the templates of the report page, from the same tables.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 _FOLDER = Path(__file__).with_name("static")
 
 Links = Callable[[Snapshot], Mapping[str, str]]
-"""Finds the pages of a sweep in MLflow, by what they show."""
+"""Returns the pages of a sweep in MLflow, by title."""
 
 MAX_ROWS = 400
-"""Trials that the page shows: the baseline, the fastest, and the latest."""
+"""Maximum number of trials shown: the baseline, the fastest, and the latest."""
 MAX_CHECKS = 100
-"""Checks that it shows, the latest."""
+"""Maximum number of latest checks shown."""
 MAX_POINTS = 300
-"""Steps of a running trial that are kept for its curve, the latest."""
+"""Maximum number of latest steps kept for the curve of a running trial."""
 MAX_STEPS = 2000
-"""Steps of a measured trial in its curve, the latest."""
+"""Maximum number of latest steps in the curve of a measured trial."""
 NUM_LINES = 300
-"""Lines of a log that are shown at first, its last ones."""
+"""Number of last lines of a log shown at first."""
 
 ALLOWED: Mapping[Phase, tuple[str, ...]] = {
     "waiting": ("cancel",),
@@ -91,7 +91,7 @@ INDEX_COLUMNS = (
     Column(title="running", is_number=True),
     Column(title="device time", is_number=True, rises=True),
     Column(title="on", min_width=20, rises=True),
-    Column(title="begun before", is_number=True),
+    Column(title="started", is_number=True),
 )
 
 ATTEMPT_COLUMNS = (
@@ -99,13 +99,13 @@ ATTEMPT_COLUMNS = (
     Column(title="ended"),
     Column(title="on", min_width=10),
     *(Column(title=title, is_number=True) for title in ("ranks", "devices", "took", "device time")),
-    Column(title="what followed", min_width=20),
+    Column(title="consequences", min_width=20),
 )
 
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
-    """That of the page to keep, with the templates of the live pages."""
+    """The environment of the report page, with the templates of the live pages."""
     from jinja2 import ChoiceLoader, FileSystemLoader
 
     base = offline.environment()
@@ -115,7 +115,7 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page; whatever ``values`` hold is escaped."""
+    """A page; ``values`` are escaped."""
     return _environment().get_template(template).render(**values)
 
 
@@ -126,7 +126,7 @@ def fragment(name: str, *values: Any) -> str:
 
 @lru_cache(maxsize=32)
 def static(name: str) -> tuple[str, bytes] | None:
-    """Type and content of the script or style sheet of this name; None where there is none."""
+    """Type and content of the script or style sheet of this name; None if it does not exist."""
     if name == "live.css":
         return "text/css; charset=utf-8", render("live.css.j2").encode()
     files = {path.name: path for folder in (_FOLDER, Path(offline.__file__).parent) for path in folder.glob("*.js")}
@@ -134,7 +134,7 @@ def static(name: str) -> tuple[str, bytes] | None:
 
 
 class SweepView:
-    """Reads one sweep. Its rows are made again only when an event or a running trial's progress requires it."""
+    """Reads one sweep. Rows are only made again for new events or progress."""
 
     def __init__(self, home: Home, name: str, invocation: Invocation, links: Links) -> None:
         self._home, self._name = home, name
@@ -148,9 +148,9 @@ class SweepView:
         self._steps: dict[int, list[list[float]]] = {}
 
     def parts(self) -> Mapping[str, Any]:
-        """All that changes by itself; result and rows where something has happened since the last look."""
+        """All changing parts; result and rows only if something has changed since the last look."""
         file = (self._home.sweep_folder(self._name) / FILE_NAME).stat().st_ino
-        before = self._seen if file == self._file else None  # a sweep of this name may have taken the place of another
+        before = self._seen if file == self._file else None  # a new sweep may have replaced another of the same name
         sweep = self._home.read(self._name, before)
         self._seen, self._file = sweep, file
         parts: dict[str, Any] = {
@@ -167,7 +167,7 @@ class SweepView:
         return parts
 
     def _result(self, sweep: Snapshot) -> dict[str, Any]:
-        """The result so far, the proof, and the commands to go on with."""
+        """The result so far, the proof, and suggested next commands."""
         summary = summary_of(sweep, self._home)
         if summary is None:
             return dict.fromkeys(("html/verdict", "html/confirmation", "html/commands", "intervals"))
@@ -210,13 +210,13 @@ class SweepView:
             if checks.rows
             else None,
             "html/checks": fragment("frame", "Checks", CHECK_COLUMNS, "trial") if checks.rows else None,
-            "html/more-checks": f"{hidden_checks} earlier ones are left out" if hidden_checks else None,
+            "html/more-checks": f"{hidden_checks} earlier ones are not shown" if hidden_checks else None,
             **gone,
             **{name: self._row(name, row, state) for name, row in rows.items()},
         }
 
     def _progress(self, sweep: Snapshot) -> dict[str, Any]:
-        """Rows of the running trials with what they are doing now: the rest of the table is as it was."""
+        """Rows of the running trials with their progress; the rest of the table is unchanged."""
         parts = {}
         for trial in sweep.running:
             name = f"{'check' if trial.check else 'trial'}/{trial.number}"
@@ -226,7 +226,7 @@ class SweepView:
         return parts
 
     def _row(self, name: str, row: ShownRow, state: SweepState) -> dict[str, Any]:
-        """The part of a row; rendered only where it differs from the last one of this name."""
+        """The part of a row; rendered only if it differs from the last one of this name."""
         if row.cells["state"].mood == "running":
             row = replace(row, mood="running")
         if row != self._rows.get(name) or name not in self._parts:
@@ -240,7 +240,7 @@ class SweepView:
         return found
 
     def _curves(self, sweep: Snapshot) -> dict[str, Any]:
-        """Step times of the running trials as far as they were seen, each with its step; none of those that ended."""
+        """Observed step times of the running trials, each with its step."""
         ended = [number for number in self._steps if number not in sweep.state.running]
         parts: dict[str, Any] = {f"steps/{number}": None for number in ended}
         for number in ended:
@@ -257,7 +257,7 @@ class SweepView:
 
 
 def shown_trials(state: SweepState) -> list[Trial]:
-    """The search's trials that have a row, in the order of their numbers."""
+    """The search's trials with a row, by number."""
     if state.num_searched <= MAX_ROWS:
         return state.searched()
     latest = islice((trial for trial in reversed(state.trials) if trial.check is None), MAX_ROWS)
@@ -266,7 +266,7 @@ def shown_trials(state: SweepState) -> list[Trial]:
 
 
 def heading(sweep: Snapshot) -> dict[str, Any]:
-    """The sweep's phase, and the actions that it allows."""
+    """The sweep's phase, and the allowed actions."""
     state = sweep.state
     retriable = {kind: count for kind, count in state.counts().items() if kind in RETRIABLE}
     allowed = [action for action in ALLOWED.get(sweep.phase, ()) if action != "retry" or retriable]
@@ -285,7 +285,7 @@ def heading(sweep: Snapshot) -> dict[str, Any]:
 
 
 def status_line(sweep: Snapshot) -> str:
-    """One sentence that changes only when something has happened: it is read out."""
+    """One sentence for screen readers, which changes only if something has happened."""
     state = sweep.state
     parts = [f"{sweep.phase}, {plain(sweep.reason)}" if sweep.reason else sweep.phase]
     if state.created is not None:
@@ -307,7 +307,7 @@ def _facts(sweep: Snapshot) -> list[Fact]:
 
 
 def _commands(sweep: Snapshot, invocation: Invocation) -> list[tuple[str, str]]:
-    """What the page has no button for; while the sweep is not over only what reads it."""
+    """Commands without a button; only reading ones while the sweep is not over."""
     purposes: list[CommandPurpose] = ["page", "explain"]
     if sweep.state.is_over:
         purposes += ["promote", "rollback", "confirm"]
@@ -330,7 +330,7 @@ def _interval(one: Finalist) -> dict[str, Any]:
 
 
 def _point(trial: Trial, row: ShownRow, state: SweepState) -> dict[str, Any] | None:
-    """A trial in the charts; None for checks and those that were not measured."""
+    """A trial in the charts; None for checks and unmeasured trials."""
     measurement = trial.measurement
     if measurement is None or trial.check is not None:
         return None
@@ -347,7 +347,7 @@ def _point(trial: Trial, row: ShownRow, state: SweepState) -> dict[str, Any] | N
         "color": "grey" if trial.number == 0 else "green" if row.mood == "best" else "blue",
     }
     if trial.expected is not None:
-        predicted, off = cells["predicted step"].text, cells["off by"].text
+        predicted, off = cells["predicted step"].text, cells["measured/predicted"].text
         found |= {"step_s": measurement.step_time_s, "predicted_s": trial.expected.step_time_s}
         found["off"] = f"{name}: predicted {predicted}, measured {cells['step'].text} ({off})"
     return found
@@ -370,7 +370,7 @@ class IndexView:
         return {"html/table": fragment("frame", "All sweeps", INDEX_COLUMNS, "state"), **found, **gone}
 
     def _row(self, name: str) -> ShownRow | None:
-        """A sweep in short; None for one of which nothing is known yet."""
+        """A sweep in short; None if nothing is known yet."""
         try:
             file = (self._home.sweep_folder(name) / FILE_NAME).stat().st_ino
             known = self._seen.get(name)
@@ -403,7 +403,7 @@ def _index_row(sweep: Snapshot, home: Home) -> ShownRow:
         "running": Cell(str(len(state.running) or ""), len(state.running)),
         "device time": Cell(units.device_time(sweep.device_seconds), sweep.device_seconds),
         "on": Cell(state.created.hardware if state.created else ""),
-        "begun before": Cell(age, began_at_s),
+        "started": Cell(age, began_at_s),
     }
     return ShownRow(cells=cells, mood="running" if sweep.phase == "running" else "")
 
@@ -417,10 +417,10 @@ STATUS_CLASSES: Mapping[str, str] = {
 
 
 def trial_document(home: Home, sweep: str, number: int, invocation: Invocation) -> dict[str, Any]:
-    """All that is known of a trial: why it was tried, what it measured, how each attempt ended.
+    """The full data of a trial: why it was proposed, its measurements, the end of each attempt.
 
     Raises:
-        ConfigError: there is no such sweep or trial.
+        ConfigError: the sweep or trial does not exist.
     """
     found = explain(sweep, str(number), home)
     trial, measurement = found.trial, found.measurement
@@ -451,7 +451,7 @@ def trial_document(home: Home, sweep: str, number: int, invocation: Invocation) 
 
 
 def _measured(found: Explanation) -> tuple[dict[str, str], list[str]]:
-    """What was measured by what it is called, and the parts of a step."""
+    """Measurements by name, and the parts of a step."""
     measurement = found.measurement
     if measurement is None:
         return {}, []
@@ -462,7 +462,7 @@ def _measured(found: Explanation) -> tuple[dict[str, str], list[str]]:
         "peak memory": f"{peak} on the fullest rank" if measurement.peak_bytes else "",
         "steps": f"{len(measurement.step_times_s)} measured after {measurement.num_warmup_steps} of warm-up",
         "of which": descriptions.peak_memory_parts(measurement),
-        "model FLOPs utilisation": "" if measurement.mfu is None else f"{100 * measurement.mfu:.1f}%",
+        "model FLOPs utilization": "" if measurement.mfu is None else f"{100 * measurement.mfu:.1f}%",
         "machine": descriptions.usage(measurement),
         "busy machine": descriptions.disturbed(measurement),
         "trend": descriptions.trend(measurement),
@@ -509,32 +509,35 @@ def _attempt(one: AttemptExplanation) -> Sequence[str]:
 
 
 def _trial_commands(found: Explanation, invocation: Invocation) -> Iterator[tuple[str, str]]:
-    """Purpose and command, whole, ready to be copied."""
+    """Purposes and commands, ready to copy."""
     sweep, trial = found.sweep, units.trial_id(found.trial.number)
     yield "explain it", invocation.command("explain", sweep, trial)
     if found.attempts:
-        yield "its logs", invocation.command("logs", sweep, trial)
+        yield "show its logs", invocation.command("logs", sweep, trial)
     if found.measurement is None or found.trial.check is not None:
         return
     if found.trial.number:
-        yield "what differs from the baseline", invocation.command("diff", f"{sweep}:baseline", f"{sweep}:{trial}")
-        yield "measure it again beside the baseline", invocation.command("confirm", sweep, trial)
+        yield (
+            "show the differences from the baseline",
+            invocation.command("diff", f"{sweep}:baseline", f"{sweep}:{trial}"),
+        )
+        yield "measure it again, interleaved with the baseline", invocation.command("confirm", sweep, trial)
     yield "run it with the profiler", invocation.command("profile", sweep, trial)
-    yield "its command lines", invocation.command("export", f"{sweep}:{trial}", "--format", "torchrun")
+    yield "show its command lines", invocation.command("export", f"{sweep}:{trial}", "--format", "torchrun")
 
 
 def log_document(home: Home, name: str, number: int, *, attempt: int | None, rank: int, after: int) -> dict[str, Any]:
-    """The log of a rank: its last lines, or with ``after``, where an earlier answer ended, the lines since.
+    """The log of a rank: its last lines, or the lines since ``after``, the end of an earlier response.
 
     Raises:
-        ConfigError: there is no such sweep, trial, attempt or rank, or the cluster is a simulated one.
+        ConfigError: the sweep, trial, attempt or rank does not exist, or the cluster is simulated.
     """
     sweep = home.read(name)
     trial = find_trial(sweep.state, str(number), name)
     found = attempt_logs(sweep, trial, attempt=attempt, rank=rank, num_lines=NUM_LINES if after < 0 else 0)
     log = found.ranks[0]
     if log.path.is_symlink():
-        raise ConfigError(f"{log.path} is a link, which no rank writes", remedy="Look at it yourself.")
+        raise ConfigError(f"{log.path} is a link and was not written by a rank", remedy="Inspect it manually.")
     lines, end = _news(log, after)
     evidence = found.evidence
     return {

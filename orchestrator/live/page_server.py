@@ -1,7 +1,7 @@
-"""Serves the pages on loopback with uvicorn: who may see them, and what clients without the token can hold of it.
+"""Serves the pages on loopback with uvicorn: access control, and limits for clients without the token.
 
-Every user of the host, and every page in the browser, can reach loopback. So the address that is printed carries a
-random token; who comes with it gets a cookie, and nothing is answered without either.
+Every user of the host, and every page in the browser, can reach loopback. So the printed address contains a random
+token; a client with the token gets a cookie, and all other requests are rejected.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from orchestrator.tracking import mlflow_server
 HOST = "127.0.0.1"
 DEFAULT_PORT = 5080
 MAX_CONNECTIONS = 128
-"""Connections of clients that have shown the token."""
+"""Maximum number of connections of clients with the token."""
 MAX_PENDING = 32
-"""Connections of clients that have not; for one more, the oldest is closed."""
+"""Maximum number of other connections; for one more, the oldest is closed."""
 REQUEST_S = 10.0
-"""Time for a whole request to arrive: request line, headers and body, and the wait for it on an open connection."""
+"""Time for a full request to arrive, including the wait for it on an open connection."""
 STALL_S = 30.0
-"""Time a client may take to accept the next part of an answer."""
+"""Time a client may take to accept the next part of a response."""
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-"""Names by which a browser may call the server. Any other is a foreign name made to point here (DNS rebinding)."""
+"""Allowed host names of requests. Any other name was made to point here (DNS rebinding)."""
 CSRF_HEADER = "X-Tune-Cluster"
-"""Header that every request to do something carries; no form and no foreign page can set it."""
+"""Header required for actions; forms and foreign pages cannot set it."""
 _SITES = ("", "none", "same-origin")
-"""What browsers say of requests that come from the pages themselves, or from the address line (``Sec-Fetch-Site``)."""
+"""``Sec-Fetch-Site`` of requests from the pages themselves, or from the address bar."""
 
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -65,10 +65,10 @@ HEADERS: Mapping[str, str] = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers of every answer: nothing is loaded from elsewhere, framed, guessed, or left in a cache."""
+"""Headers of every response: nothing is loaded from elsewhere, framed, sniffed, or cached."""
 _PATH = re.compile(r"(?:/[a-z0-9][a-z0-9._-]*)+|/")
 """Paths of pages: nothing in them leads to another host."""
-_CLOSED = "Open the address that `tune-cluster ui` printed: it carries a token that lets you in."
+_CLOSED = "Open the address printed by `tune-cluster ui`: it contains the access token."
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class Access:
 
     port: int
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
-    """What the printed address carries."""
+    """The token in the printed address."""
     _session: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     csrf: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
-    """What pages send along in :data:`CSRF_HEADER` when they ask for something to be done."""
+    """Value of :data:`CSRF_HEADER` for actions."""
 
     @property
     def cookie_name(self) -> str:
@@ -88,15 +88,15 @@ class Access:
         return f"tune_cluster_{self.port}"
 
     def cookie(self) -> str:
-        """The header that gives a browser its cookie: kept from scripts, not sent along from other sites."""
+        """The header that sets a browser's cookie: hidden from scripts, not sent from other sites."""
         return f"{self.cookie_name}={self._session}; Path=/; HttpOnly; SameSite=Strict"
 
     def is_token(self, given: str) -> bool:
-        """Whether ``given`` is the token; takes as long for every wrong one."""
+        """Whether ``given`` is the token, in constant time."""
         return hmac.compare_digest(given.encode(), self.token.encode())
 
     def has_cookie(self, header: str | None) -> bool:
-        """Whether the request's ``Cookie`` header holds what :meth:`cookie` gave."""
+        """Whether the request's ``Cookie`` header contains the value set by :meth:`cookie`."""
         try:
             found = SimpleCookie(header or "").get(self.cookie_name)
         except CookieError:
@@ -114,7 +114,7 @@ class Access:
         return is_link or (is_from_here(headers) and origin in (None, f"http://{host}"))
 
     def may_act(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request to do something comes from one of the server's own pages."""
+        """Whether an action comes from one of the server's own pages."""
         sent = headers.get(CSRF_HEADER, "")
         is_json = headers.get("Content-Type", "").partition(";")[0].strip() == "application/json"
         has_origin = headers.get("Origin") is not None
@@ -122,7 +122,7 @@ class Access:
 
 
 def is_from_here(headers: Mapping[str, str]) -> bool:
-    """Whether no page of another site led to this request, so that the browser sends a cookie along at once."""
+    """Whether the request was not initiated by another site, so that the browser sends the cookie at once."""
     return headers.get("Sec-Fetch-Site", "") in _SITES
 
 
@@ -139,12 +139,12 @@ def _name(host: str) -> str:
 
 
 class Gate:
-    """Lets in whom :class:`Access` lets in, and gives every answer its headers."""
+    """Admits clients accepted by :class:`Access`, and adds the headers to every response."""
 
     def __init__(self, site: ASGIApp, access: Access, admit: Callable[[Request], bool]) -> None:
         """
         Args:
-            admit: whether there is room for one more client that has shown the token.
+            admit: whether one more client with the token is allowed.
         """
         self._site, self._access, self._admit = site, access, admit
 
@@ -160,19 +160,19 @@ class Gate:
         await answer(scope, receive, send_with_headers)
 
     def _answer(self, request: Request) -> Response | None:
-        """The answer to a client that may not enter, or that comes with the token; None for those that may enter."""
+        """The response to a client that is rejected, or presents the token; None for admitted ones."""
         access, headers, token = self._access, request.headers, request.query_params.get("token")
         if not access.is_ours(headers):
-            return refusal(403, "This page answers on this host only, under its own address.")
+            return refusal(403, "This page is only available from this host, under its own address.")
         if request.method == "POST":
             if not access.may_act(headers):
-                return refusal(403, "Only the page itself may ask for that.")
+                return refusal(403, "Only the page itself may request this.")
         elif token:
             return self._let_in(request, token)
         if not access.has_cookie(headers.get("Cookie")):
             return refusal(403, _CLOSED)
         if not self._admit(request):
-            return refusal(503, "Too many windows show this page. Close some.", {"Connection": "close"})
+            return refusal(503, "Too many windows have this page open. Close some.", {"Connection": "close"})
         return None
 
     def _let_in(self, request: Request, token: str) -> Response:
@@ -188,14 +188,14 @@ class Gate:
 
 
 class PageServer:
-    """The server; a context manager that answers while it lasts."""
+    """The server; a context manager that serves while it is open."""
 
     def __init__(
         self, home: Home, port: int | None, *, invocation: Invocation, links: Links, poll_s: float = 1.0
     ) -> None:
         """
         Args:
-            port: of this host; None takes :data:`DEFAULT_PORT`, or any where that one is taken.
+            port: of this host; None: :data:`DEFAULT_PORT`, or any free one.
 
         Raises:
             ConfigError: the port is taken.
@@ -210,7 +210,7 @@ class PageServer:
             loop="asyncio",
             ws="none",
             lifespan="off",
-            # Requests are not logged: the printed address carries the token.
+            # Requests are not logged: the printed address contains the token.
             log_config=None,
             log_level="critical",
             access_log=False,
@@ -229,7 +229,7 @@ class PageServer:
         return f"http://{HOST}:{self.access.port}"
 
     def url(self, sweep: str | None = None) -> str:
-        """The address to open, with the token: of a sweep's page, or of the list of all."""
+        """The address with the token of a sweep's page, or of the list of all sweeps."""
         path = f"/sweeps/{sweep}" if sweep else "/"
         return f"{self.base}{path}?{urlencode({'token': self.access.token})}"
 
@@ -268,11 +268,11 @@ def _listening(port: int | None) -> socket.socket:
 
 
 class PageConnection(H11Protocol):
-    """A client's connection. It is closed if a request does not arrive as a whole in :data:`REQUEST_S`, or if an answer
+    """A client's connection. It is closed if a full request does not arrive within :data:`REQUEST_S`, or if a response
     is not accepted for :data:`STALL_S`: uvicorn has no deadline for either."""
 
     is_admitted = False
-    """Whether the client has shown the token."""
+    """Whether the client has presented the token."""
     opened_s = 0.0
     _deadline: asyncio.TimerHandle | None = None
 
@@ -292,7 +292,7 @@ class PageConnection(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Bytes came in; a whole request has no deadline any more."""
+        """Bytes arrived; a full request no longer has a deadline."""
         super().handle_events()
         if self._has_request:
             self._end_in(None)
@@ -303,7 +303,7 @@ class PageConnection(H11Protocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client accepts less than it is sent."""
+        """The client is slower than the response."""
         super().pause_writing()
         self._end_in(STALL_S)
 
@@ -331,7 +331,7 @@ def _open_connections(state: Any) -> list[PageConnection]:
 
 
 def _admit(request: Request) -> bool:
-    """Note that the client of ``request`` has shown the token; False if there are too many of those."""
+    """Note that the client of ``request`` has presented the token; False if there are too many."""
     connection: PageConnection = request.state.connection
     if not connection.is_admitted:
         admitted = [one for one in _open_connections(connection.server_state) if one.is_admitted]
@@ -339,41 +339,41 @@ def _admit(request: Request) -> bool:
     return connection.is_admitted
 
 
-# ---- What ``tune-cluster ui`` does: serve the live page, and beside it the MLflow UI, until interrupted
+# ---- ``tune-cluster ui``: serves the live page and the MLflow UI until interrupted
 
 MAX_PORTS = 20
-"""Ports that are tried for MLflow where none was asked for."""
+"""Number of ports to try for MLflow by default."""
 
 Announce = Callable[[Mapping[str, str], bool], None]
-"""Gets addresses by what is there, and whether these are the last ones."""
+"""Receives addresses by name, and whether these are the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is to be served."""
+    """What to serve."""
 
     sweep: str | None
     """None: the list of all sweeps."""
     port: int | None
-    """Where the live page is; None: the usual one, or any."""
+    """Port of the live page; None: the default, or any free one."""
     with_mlflow: bool
     mlflow_host: str
     mlflow_port: int | None
-    """None: the usual one, or one of the next."""
+    """None: the default, or one of the next."""
 
 
 class Archive:
-    """Where the browser finds the MLflow pages of sweeps: on their tracking server, or on the one served here."""
+    """Addresses of the sweeps' MLflow pages: on their tracking server, or on the one served here."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self.base = ""
-        """Address of the MLflow server that runs here, once it answers."""
+        """Address of the MLflow server started here, once it is up."""
         self.store = ""
         """The store that it shows."""
 
     def links(self, sweep: Snapshot) -> Mapping[str, str]:
-        """What to open of the sweep, by what it shows; empty where nothing was recorded, or no server shows it."""
+        """The sweep's MLflow pages by title; empty if nothing was recorded, or no server has it."""
         if sweep.recorded is None:
             return {}
         store = sweep.tracking_uri or self._home.default_tracking_uri
@@ -387,11 +387,11 @@ def serve(
     """Serve until Ctrl-C or SIGTERM, which end everything.
 
     Args:
-        announce: gets the page's address at once, those in MLflow when it answers.
-        tell: gets what else there is to say, a sentence each.
+        announce: receives the page's address at once, those in MLflow when it is up.
+        tell: receives further messages.
 
     Raises:
-        ConfigError: there is no such sweep, no sweep at all, or a port that was asked for is taken.
+        ConfigError: the sweep does not exist, there are none, or the requested port is taken.
     """
     store = _store(home, what.sweep)
     archive = Archive(home)
@@ -409,11 +409,11 @@ def serve(
 def _serve_mlflow(
     home: Home, what: Served, archive: Archive, store: str, announce: Announce, notify: Callable[[str], None]
 ) -> bool:
-    """Serve the MLflow UI until interrupted; whether that was so. Where there is nothing to serve, or it ends by
-    itself, the live page goes on without it.
+    """Serve the MLflow UI until interrupted; returns whether it was interrupted. If there is nothing to serve, or the
+    server exits, the live page continues without it.
 
     Raises:
-        ConfigError: the port that was asked for is taken.
+        ConfigError: the requested port is taken.
     """
     path = sqlite_path(store)
     if path is None:
@@ -422,7 +422,7 @@ def _serve_mlflow(
         return False
     if not path.exists():
         announce({}, True)
-        notify("MLflow has nothing to show yet; start this again when the first trial has ended")
+        notify("MLflow has nothing to show yet; run this again once the first trial has ended")
         return False
     port = what.mlflow_port or _free_port(what.mlflow_host)
 
@@ -436,16 +436,16 @@ def _serve_mlflow(
         if what.mlflow_port is not None:
             raise
         announce({}, True)
-        notify(f"the page goes on without MLflow: {first_line(error)}")
+        notify(f"the page continues without MLflow: {first_line(error)}")
         return False
     archive.base = ""
     if status:
-        notify("the page goes on without MLflow, whose server ended by itself; its own message stands above")
+        notify("the MLflow server exited, see its message above; the page continues without it")
     return status == 0
 
 
 def _free_port(host: str) -> int:
-    """The usual port of MLflow, or the first free one after it."""
+    """The default port of MLflow, or the first free one after it."""
     for port in range(mlflow_server.DEFAULT_PORT, mlflow_server.DEFAULT_PORT + MAX_PORTS):
         try:
             mlflow_server.check_port(host, port)
@@ -456,15 +456,13 @@ def _free_port(host: str) -> int:
 
 
 def _store(home: Home, sweep: str | None) -> str:
-    """The store that MLflow is to show.
+    """The store for MLflow.
 
     Raises:
-        ConfigError: there is no such sweep, or none at all.
+        ConfigError: the sweep does not exist, or there are none.
     """
     if sweep is not None:
         return home.read(sweep).tracking_uri or home.default_tracking_uri
     if not home.all_names():
-        raise ConfigError(
-            f"there are no sweeps in {home.path}", remedy="Submit one first, or use --home for another folder."
-        )
+        raise ConfigError(f"no sweeps in {home.path}", remedy="Submit one first, or use --home for another folder.")
     return home.default_tracking_uri

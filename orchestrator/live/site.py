@@ -1,5 +1,5 @@
-"""What is at which address: pages, their scripts and style, documents, streams of changes, actions; and the threads
-that read sweeps for those streams."""
+"""The routes: pages, scripts and style, documents, streams of changes, actions; and the threads that read sweeps for
+those streams."""
 
 from __future__ import annotations
 
@@ -39,27 +39,26 @@ from orchestrator.text import first_line, plain
 from orchestrator.units import trial_id
 from trials.secrets import redact_all
 
-# Reads sweeps for those who look at them: one thread for each page that somebody has open, whatever the number of
-# windows; none where nobody looks.
+# Reads sweeps for viewers: one thread per open page, regardless of the number of windows.
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 15.0
-"""Time after which a stream without news says that it is there."""
+"""Interval of heartbeats on a stream without changes."""
 POLL_S = 1.0
-"""Time between two looks at a sweep."""
+"""Interval between two reads of a sweep."""
 IDLE_S = 10.0
-"""For how long a sweep is still read after the last window that showed it was closed: pages are loaded again."""
+"""How long to keep reading a sweep after its last window was closed: pages may be reloaded."""
 TROUBLE = "trouble"
-"""Part that says why nothing newer is shown; empty while all is well."""
+"""Part with the reason why the page is stale; empty if it is up to date."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """What has changed: part to its JSON text, ``null`` for one that is gone."""
+    """Changes: part to its JSON text, ``null`` for a removed one."""
 
     version: str
-    """Where the client is once it has taken this in; told back, it gets only what comes later."""
+    """The client's version after this patch; sent back, it selects only later changes."""
     parts: Mapping[str, str]
 
     @property
@@ -69,8 +68,8 @@ class Patch:
 
 
 class Feed:
-    """The parts of one page, each with the version in which it last changed. Nothing is queued: a client that is slow
-    misses what lies between, gets the latest of each part, and holds up neither the reader nor other clients."""
+    """The parts of one page, each with the version of its last change. Nothing is queued: a slow client skips
+    intermediate versions and gets the latest of each part, without blocking the reader or other clients."""
 
     def __init__(self) -> None:
         self._origin = secrets.token_hex(4)
@@ -81,10 +80,10 @@ class Feed:
         self._listeners: list[Callable[[], object]] = []
 
     def publish(self, parts: Mapping[str, Any], *, is_all: bool = False) -> bool:
-        """Put ``parts`` in the place of those of the same names, without secrets; None takes one away.
+        """Replace the parts of the same names, without secrets; None removes one.
 
         Args:
-            is_all: there are no others: those told before are gone.
+            is_all: there are no others: earlier ones are removed.
 
         Returns:
             whether anything has changed.
@@ -109,7 +108,7 @@ class Feed:
             return Patch(version=f"{self._origin}-{self._version}", parts=parts) if parts else None
 
     async def changes(self, version: str) -> AsyncIterator[Patch | None]:
-        """What has changed since ``version``, then every change until the feed is closed; None where there was none for
+        """The changes since ``version``, then every change until the feed is closed; None if there was none for
         :data:`HEARTBEAT_S`."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         listener = partial(loop.call_soon_threadsafe, news.set)
@@ -147,19 +146,19 @@ class Feed:
 
 
 class View(Protocol):
-    """What is looked at again and again."""
+    """Something to poll."""
 
     def parts(self) -> Mapping[str, Any]:
-        """All parts of the page as they are now; those that did not change since the last look may be left out.
+        """All current parts of the page; parts unchanged since the last look may be omitted.
 
         Raises:
-            ConfigError: what is shown is gone.
+            ConfigError: the shown sweep no longer exists.
             LedgerError: it cannot be read now.
         """
 
 
 class Watch:
-    """A thread that looks and publishes, from the first client until :data:`IDLE_S` after the last."""
+    """A thread that polls and publishes, from the first client until :data:`IDLE_S` after the last."""
 
     def __init__(self, view: Callable[[], View], *, poll_s: float = POLL_S, idle_s: float = IDLE_S) -> None:
         self.feed = Feed()
@@ -173,7 +172,7 @@ class Watch:
 
     @contextmanager
     def client(self) -> Iterator[Feed]:
-        """The feed, kept fresh as long as this lasts."""
+        """The feed, kept up to date while the context is open."""
         with self._lock:
             self._num_clients += 1
             if self._thread is None and not self._stopped:
@@ -186,11 +185,11 @@ class Watch:
                 self._num_clients -= 1
 
     def nudge(self) -> None:
-        """Look again at once: something was done."""
+        """Poll at once: something has changed."""
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread, and let all clients go."""
+        """End the thread, and disconnect all clients."""
         with self._lock:
             self._stopped = True
         self._wake.set()
@@ -211,21 +210,21 @@ class Watch:
                     return
 
     def _publish(self, view: View, *, is_first: bool) -> bool:
-        """One look; whether it went well. What goes wrong is shown on the page, and tried again: a network disk may be
-        away for a while."""
+        """Poll once; returns whether it succeeded. Errors are shown on the page, and the poll is repeated: a network
+        disk may be temporarily unavailable."""
         try:
             self.feed.publish({**view.parts(), TROUBLE: ""}, is_all=is_first)
             return True
         except (ConfigError, LedgerError, OSError) as error:
-            self.feed.publish({TROUBLE: f"Shown is what was last read; trying again: {first_line(error)}"})
+            self.feed.publish({TROUBLE: f"This page may be out of date; retrying: {first_line(error)}"})
         except Exception as error:
-            logger.warning("the live page cannot be brought up to date", exc_info=True)
-            self.feed.publish({TROUBLE: f"The page cannot be brought up to date: {first_line(error)}"})
+            logger.warning("cannot update the live page", exc_info=True)
+            self.feed.publish({TROUBLE: f"Cannot update the page: {first_line(error)}"})
         return False
 
 
 class Hub:
-    """The watches of a server, by what they show."""
+    """The watches of a server, by key."""
 
     def __init__(self, *, poll_s: float = POLL_S) -> None:
         self._poll_s = poll_s
@@ -233,14 +232,14 @@ class Hub:
         self._watches: dict[str, Watch] = {}
 
     def watch(self, key: str, view: Callable[[], View]) -> Watch:
-        """The watch of this key; ``view`` makes what it looks with where there is none yet."""
+        """The watch of this key, created with ``view`` if needed."""
         with self._lock:
             if key not in self._watches:
                 self._watches[key] = Watch(view, poll_s=self._poll_s)
             return self._watches[key]
 
     def nudge(self, key: str) -> None:
-        """Have the watch of this key look again at once, where there is one."""
+        """Make the watch of this key poll at once, if it exists."""
         with self._lock:
             found = self._watches.get(key)
         if found is not None:
@@ -255,22 +254,22 @@ class Hub:
 
 
 INDEX = "*"
-"""Key of the watch over all sweeps; no sweep can be called so."""
+"""Key of the watch over all sweeps; not a valid name of a sweep."""
 MAX_BODY_BYTES = 4096
 RETRY_MS = 2000
-"""Time after which a browser asks again that has lost its stream."""
+"""Time after which a browser reconnects a lost stream."""
 
 
 ACTIONS = (*get_args(Action), "retry", "resume")
-"""What may be asked for."""
+"""The possible actions."""
 
 Notify = Callable[[str, bool], None]
-"""Gets a sentence for people, and whether it is bad news."""
+"""Receives a sentence for people, and whether it is an error."""
 
 
 class Actions:
-    """Carries out what is asked of the sweeps of a home. A controller that has to be started runs in the background,
-    as after ``resume --detach``, and outlives this program."""
+    """Carries out actions on the sweeps of a home. It starts controllers in the background, like ``resume --detach``;
+    they outlive this program."""
 
     def __init__(self, home: Home, invocation: Invocation) -> None:
         self._home = home
@@ -279,31 +278,31 @@ class Actions:
         self._lock = threading.Lock()
 
     def carry_out(self, sweep: str, action: str, body: Mapping[str, Any], notify: Notify) -> str:
-        """Do it; the answer is a sentence. What takes longer goes on, and ``notify`` gets what came of it.
+        """Carry out the action; returns a sentence. Longer work continues, and ``notify`` receives the result.
 
         Raises:
-            ConfigError: it cannot be done.
+            ConfigError: it is not possible.
             LedgerError: the sweep cannot be read or written.
         """
         if action in get_args(Action):
             receipt = steering.request_action(sweep, self._home, action)  # type: ignore[arg-type]  # one of its names
-            return f"asked to {action}" if receipt.is_controlled else f"now {receipt.state}"
+            return f"{action} requested" if receipt.is_controlled else f"now {receipt.state}"
         if action == "retry":
             receipt = steering.retry(sweep, self._home, _kinds(body))
             numbers = ", ".join(trial_id(number) for number in receipt.trials)
             if receipt.is_controlled:
-                return f"to be launched again: {numbers}"
-            return f"to be launched again: {numbers}; {self._resume(sweep, notify)}"
+                return f"will be launched again: {numbers}"
+            return f"will be launched again: {numbers}; {self._resume(sweep, notify)}"
         return self._resume(sweep, notify)
 
     def _resume(self, sweep: str, notify: Notify) -> str:
-        """Start a controller, and wait for it in a thread: a cluster may take minutes to answer."""
+        """Start a controller, and wait for it in a thread: a cluster may take minutes to respond."""
         submission = submission_of_sweep(sweep, self._home, address=None, mode=None)
         if submission.is_over:
             raise ConfigError(f"the sweep {sweep!r} is over", remedy="Retry its failed trials, or confirm another one.")
         with self._lock:
             if sweep in self._starting:
-                return "its controller is being started already"
+                return "its controller is already being started"
             self._starting.add(sweep)
         detach = [] if submission.address else ["--detach"]
         argv = python_module("orchestrator", "resume", sweep, "--home", str(self._home.path.absolute()), *detach)
@@ -311,15 +310,17 @@ class Actions:
         return "its controller is being started"
 
     def _start(self, sweep: str, argv: list[str], notify: Notify) -> None:
-        """The command for it, in a process of its own, which leaves no child to this one."""
+        """Run the command in a separate process that leaves no child to this one."""
         try:
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             if done.returncode == 0:
-                notify("its controller is at work", False)
+                notify("its controller is running", False)
             else:
                 command = self._invocation.command("logs", sweep)
-                notify(f"{plain(lines[-1]) if lines else 'its controller ended at once'}; `{command}` says more", True)
+                notify(
+                    f"{plain(lines[-1]) if lines else 'its controller exited at once'}; for details: `{command}`", True
+                )
         except OSError as error:
             notify(f"its controller could not be started: {first_line(error)}", True)
         finally:
@@ -331,11 +332,11 @@ def _kinds(body: Mapping[str, Any]) -> tuple[str, ...]:
     """Kinds of outcomes as a page sent them.
 
     Raises:
-        ConfigError: there are none, or others than trials end in.
+        ConfigError: none, or unknown ones.
     """
     kinds = body.get("kinds")
     if not isinstance(kinds, list) or not kinds or not all(kind in RETRIABLE for kind in kinds):
-        raise ConfigError("no kind of outcome was chosen", remedy=f"One or more of {', '.join(RETRIABLE)}.")
+        raise ConfigError("no kind of outcome selected", remedy=f"Choose from: {', '.join(RETRIABLE)}.")
     return tuple(kinds)
 
 
@@ -368,12 +369,12 @@ def json_answer(value: Any, status: int = 200) -> Response:
 
 
 def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> Response:
-    """A plain sentence in the place of the page."""
+    """A plain sentence instead of the page."""
     return PlainTextResponse(f"{reason}\n", status, headers)
 
 
 def make_site(home: Home, hub: Hub, invocation: Invocation, csrf: str, links: Links) -> ASGIApp:
-    """The pages of a home. What reads files runs in threads; errors that people can fix become a sentence."""
+    """The pages of a home. Handlers that read files run in threads; user errors become a sentence."""
     pages_of = _Pages(home, hub, invocation, csrf, links)
     app = Starlette(
         routes=[
@@ -388,7 +389,7 @@ def make_site(home: Home, hub: Hub, invocation: Invocation, csrf: str, links: Li
             Route("/api/sweeps/{sweep:sweep}/{action:action}", pages_of.act, methods=["POST"]),
         ],
         exception_handlers={
-            HTTPException: lambda _request, error: refusal(error.status_code, "There is no such page."),
+            HTTPException: lambda _request, error: refusal(error.status_code, "This page does not exist."),
             ConfigError: pages_of.not_found,
             LedgerError: pages_of.unreadable,
             OSError: pages_of.unreadable,
@@ -400,8 +401,8 @@ def make_site(home: Home, hub: Hub, invocation: Invocation, csrf: str, links: Li
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    logger.error("the live page has no answer to %s", request.url.path, exc_info=error)
-    return refusal(500, "Something went wrong here; `tune-cluster ui` says what.")
+    logger.error("the live page failed to respond to %s", request.url.path, exc_info=error)
+    return refusal(500, "Internal error; see the output of `tune-cluster ui`.")
 
 
 class _Pages:
@@ -428,32 +429,32 @@ class _Pages:
         """A script or the style."""
         found = static(request.path_params["file"])
         if found is None:
-            return refusal(404, "There is no such file.")
+            return refusal(404, "This file does not exist.")
         kind, body = found
         return Response(body, headers={"Content-Type": kind})
 
     def index_events(self, request: Request) -> Response:
-        """What changes in the list of all sweeps."""
+        """Changes in the list of all sweeps."""
         return _stream(self._hub.watch(INDEX, lambda: IndexView(self._home)), request)
 
     def sweep_events(self, request: Request) -> Response:
-        """What changes in a sweep."""
+        """Changes in a sweep."""
         return _stream(self._watch(self._sweep_of(request)), request)
 
     def trial_document(self, request: Request) -> Response:
-        """All that is known of a trial."""
+        """The data of a trial."""
         path = request.path_params
         return json_answer(trial_document(self._home, path["sweep"], path["trial"], self._invocation))
 
     def log(self, request: Request) -> Response:
-        """The log of a rank, or what is new in it."""
+        """The log of a rank, or its new lines."""
         attempt, rank, after = (_number(request, name) for name in ("attempt", "rank", "after"))
         sweep, trial = request.path_params["sweep"], request.path_params["trial"]
         after = -1 if after is None else after
         return json_answer(log_document(self._home, sweep, trial, attempt=attempt, rank=rank or 0, after=after))
 
     async def act(self, request: Request) -> Response:
-        """Do something: ``{"message": SENTENCE}`` or ``{"error": SENTENCE}``."""
+        """Carry out an action: ``{"message": SENTENCE}`` or ``{"error": SENTENCE}``."""
         length = request.headers.get("Content-Length")  # its digits are checked by h11
         if length is None:
             return refusal(400, "The request has no valid Content-Length.", {"Connection": "close"})
@@ -469,7 +470,7 @@ class _Pages:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            return json_answer({"error": "the request is no JSON object"}, 400)
+            return json_answer({"error": "the request is not a JSON object"}, 400)
 
         def notify(message: str, is_bad: bool) -> None:
             watch.feed.publish({"notice": {"text": message, "is_bad": is_bad}})
@@ -483,7 +484,7 @@ class _Pages:
         return json_answer({"message": f"{sweep}: {message}"})
 
     async def not_found(self, request: Request, error: Exception) -> Response:
-        """What is asked for does not exist."""
+        """The requested item does not exist."""
         return self._failure(request, 404, error)
 
     async def unreadable(self, request: Request, error: Exception) -> Response:
@@ -503,7 +504,7 @@ class _Pages:
         """The sweep of the request's path.
 
         Raises:
-            ConfigError: there is none of this name.
+            ConfigError: it does not exist.
         """
         sweep: str = request.path_params["sweep"]
         self._home.open(sweep, begun=False).close()
@@ -515,7 +516,7 @@ class _Pages:
 
 
 def _number(request: Request, name: str) -> int | None:
-    """A number of the query; None where it is missing, or none."""
+    """A number of the query; None if it is missing or invalid."""
     text = request.query_params.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None
 

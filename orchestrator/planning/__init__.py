@@ -1,4 +1,4 @@
-"""Planning: what may be tried and why the rest is not, its predictions, and what was known before the first trial.
+"""Planning: legal candidates, why others are rejected, predictions, and prior knowledge.
 
-Stands on search, config and space; reads the ledger, but knows nothing of controllers.
+Uses search, config and space; reads the ledger, but does not depend on controllers.
 """

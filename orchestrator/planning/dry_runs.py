@@ -1,4 +1,4 @@
-"""Knowledge before the first trial: the hardware of a cluster, and dry runs of candidates."""
+"""Prior knowledge of a sweep: the hardware of a cluster, and dry runs of candidates."""
 
 from __future__ import annotations
 
@@ -51,13 +51,9 @@ from trials.dryrun.small import StagePlan, UnknownOrderError, plan_small_runs
 from trials.files import CodecError, digest, from_json, make_private_folder, to_json, write_atomically
 from trials.spec import Candidate, TrialSpec, Workload
 
-# ---- Hardware as planning needs it: what a sweep file asks of its cluster, and what probes found out about it
+# ---- Hardware for planning: the cluster request of a sweep file, and profiles of probes
 #
 # It reads sweep files and the home, and describes clusters without starting one.
-#
-# that tell whether two measurements compare.
-
-# What is known of a hardware: profiles kept in the home, one per kind with the nodes probed so far, and fingerprints
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +62,7 @@ MACHINE = ("accelerator", "deviation", "slow_nodes", "seed")
 
 
 def profile_key(spec: SweepSpec, topology: Topology) -> str:
-    """The key under which the profile of a hardware is kept; other nodes of the same cluster have the same key."""
+    """The key of the profile of a hardware; all nodes of a cluster have the same key."""
     first, versions, simulation = topology.nodes[0], fingerprint(topology), spec.cluster.simulation
     return digest(
         {
@@ -99,11 +95,11 @@ class HardwareProfileStore:
         except FileNotFoundError:
             return None
         except (ValueError, CodecError, OSError) as error:
-            logger.warning("the profile %s is not used: %s; probe again", path, error)
+            logger.warning("ignored the profile %s: %s; probe again", path, error)
             return None
 
     def add(self, key: str, measured: Profile) -> Profile:
-        """Keep what was measured beside other nodes' earlier rates; readers see the whole file or none."""
+        """Save new measurements along with other nodes' earlier rates, atomically."""
         known = self.get(key)
         profile = measured if known is None else known.updated(measured)
         make_private_folder(self.folder)
@@ -112,7 +108,7 @@ class HardwareProfileStore:
 
 
 def load_profile(spec: SweepSpec, topology: Topology | None, home: Home) -> Profile | None:
-    """What probes measured of the nodes of ``topology``; None where none of them was probed."""
+    """Probe measurements of the nodes of ``topology``; None if none of them was probed."""
     if topology is None:
         return None
     known = HardwareProfileStore.of(home).get(profile_key(spec, topology))
@@ -124,10 +120,10 @@ _PACKAGES = ("torch", "ray", "optuna", "mlflow", "tune-cluster")
 
 
 def fingerprint(topology: Topology, virtual: str = "", env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Names and versions of hardware and software, flat. Two measurements compare only where these are equal.
+    """Names and versions of hardware and software, flat. Two measurements are comparable only if these are equal.
 
     Args:
-        virtual: tells clusters that do not exist apart; empty for one that does.
+        virtual: distinguishes simulated clusters; empty for a real one.
         env: environment variables that the sweep file gives all ranks.
     """
     first = topology.nodes[0]
@@ -146,7 +142,7 @@ def fingerprint(topology: Topology, virtual: str = "", env: Mapping[str, str] | 
 
 
 def _version(package: str) -> str:
-    """The version that is installed here; plans and reports are made where some packages are not."""
+    """The installed version, if any: plans and reports do not require all packages."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -158,16 +154,16 @@ def _driver_version() -> str:
     return path.read_text(encoding="ascii").strip() if path.exists() else "none"
 
 
-# What a sweep file asks of its cluster, and which hardware that is, as far as it is known without starting any
+# The cluster request of a sweep file, and its hardware, if known without starting anything
 
 logger = logging.getLogger(__name__)
 
 
 def cluster_request(spec: SweepSpec, home: Home | None = None, *, address: str | None = None) -> ClusterRequest:
-    """What a sweep file asks of its cluster.
+    """The cluster request of a sweep file.
 
     Args:
-        home: has the profiles that tell which nodes are slow, and the rules of the queue; None: neither counts.
+        home: has the profiles with slow nodes, and the rules of the queue; None: without both.
         address: the Ray cluster's, in place of the one in the file.
 
     Raises:
@@ -211,7 +207,7 @@ def _claim(spec: SweepSpec, home: Home) -> Claim:
 
 
 def _excluded(spec: SweepSpec, home: Home | None) -> Excluded | None:
-    """The function that names the nodes of a lease which the file leaves out; None where it leaves out none."""
+    """A function that returns the nodes of a lease that the file excludes; None if it excludes none."""
     cluster = spec.cluster
     if not cluster.exclude_nodes and not cluster.exclude_slow_nodes:
         return None
@@ -220,7 +216,7 @@ def _excluded(spec: SweepSpec, home: Home | None) -> Excluded | None:
         leased = {node.name for node in topology.nodes}
         holds_others = cluster.kind == "ray" and cluster.address is not None
         if (unknown := sorted(set(cluster.exclude_nodes) - leased)) and not holds_others:
-            logger.warning("cluster.exclude_nodes names %s, not among the nodes leased", ", ".join(unknown))
+            logger.warning("cluster.exclude_nodes contains %s, which is not among the leased nodes", ", ".join(unknown))
         slow = _slow_nodes(spec, topology, home) if cluster.exclude_slow_nodes and home is not None else ()
         return frozenset(leased & {*cluster.exclude_nodes, *slow})
 
@@ -230,60 +226,60 @@ def _excluded(spec: SweepSpec, home: Home | None) -> Excluded | None:
 def _slow_nodes(spec: SweepSpec, topology: Topology, home: Home) -> tuple[str, ...]:
     profile = HardwareProfileStore.of(home).get(profile_key(spec, topology))
     if profile is None:
-        logger.warning("cluster.exclude_slow_nodes: no profile of this cluster; `tune-cluster probe` makes one")
+        logger.warning("cluster.exclude_slow_nodes: no profile of this cluster; run `tune-cluster probe` to create one")
         return ()
     return profile.unfit
 
 
 def known_topology(spec: SweepSpec, home: Home | None = None, *, address: str | None = None) -> Topology | None:
-    """Nodes that the sweep would use at most; None where only the cluster itself knows.
+    """Maximum nodes of the sweep; None if only the cluster knows them.
 
     Args:
         address: the Ray cluster's, in place of the one in the file.
 
     Raises:
         ConfigError: as :func:`cluster_request`.
-        ClusterError: this host cannot give what is asked for.
+        ClusterError: this host does not have the requested resources.
     """
     return describe(cluster_request(spec, home, address=address))
 
 
 def device_kind(spec: SweepSpec, topology: Topology | None) -> DeviceKind:
-    """The kind of device on which the trials run: as the file says, else what there is, else GPUs."""
+    """The kind of device of the trials: from the file, else what exists, else GPUs."""
     if spec.cluster.device != "auto":
         return spec.cluster.device
     return "cuda" if topology is None else topology.nodes[0].device_kind
 
 
 def memory_limit_bytes(spec: SweepSpec, topology: Topology | None) -> int | None:
-    """Device memory of a rank: as the file says, else that of the smallest GPU; None where nobody knows. Ranks on CPUs
-    share the host's memory, which says nothing about one of them."""
+    """Device memory of a rank: from the file, else that of the smallest GPU; None if unknown. Ranks on CPUs share the
+    host's memory, so there is no limit per rank."""
     if spec.cluster.device_memory_bytes is not None or topology is None:
         return spec.cluster.device_memory_bytes
     return min((node.device_memory_bytes for node in topology.nodes if node.device_kind != "cpu"), default=None)
 
 
-# ---- Dry runs of candidates: simulated without hardware, cached, and the rule that they give before any trial
+# ---- Dry runs of candidates: simulated without hardware, cached, and the rule based on them
 #
-# Decides which ranks to simulate, from how few layers, and what the cache holds already. Torch runs in a process of its
-# own, never here.
+# Decides which ranks to simulate, with how few layers, and what is already cached. Torch runs in a separate process,
+# never here.
 
-# Dry runs kept on disk, by what they depend on
+# Dry runs cached on disk, by their inputs
 
 
 def cache_key(workload: Workload, candidate: Candidate, *, mode: Mode, exact: bool) -> str:
-    """Key of an estimate, made of all it follows from: what a sweep's trials have in common, then the candidate."""
+    """Key of an estimate, from all its inputs: those shared by a sweep's trials, then the candidate."""
     return f"{_shared_key(workload, mode=mode, exact=exact)}.{candidate.config_key}"
 
 
 def _shared_key(workload: Workload, *, mode: Mode, exact: bool) -> str:
-    """Digest of what a sweep's trials have in common, the versions of torch and of the simulation included."""
+    """Digest of the inputs shared by a sweep's trials, including the versions of torch and of the simulation."""
     shared = {"workload": workload, "mode": mode, "exact": exact, "torch": _torch_version(), "dryrun": VERSION}
     return digest(shared)[:32]
 
 
 def _torch_version() -> str:
-    """Installed version of torch; empty where it is not installed."""
+    """Installed version of torch; empty if it is not installed."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -308,7 +304,7 @@ class DryRunCache:
                 yield found
 
     def put(self, key: str, candidate: Candidate, estimate: DryRunEstimate) -> None:
-        """Keep it; readers see the whole file or none."""
+        """Save it atomically."""
         make_private_folder(self.folder)
         body = {"candidate": to_json(candidate), "estimate": to_json(estimate)}
         write_atomically(self._path(key), [json.dumps(body).encode()])
@@ -321,45 +317,45 @@ class DryRunCache:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, CodecError, OSError) as error:
-            logger.warning("%s is not used: %s", path, error)
+            logger.warning("ignored %s: %s", path, error)
             return None
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
 
-# Estimates that dry runs left in the cache, and the rule that rejects candidates whose memory does not fit by them
+# Cached estimates of dry runs, and the rule that rejects candidates that would not fit into memory
 
 RULE_ID = "dryrun-memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunEstimates:
-    """Estimates of a sweep's candidates, with the device memory they are judged by."""
+    """Estimates of a sweep's candidates, with the device memory to compare with."""
 
     by_candidate: Mapping[Candidate, DryRunEstimate] = field(default_factory=dict)
     limit_bytes: int | None = None
-    """Device memory; None where nobody knows."""
+    """Device memory; None if unknown."""
     context_bytes: int = 0
-    """Device memory that an idle process holds."""
+    """Device memory of an idle process."""
     communicator_bytes: int = 0
-    """Device memory that each of its communicators holds besides."""
+    """Additional device memory of each communicator."""
 
     host_limit_bytes: int | None = None
-    """Host memory of the smallest node; None where nobody knows, or where devices are the host itself."""
+    """Host memory of the smallest node; None if unknown, or if the devices are CPUs."""
     ranks_per_node: int = 1
-    """Ranks that share it, where there are as many."""
+    """Maximum number of ranks that share it."""
     devices_are_host: bool = False
-    """Whether ranks compute on processors, whose memory offloading does not spare."""
+    """Whether ranks compute on CPUs, where offloading saves no memory."""
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """Estimated peak of a candidate that was counted, with the margin for fragmentation and what is no tensor's."""
+        """Estimated peak of a candidate, with the margin for fragmentation and non-tensor memory."""
         others = self.context_bytes + self.communicator_bytes * num_communicators(candidate.layout)
         estimate = self.by_candidate[candidate]
         return estimate.needed_bytes(FRAGMENTATION, others) + estimate.host_bytes * self.devices_are_host
 
     def to_json(self, candidate: Candidate) -> dict[str, int]:
-        """Peak and need of the candidate; empty where no dry run counted them."""
+        """Peak and need of the candidate; empty without a dry run."""
         estimate = self.by_candidate.get(candidate)
         if estimate is None:
             return {}
@@ -370,7 +366,7 @@ class DryRunEstimates:
         return predicted | ({"predicted_host_bytes": estimate.host_bytes} if estimate.host_bytes else {})
 
     def rule(self, baseline: Candidate) -> Rule:
-        """A rule that rejects candidates that would not fit, but never the baseline: that one is known to run."""
+        """A rule that rejects candidates that would not fit, but never the baseline, which is known to run."""
 
         def check(case: Case) -> str | None:
             return None if case.candidate == baseline else self._problem(case.candidate)
@@ -390,7 +386,7 @@ class DryRunEstimates:
             return None
         each, limit = num_bytes(needed), num_bytes(self.host_limit_bytes)
         return (
-            f"predicted {each} of host memory, with margin, on each of {num_ranks} ranks of a node exceed its {limit}"
+            f"predicted {each} of host memory, with margin, on each of {num_ranks} ranks of a node exceeds its {limit}"
         )
 
     def _device_problem(self, candidate: Candidate, estimate: DryRunEstimate) -> str | None:
@@ -404,8 +400,8 @@ class DryRunEstimates:
 
 
 def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCache) -> DryRunEstimates:
-    """What ``cache`` holds for the workload on the kind of device its trials run on; exact simulations count first."""
-    if spec.script is not None:  # nobody simulates a program
+    """Cached estimates for the workload on the device kind of its trials; prefers exact simulations."""
+    if spec.script is not None:  # programs cannot be simulated
         return DryRunEstimates()
     kind = device_kind(spec, topology)
     nodes = () if topology is None or kind == "cpu" else topology.nodes
@@ -447,7 +443,7 @@ class _Stage:
 
 
 class _Batch:
-    """Requests, each of them once: stages and candidates have small trials in common."""
+    """Unique requests: stages and candidates share small trials."""
 
     def __init__(self, mode: Mode) -> None:
         self._mode: Mode = mode
@@ -482,10 +478,10 @@ def estimate_all(
     cache: DryRunCache | None = None,
     progress: Progress | None = None,
 ) -> list[DryRunEstimate | RunFailure]:
-    """Simulate every candidate, one rank per pipeline stage; a failure stands for itself and spoils no other. What
-    is found goes to ``cache`` at once, so that an interruption loses little.
+    """Simulate every candidate, one rank per pipeline stage; a failure does not affect others. Results go to ``cache``
+    at once, so that an interruption loses little.
 
-    ``exact`` simulates all layers, micro-batches and stages instead of extrapolating from few.
+    ``exact`` simulates all layers, micro-batches and stages instead of extrapolating from a few.
 
     Raises:
         ConfigError: when nothing can be simulated on this machine.
@@ -503,7 +499,7 @@ def estimate_all(
         results[key] = made
         if cache is not None and isinstance(made, DryRunEstimate):
             cache.put(key, by_key[key], made)
-    if strange:  # this torch runs the schedule in an order of its own
+    if strange:  # this torch runs the schedule in a different order
         results |= zip(strange, estimate_all(workload, [*strange.values()], mode=mode, exact=True), strict=True)
     return [results[key] for key in keys]
 
@@ -511,7 +507,7 @@ def estimate_all(
 def _estimates(
     workload: Workload, candidates: Mapping[str, Candidate], *, mode: Mode, exact: bool, progress: Progress | None
 ) -> Iterator[tuple[str, DryRunEstimate | RunFailure | None]]:
-    """Each candidate's estimate as soon as it is there; None where extrapolating it turns out to be impossible."""
+    """Each candidate's estimate as soon as it is available; None if extrapolation is impossible."""
     batch = _Batch(mode)
     missing = {
         key: batch.plan(TrialSpec(workload=workload, candidate=candidate), exact=exact)
@@ -523,7 +519,7 @@ def _estimates(
 
 
 def representative_rank(candidate: Candidate, stage: int) -> int:
-    """The rank simulated for a stage: first on every other mesh axis, whose ranks are all alike."""
+    """The rank simulated for a stage: first on every other mesh axis, whose ranks are equivalent."""
     return stage * (candidate.layout.world_size // candidate.layout.pp)
 
 
@@ -552,7 +548,7 @@ def _of_stage(stage: _Stage, runs: Sequence[RankRun]) -> StageEstimate:
 
 
 def _simulate(requests: list[DryRunRequest], progress: Progress | None) -> Iterator[dict[int, Reply]]:
-    """Replies by the request's number, each time there is one more."""
+    """Replies by the request's number, after each new one."""
     replies: dict[int, Reply] = {}
     if not requests:
         return
@@ -565,10 +561,10 @@ def _simulate(requests: list[DryRunRequest], progress: Progress | None) -> Itera
 
 
 def _batch(requests: list[DryRunRequest]) -> Iterator[tuple[int, Reply]]:
-    """Run the batch in an interpreter of its own.
+    """Run the batch in a separate interpreter.
 
     Raises:
-        ConfigError: when it ends before all replies are there, with its last words.
+        ConfigError: it exited before all replies arrived; the message has its last output.
     """
     body = {
         "requests": [to_json(request) for request in requests],
@@ -596,8 +592,8 @@ def _batch(requests: list[DryRunRequest]) -> Iterator[tuple[int, Reply]]:
         if num_replies < len(requests):
             words.seek(0)
             raise ConfigError(
-                f"the dry run ended with status {process.returncode} before it was done: {_last(words.read())}",
-                remedy="Is torch installed here, and is there enough memory?",
+                f"the dry run exited early with status {process.returncode}: {_last(words.read())}",
+                remedy="Check that torch is installed and that there is enough memory.",
             )
 
 
@@ -607,4 +603,4 @@ def _ignore_progress(_done: int, _total: int) -> None:
 
 def _last(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"

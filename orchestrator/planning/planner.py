@@ -1,9 +1,9 @@
-"""The plan of a sweep: what may be tried, what may not, and why. Shown before anything runs; no side effects.
+"""The plan of a sweep: legal candidates, rejected ones, and why. Made before anything runs, without side effects.
 
-Of a space with more candidates than can be listed, most are drawn where the model expects the best: first the other
-choices are weighed on some layouts, then every layout is judged with a few good ones, and the better it does, the more
-of its candidates are listed. Of those listed, the search learns on the most promising ones, and on some of every
-layout. Just beyond either limit nearly everything is there, so nothing jumps.
+From a space too large to list, most candidates are drawn where the model expects the best: first the other choices are
+weighed on some layouts, then every layout is judged with a few good ones, and better layouts get more candidates. Of
+the listed ones, the search learns on the most promising, and on some of every layout. Just beyond either limit nearly
+everything is included, so there is no discontinuity.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from orchestrator.space.space import (
 from orchestrator.units import count
 from trials.spec import Candidate, LlamaModel, Recompute, Workload
 
-# Which part of very many candidates is looked at more closely, by the cost model's own terms
+# Selects the part of very many candidates to examine, by the cost model's terms
 
 Array = NDArray[np.float64]
 Rows = NDArray[np.int64]
@@ -58,7 +58,7 @@ Legal = Callable[[CandidateTable], NDArray[np.bool_]]
 """Which candidates of legal layouts are legal."""
 
 POOL_SIZE = 50_000
-"""Candidates that the guided sampler learns on."""
+"""Number of candidates for the guided sampler."""
 SHIFTS = (0.0, -0.3, 0.3, 0.6)
 """Errors common to all log memory predictions for which a pool has the most promising candidates ready."""
 OWN_STD = 0.15
@@ -77,7 +77,7 @@ NUM_TRIED = 6
 MAX_ROUNDS = 2
 """Times that what was drawn twice is drawn again."""
 MAX_JUDGED = 400_000
-"""Candidates looked at to judge the layouts."""
+"""Number of candidates used to judge the layouts."""
 
 
 def promise(predictor: Predictor, shift: float = 0.0) -> Array:
@@ -92,7 +92,7 @@ def promise(predictor: Predictor, shift: float = 0.0) -> Array:
 
 
 def pool_rows(predictor: Predictor, size: int, seed: int) -> NDArray[np.intp]:
-    """The rows of at most ``size`` candidates for the guided sampler, in order: all where there are not more."""
+    """The rows of at most ``size`` candidates for the guided sampler, in order; all if there are fewer."""
     num = len(predictor.candidates)
     if num <= size:
         return np.arange(num)
@@ -192,7 +192,7 @@ class ModelSample:
         return [_drawn(effects[start:end][of]) for start, end, of in zip(ends, ends[1:], classes, strict=False)]
 
     def _classes(self, policy: int) -> list[NDArray[np.int32]]:
-        """For each such part, which of its values the cost model tells apart."""
+        """For each such part, the values that the cost model distinguishes."""
         found = []
         for axis, length in enumerate(self._lengths):
             where = [np.zeros(length, dtype=np.int64) for _ in self._lengths]
@@ -203,7 +203,7 @@ class ModelSample:
         return found
 
     def _judged(self, policies: Rows, weights: list[Array]) -> Array:
-        """The best promise of each of ``policies`` with a few combinations of choices, infinite where none is legal."""
+        """The best promise of each of ``policies`` with a few combinations of choices, infinite if none is legal."""
         best = [int(np.argmax(weight)) for weight in weights]
         num = max(1, min(NUM_TRIED, MAX_JUDGED // len(policies)))
         choice = np.append(self._draw_choices(weights, num - 1), np.ravel_multi_index(best, self._lengths))
@@ -259,13 +259,13 @@ def _spread(share: Array, size: int, most: int) -> Rows:
     return np.asarray(np.clip(counts, 1, most), dtype=np.int64)
 
 
-# The plan of a sweep: what may be tried, what may not, and why. Shown before anything runs; no side effects
+# The plan of a sweep
 
 MAX_CANDIDATES = 500
-"""Legal candidates that the kept plan lists; of the others only the number is kept."""
+"""Maximum number of legal candidates in the saved plan; of the others only the count is saved."""
 
 MAX_SIZES = 6
-"""Numbers of devices that are listed one by one."""
+"""Maximum number of device counts to list individually."""
 
 NUM_EXAMPLES = 3
 """Rejected candidates kept per rule; the others are only counted."""
@@ -273,7 +273,7 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A candidate left out, and the first rule it breaks."""
+    """A rejected candidate, and the first rule it breaks."""
 
     candidate: Candidate
     rule_id: str
@@ -282,7 +282,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a sweep will choose from."""
+    """The candidates of a sweep."""
 
     baseline: Candidate
     candidates: CandidateTable
@@ -293,29 +293,29 @@ class Plan:
     examples: tuple[Rejection, ...]
     """Some rejected candidates, up to ``NUM_EXAMPLES`` per rule."""
     num_duplicates: int
-    """Combinations of choices that come to the same candidate as another one; 0 where nobody counted."""
+    """Combinations of choices that duplicate another candidate; 0 if not counted."""
     product_size: int
     """Number of all combinations: candidates + rejected + duplicates, where they could be enumerated."""
     beyond: LargeSpace | None = None
-    """The whole space, where it was too large to enumerate and ``candidates`` are a part of it."""
+    """The full space, if it was too large to enumerate and ``candidates`` are a part of it."""
     estimates: DryRunEstimates = field(default_factory=DryRunEstimates)
-    """What dry runs counted for the candidates."""
+    """Estimates of dry runs for the candidates."""
     balances: Mapping[Candidate, Balance] = field(default_factory=dict)
     """Candidates whose layers and recompute the stage balancer computed, and how; they are among ``candidates``."""
     devices: str = ""
-    """How many devices candidates use, and how to have other numbers tried; empty where the lease is not known."""
+    """Device counts of the candidates, and how to try others; empty if the lease is unknown."""
     unbalanced: str = ""
-    """Why there are no ``balances`` although the file asks for them; empty otherwise."""
+    """Why there are no ``balances`` although the file requests them; empty otherwise."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that the file gives all ranks."""
+    """Environment variables from the file for all ranks."""
     defaults: tuple[Default, ...] = ()
-    """Variables that ranks get where neither the file nor their host says otherwise."""
+    """Default variables of ranks, unless set in the file or on their host."""
     notes: tuple[str, ...] = ()
-    """What was not understood of the user's training program, or is to be known of it."""
+    """Notes on the custom training program, such as unparsed parts."""
 
     @property
     def too_large(self) -> str:
-        """What is done about a space too large to enumerate; empty where it was enumerated."""
+        """How a space too large to enumerate is handled; empty if it was enumerated."""
         return "" if self.beyond is None else self.beyond.message
 
     def to_json(self, max_candidates: int | None = None) -> dict[str, Any]:
@@ -356,7 +356,7 @@ class Plan:
 
 
 BalanceProgress = Callable[[int, int], None]
-"""Takes how many layouts have been balanced, and of how many."""
+"""Receives the number of balanced layouts and the total."""
 
 
 def make_plan(
@@ -406,14 +406,14 @@ def make_plan(
 
 
 def _defaults(spec: SweepSpec, topology: Topology | None) -> tuple[Default, ...]:
-    """Variables that ranks get by default; on clusters that do not exist there are no ranks."""
+    """Default variables of ranks; none on simulated clusters, which have no ranks."""
     if spec.cluster.kind == "simulated":
         return ()
     return defaults_of(device_kind(spec, topology), spec.cluster.num_nodes)
 
 
 def check_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryRunEstimates | None = None) -> None:
-    """Refuse what :func:`make_plan` would refuse, at the price of finding one legal candidate.
+    """Reject what :func:`make_plan` would reject, at the cost of finding one legal candidate.
 
     Raises:
         ConfigError: when the baseline cannot run on this topology, or no candidate is legal.
@@ -436,7 +436,7 @@ def _devices(spec: SweepSpec, candidates: CandidateTable, topology: Topology | N
     words += "" if sizes == [own] else f", the baseline {own}"
     if not num_left_out or spec.space.world_size is not None:
         return words
-    return f"{words}; {num_left_out:,} on other numbers are left out: space.world_size names those to try"
+    return f"{words}; {num_left_out:,} with other device counts are excluded: set space.world_size to try them"
 
 
 def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimates) -> _Sorter:
@@ -453,13 +453,13 @@ def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimat
 
 
 def _legal_space(sorter: _Sorter, space: Space) -> tuple[Space, LargeSpace | None]:
-    """The part of the space whose layouts are legal; as a large space, too, where that has too many candidates."""
+    """The part of the space whose layouts are legal; also as a large space if it has too many candidates."""
     legal = replace(space, frames=sorter.legal_frames(space))
     return legal, LargeSpace(space=legal, is_legal=sorter.is_legal) if len(legal) > MAX_ENUMERATED else None
 
 
 def _drawn_by_model(space: Space, sorter: _Sorter, objective: Objective) -> CandidateTable | None:
-    """Candidates of a space of legal layouts, most where the cost model expects the best; None where it is mute."""
+    """Candidates of a space of legal layouts, most where the cost model expects the best; None without predictions."""
 
     def predictor_of(table: CandidateTable) -> Predictor:
         return make_predictor(sorter.workload, table, sorter.topology, objective=objective)
@@ -482,7 +482,7 @@ def _space(spec: SweepSpec) -> Space:
 def _balance(
     spec: SweepSpec, candidates: CandidateTable, topology: Topology | None, progress: BalanceProgress | None
 ) -> tuple[dict[Candidate, Balance], str]:
-    """What the stage balancer adds, as far as it is legal, and why it adds nothing."""
+    """The legal candidates added by the stage balancer, or why there are none."""
     if not spec.space.balance:
         return {}, ""
 
@@ -494,7 +494,7 @@ def _balance(
 
 @dataclass(kw_only=True)
 class _Sorter:
-    """Judges layouts first: one bad layout rejects all its completions without building them."""
+    """Judges layouts first: an illegal layout rejects all its completions without building them."""
 
     rules: tuple[Rule, ...]
     spec: SweepSpec
@@ -563,7 +563,7 @@ def _nothing_left(sorter: _Sorter) -> ConfigError:
     total = sum(sorter.counts.values())
     remedy = "Add choices that satisfy it."
     if rule_id == WORLD_SIZE and sorter.spec.space.world_size is None:
-        remedy = "Add choices that use the whole lease, or name the numbers of devices to try in space.world_size."
+        remedy = "Add choices that use the full lease, or list the device counts to try in space.world_size."
     message = f"no legal candidate: rule {rule_id} removed {sorter.counts[rule_id]} of {total}, for example: {reason}"
     if (script := sorter.spec.script) is not None and rule_id == script.rule_id and script.notes:
         message += f" ({script.notes[0]})"
@@ -575,7 +575,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     return plan.to_json(MAX_CANDIDATES)
 
 
-# Candidates with layers and recompute as the stage balancer computes them, so that nobody searches offsets by hand
+# Candidates with layers and recompute from the stage balancer, instead of manually chosen offsets
 
 logger = logging.getLogger(__name__)
 
@@ -586,22 +586,22 @@ MAX_LAYOUTS = 24
 TIME_LIMIT_S = 120.0
 """Limit per layout; most take tenths of a second. So long that a plan does not depend on how busy the machine is."""
 MAX_CORRECTIONS = 3
-"""Times the memory limit is lowered where the cost model counts more than the balancer, which adds up layers."""
+"""How often the memory limit is lowered if the cost model counts more than the balancer, which adds up layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balanced:
-    """What the balancer adds to a plan."""
+    """The balancer's additions to a plan."""
 
     balances: Mapping[Candidate, Balance] = field(default_factory=lambda: MappingProxyType({}))
-    """Candidate to how its split came about."""
+    """Candidate to the derivation of its split."""
     problem: str = ""
-    """Why there are no ``balances``; empty where there are, or none was asked for."""
+    """Why there are no ``balances``; empty if there are, or none were requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Receives how many layouts have been balanced, and of how many. All compare equal: cached answers serve any."""
+    """Receives the number of balanced layouts and the total. All compare equal: cached answers serve any."""
 
     show: Callable[[int, int], None] | None = field(default=None, compare=False)
 
@@ -622,7 +622,7 @@ def balance_layouts(
     if not isinstance(workload.model, LlamaModel):
         return Balanced(problem=f"the cost model balances decoders, not {workload.model.kind} models")
     if topology is None:
-        return Balanced(problem="the hardware is not known before the lease")
+        return Balanced(problem="the hardware is unknown before the lease")
     try:
         cluster = describe_topology(topology)
         recomputes = _recomputes_by_frame(candidates, workload)
@@ -692,7 +692,7 @@ def balanced(
 ) -> tuple[Candidate, Balance] | None:
     """``frame`` with the fastest layers and recompute that need at most ``share`` of the memory, by the cost model too.
 
-    None where nothing fits, or no answer came in time.
+    None if nothing fits, or it timed out.
     """
     try:
         problem = problem_of(workload, frame, cluster, _model(), policies, memory_share=share)

@@ -1,7 +1,7 @@
-"""Predictions for a plan and for one candidate, by the cost model or by what knobs usually do.
+"""Predictions for a plan and for one candidate, by the cost model or by typical effects of knobs.
 
-What they rest on is gathered once, when the sweep is created: dry runs, probes and other sweeps that come later change
-nothing about what a resumed sweep proposes.
+Their inputs are gathered once, when the sweep is created: later dry runs, probes and sweeps do not change the proposals
+of a resumed sweep.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ from trials.dryrun.estimate import DryRunEstimate
 from trials.files import fields_json, from_json, to_json
 from trials.spec import Candidate, Workload
 
-# Predictions for a whole plan: its best candidates with the terms of their figures, and what the sweep would cost
+# Predictions for a plan: its best candidates with the terms of their figures, and the cost of the sweep
 
 NUM_SHOWN = 10
-USUAL = "reading of data, memory format and kernels: what they usually do, not a model of this program"
+USUAL = "data loading, memory format and kernels: typical effects, not a model of this program"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPredictions:
-    """What the cost model predicts for a plan."""
+    """The cost model's predictions for a plan."""
 
     hardware: str
     accelerator: str
     """Name of the device in the catalogue."""
     baseline: Prediction
     top: tuple[Prediction, ...]
-    """The best candidates, by the objective, that are expected to fit, the best first."""
+    """The best candidates, by the objective, that are expected to fit, best first."""
     num_fitting: int
     num_candidates: int
     num_trials: int
-    """Trials of the sweep: as many as the budget allows and the space has."""
+    """Number of trials of the sweep, limited by the budget and the space."""
     device_hours: float
-    """What that many trials take together: the baseline and the candidates expected to be fastest."""
+    """Total of these trials: the baseline and the candidates expected to be fastest."""
     usual: str = ""
-    """What of the predictions is no model of this program; empty where nothing is."""
+    """The part of the predictions that is not a model of this program; may be empty."""
     num_probed: int = 0
-    """Nodes whose rates, measured by a probe, the predictions take into account."""
+    """Nodes whose probed rates the predictions use."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -95,7 +95,7 @@ def plan_predictor(
     earlier: Sequence[EarlierTrial] = (),
     objective: Objective | None = None,
 ) -> Predictor:
-    """:func:`make_predictor` for the plan's candidates, and after them the baseline where it is none of them."""
+    """:func:`make_predictor` for the plan's candidates, followed by the baseline if it is not one of them."""
     candidates = plan.candidates.followed_by((plan.baseline,))
     return make_predictor(
         workload,
@@ -167,16 +167,16 @@ def _second_starts_s(predictor: Predictor, rows: Sequence[int]) -> float:
     return float(TRIAL_OVERHEAD_S[predictor.device_kind] * predictor.inputs.world_size[compiled].sum())
 
 
-# Candidates ranked by what knobs usually do, where no cost model tells how fast they are: relative to the baseline
+# Candidates ranked by typical effects of knobs, relative to the baseline, without a cost model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsualGain:
-    """How much better than the baseline a candidate would be, if its knobs did what they usually do."""
+    """Expected gain of a candidate over the baseline by typical effects of its knobs."""
 
     candidate: Candidate
     number: int | None
-    """Its number in the plan's list, from 1; None when it is not there."""
+    """Its number in the plan, from 1; None if it is not in the plan."""
     gain: float
     """Score relative to the baseline's: the median over programs."""
     log_spread: float
@@ -206,10 +206,10 @@ class UsualGain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsualRanking:
-    """A plan's candidates by what knobs usually do."""
+    """A plan's candidates by typical effects of knobs."""
 
     top: tuple[UsualGain, ...]
-    """The best by gain x probability of fitting, the best first."""
+    """The best by gain x probability of fitting, best first."""
     num_fitting: int
     num_candidates: int
 
@@ -231,18 +231,18 @@ def relative_predictor(
     candidates: Sequence[Candidate] = (),
     roles: Mapping[str, str] = MappingProxyType({}),
 ) -> RelativePredictor:
-    """What usual effects say of the plan's candidates, and after them of the baseline where it is none of them.
+    """Typical effects for the plan's candidates, followed by the baseline if it is not one of them.
 
     Args:
-        candidates: those to ask about in the place of the plan's.
-        roles: the built-in knob that an own one stands for, where its name does not say so.
+        candidates: those to predict instead of the plan's.
+        roles: the built-in knob of a custom one, if its name does not imply it.
 
     Raises:
         UnpredictableError: there are too many candidates.
     """
     requested = CandidateTable.of(candidates) if candidates else plan.candidates
     if len(requested) > MAX_CANDIDATES:
-        raise UnpredictableError(f"{len(requested):,} candidates are too many to rank one by one")
+        raise UnpredictableError(f"{len(requested):,} candidates are too many to rank individually")
     kind, limit_bytes = kind_of_device(None), math.inf
     if topology is not None:
         limit_bytes = float(min(node.device_memory_bytes for node in topology.nodes)) or math.inf
@@ -301,7 +301,7 @@ def _promise(predictor: RelativePredictor, num: int) -> NDArray[np.float64]:
 def rank_usual(
     plan: Plan, workload: Workload, topology: Topology | None, objective: Objective, roles: Mapping[str, str]
 ) -> UsualRanking:
-    """The plan's candidates by what knobs usually do.
+    """The plan's candidates by typical effects of knobs.
 
     Raises:
         UnpredictableError: there are too many candidates.
@@ -318,7 +318,7 @@ def rank_usual(
 
 
 def usual_gain(predictor: RelativePredictor, row: int, *, number: int | None = None) -> UsualGain:
-    """What is usual of the candidate in ``row`` of the predictor."""
+    """The typical effect of the candidate in ``row`` of the predictor."""
     return UsualGain(
         candidate=predictor.candidates[row],
         number=number,
@@ -328,7 +328,7 @@ def usual_gain(predictor: RelativePredictor, row: int, *, number: int | None = N
     )
 
 
-# One candidate explained before anything runs (``plan --why``): legality, place in the plan, prediction
+# The explanation of one candidate (``plan --why``): legality, place in the plan, prediction
 
 OPTION = "--why"
 
@@ -339,18 +339,18 @@ class CandidateExplanation:
 
     candidate: Candidate
     violations: tuple[Violation, ...]
-    """Every rule it breaks; empty when it is legal."""
+    """Every rule it breaks; empty if it is legal."""
     number: int | None
-    """Its number in the plan's list, from 1; None when it is not there."""
+    """Its number in the plan, from 1; None if it is not in the plan."""
     changed: dict[str, tuple[Any, Any]]
-    """Knobs in which it differs from the baseline: (baseline's value, its value)."""
+    """Knobs that differ from the baseline: (baseline's value, its value)."""
     prediction: Prediction | None
     unpredicted: str
-    """Why there is no prediction; empty where there is one."""
+    """Why there is no prediction; empty if there is one."""
     usual: UsualGain | None = None
-    """What its knobs usually do, where there is no prediction."""
+    """Typical effects of its knobs, if there is no prediction."""
     balance: Balance | None = None
-    """How the stage balancer came to its layers and recompute; None where it did not."""
+    """The stage balancer's derivation of its layers and recompute; None if not from the balancer."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -372,7 +372,7 @@ def explain(
     """Explain the candidate that ``text`` names; see :func:`find`.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: unknown candidate.
     """
     candidate = find(text, plan, spec)
     workload, objective = spec.to_workload(), spec.to_objective(topology)
@@ -416,7 +416,7 @@ def find(text: str, plan: Plan, spec: SweepSpec) -> Candidate:
     Unlike a trial to run, it may be illegal.
 
     Raises:
-        ConfigError: no such number or name, or a knob or value that does not exist.
+        ConfigError: unknown number, name, knob or value.
     """
     if text == "baseline":
         return plan.baseline
@@ -427,9 +427,9 @@ def find(text: str, plan: Plan, spec: SweepSpec) -> Candidate:
     found = next((candidate for candidate in plan.candidates if short_name(candidate) == text), None)
     if found is None:
         raise ConfigError(
-            f"no candidate {text!r} in the plan of {len(plan.candidates)}",
+            f"unknown candidate {text!r}; the plan has {len(plan.candidates)}",
             key=OPTION,
-            remedy="Give baseline, a number or name as the plan shows it, or knobs like '{tp: 2}'.",
+            remedy="Use baseline, a number or name from the plan, or knobs like '{tp: 2}'.",
         )
     return found
 
@@ -451,15 +451,15 @@ def _changed(text: str, spec: SweepSpec) -> Candidate:
     return spec.candidate_of(given, section.own or {})
 
 
-# Prior knowledge: what was known before a sweep's first trial and its proposals depend on, kept in its ledger
+# Prior knowledge of a sweep, on which its proposals depend, saved in its ledger
 
 PROFILE = "profile"
-"""Name of the document that holds the probe's :class:`cluster.probing.Profile`, or null."""
+"""Name of the document with the probe's :class:`cluster.probing.Profile`, or null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedCandidate:
-    """What a dry run counted for one candidate."""
+    """A dry run's estimate for one candidate."""
 
     candidate: Candidate
     estimate: DryRunEstimate
@@ -467,15 +467,15 @@ class CountedCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedCandidates(Document):
-    """The ledger's document with what dry runs counted."""
+    """The ledger's document with estimates of dry runs."""
 
     name: ClassVar[str] = "dry_runs"
     limit_bytes: int | None = None
-    """Device memory; None where nobody knows."""
+    """Device memory; None if unknown."""
     context_bytes: int = 0
     """Device memory that the idle process holds."""
     communicator_bytes: int = 0
-    """Device memory that each of its communicators holds besides."""
+    """Additional device memory of each communicator."""
     host_limit_bytes: int | None = None
     """Host memory of the smallest node."""
     ranks_per_node: int = 1
@@ -513,7 +513,7 @@ class CountedCandidates(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierTrials(Document):
-    """The ledger's document with what other sweeps measured."""
+    """The ledger's document with measurements of other sweeps."""
 
     name: ClassVar[str] = "transfer"
     trials: tuple[EarlierTrial, ...] = ()
@@ -521,14 +521,14 @@ class EarlierTrials(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorKnowledge:
-    """What was known about the candidates and the hardware."""
+    """Prior knowledge of the candidates and the hardware."""
 
     estimates: DryRunEstimates = field(default_factory=DryRunEstimates)
-    """What dry runs counted."""
+    """Estimates of dry runs."""
     profile: Profile | None = None
-    """What a probe measured of the nodes in use."""
+    """Probe measurements of the used nodes."""
     earlier: tuple[EarlierTrial, ...] = ()
-    """What other sweeps measured, for the guided sampler."""
+    """Measurements of other sweeps, for the guided sampler."""
 
     def keep(self, ledger: Ledger) -> None:
         """Write it into the ledger."""
@@ -538,10 +538,10 @@ class PriorKnowledge:
 
     @classmethod
     def kept(cls, ledger: Ledger) -> PriorKnowledge:
-        """Read back what :meth:`keep` wrote; nothing where nothing was kept.
+        """Read back what :meth:`keep` wrote; may be empty.
 
         Raises:
-            LedgerError: another version of this program wrote it, and it is not understood.
+            LedgerError: it was written by another version of this program and cannot be parsed.
         """
         return cls(
             estimates=(CountedCandidates.read(ledger) or CountedCandidates()).estimates,

@@ -1,4 +1,4 @@
-"""Promotion: what is in production, with evidence, a way back, records of both, and whether it still holds.
+"""Promotion: production versions with evidence, rollback, history, and verification.
 
-Stands above controller and report: a verification is a sweep of its own; knows no command line.
+Uses controller and report, since a verification is a sweep; does not depend on the command line.
 """

@@ -41,16 +41,16 @@ def promote(
     on_step: Callable[[str], None] = lambda _: None,
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Put the confirmed winner of ``sweep``, or a trial of it, into production under ``name``.
+    """Put the confirmed winner of ``sweep``, or a trial of it, into production as ``name``.
 
     Args:
-        is_candidate: only register it, with the alias ``candidate``, proven or not.
+        is_candidate: only register it, with the alias ``candidate``, with or without proof.
         on_step: called before every write to the registry; tests end the process there.
-        on_phase: called with what is done next, in words.
+        on_phase: receives the next phase, in words.
 
     Raises:
-        ConfigError: it is not proven and not forced, or another version is in production than expected.
-        SweepBusyError: a controller is at work on the sweep.
+        ConfigError: it is neither proven nor forced, or the version in production is not the expected one.
+        SweepBusyError: the sweep has a running controller.
     """
     check_name(name, "registered name")
     _check_expectation(expect_current)
@@ -59,13 +59,13 @@ def promote(
         tracker = Tracker(tracking_uri_of(ledger, home))
         changes = source_changes(ledger, script_of(ledger))
         options: dict[str, Any] = {"force": force, "is_candidate": is_candidate, "objections": changes}
-        choose(read_snapshot(ledger).state, trial, **options)  # refuse before anything is waited for
+        choose(read_snapshot(ledger).state, trial, **options)  # fail before any waiting
         with _held(ledger):
             state = read_snapshot(ledger).state
             chosen = choose(state, trial, **options)
-            on_phase("writing its configuration for every framework")
+            on_phase("exporting its configuration to all frameworks")
             manifest = build_manifest(ledger, state, chosen)
-            on_phase("bringing MLflow up to date")
+            on_phase("updating MLflow")
             with tracker.reached():
                 _bring_up_to_date(tracker, ledger, state, chosen.trial.number)
         on_phase(f"registering it as {name}")
@@ -97,10 +97,10 @@ def roll_back(
     tracking_uri: str | None = None,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Put the version before, or version ``to``, back into production.
+    """Put the previous version, or version ``to``, back into production.
 
     Raises:
-        ConfigError: there is none, its files were altered, or another is in production than expected.
+        ConfigError: there is none, its files were altered, or the version in production is not the expected one.
     """
     _check_expectation(expect_current)
     tracker = store(home, tracking_uri)
@@ -112,10 +112,10 @@ def roll_back(
 
 
 def history(name: str, home: Home, *, tracking_uri: str | None = None) -> dict[str, Any]:
-    """What was in production under ``name``, the newest record first.
+    """The history of ``name`` in production, newest record first.
 
     Raises:
-        ConfigError: nothing was ever promoted under that name.
+        ConfigError: nothing has been promoted as ``name``.
     """
     check_name(name, "registered name")
     tracker = store(home, tracking_uri)
@@ -124,7 +124,7 @@ def history(name: str, home: Home, *, tracking_uri: str | None = None) -> dict[s
         records = Records(registry, tracker.uri).of(name)
         found = registry.find(name, alias=PRODUCTION)
     if not records and found is None:
-        raise ConfigError(f"nothing was ever promoted as {name}", remedy=f"tune-cluster promote SWEEP --name {name}")
+        raise ConfigError(f"nothing has been promoted as {name}", remedy=f"tune-cluster promote SWEEP --name {name}")
     current = found.version if found else None
     last = next(reversed(chain(records)), None)
     return {
@@ -143,13 +143,15 @@ def show(reference: str, home: Home, *, tracking_uri: str | None = None) -> dict
 
 
 def diff(a: str, b: str, home: Home, *, tracking_uri: str | None = None) -> Difference:
-    """What differs between two registered versions, or trials of sweeps."""
+    """The differences between two registered versions, or trials of sweeps."""
     return compare(describe(a, home, tracking_uri), describe(b, home, tracking_uri))
 
 
 def _check_expectation(expected: str | None) -> None:
     if expected is not None and expected != NONE and not expected.isdigit():
-        raise ConfigError(f"{expected!r} is no version", key="--expect-current", remedy=f"Write its number, or {NONE}.")
+        raise ConfigError(
+            f"{expected!r} is not a version", key="--expect-current", remedy=f"Use a version number, or {NONE}."
+        )
 
 
 def _change_json(change: ReleaseChange) -> dict[str, Any]:
@@ -165,19 +167,19 @@ def _change_json(change: ReleaseChange) -> dict[str, Any]:
 
 
 def _bring_up_to_date(tracker: Tracker, ledger: Ledger, state: SweepState, trial: int) -> None:
-    """Bring MLflow up to date with the sweep: the evidence refers to its runs."""
+    """Update the sweep in MLflow: the evidence refers to its runs."""
     tracker.sync(ledger, state)
     if tracker.find_run(state, trial) is None:
         raise ConfigError(
             f"trial {trial} of {state.sweep.sweep} is not recorded in MLflow",
-            remedy="Check that the tracking store can be reached, then promote again.",
+            remedy="Check that the tracking store is reachable, then promote again.",
         )
 
 
 def _note_in_ledgers(home: Home, tracker: Tracker, releases: Releases, name: str) -> None:
-    """Write the records of ``name`` into the ledgers of their sweeps, as far as those are here and lack them.
+    """Write missing records of ``name`` into the ledgers of their sweeps, if those are in this home.
 
-    What cannot be written now, the next command writes.
+    The next command repeats failed writes.
     """
     records = chain(releases.records.of(name))
     sweeps = {(record.sweep, record.sweep_id) for record in records}
@@ -188,7 +190,7 @@ def _note_in_ledgers(home: Home, tracker: Tracker, releases: Releases, name: str
             try:
                 _note_in_ledger(home, tracker, sweep, identity, of_it)
             except (LedgerError, ConfigError) as error:
-                logger.warning("the ledger of %s learns of it later: %s", sweep, error)
+                logger.warning("the ledger of %s will be updated later: %s", sweep, error)
 
 
 def _note_in_ledger(home: Home, tracker: Tracker, sweep: str, identity: str, records: list[Record]) -> None:
@@ -198,7 +200,7 @@ def _note_in_ledger(home: Home, tracker: Tracker, sweep: str, identity: str, rec
         with _held(ledger):
             state = read_snapshot(ledger).state
             for record in _missing(ledger, identity, records):
-                at_s = max(record.at_s, state.now_s) if state.is_over else state.now_s  # costs no active time
+                at_s = max(record.at_s, state.now_s) if state.is_over else state.now_s  # adds no active time
                 ledger.append(Promoted(at_s=at_s, record=record.for_ledger()))
             tracker.sync(ledger, read_snapshot(ledger).state)
 
@@ -213,10 +215,10 @@ def _missing(ledger: Ledger, identity: str, records: list[Record]) -> list[Recor
 
 @contextmanager
 def _held(ledger: Ledger) -> Iterator[None]:
-    """Hold the ledger; waits for other commands, but not for a controller at work.
+    """Hold the ledger; waits for other commands, but not for a running controller.
 
     Raises:
-        SweepBusyError: it is held for other reasons than a short command's.
+        SweepBusyError: it is not held by a short command.
     """
     deadline_s = time.monotonic() + _HOLD_S
     with ExitStack() as stack:

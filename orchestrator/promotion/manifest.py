@@ -1,4 +1,4 @@
-"""The manifest of a version in the registry: configuration, workload, evidence, sweep file and exports, with checks."""
+"""The manifest of a registered version: configuration, workload, evidence, sweep file and exports, with checks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from trials.outcome import Measurement
 from trials.secrets import redact, redact_all
 from trials.spec import Candidate, Workload
 
-# Evidence: which trial of a sweep may be promoted, what speaks for it, and what is missing.
+# Evidence: which trial of a sweep may be promoted, its evidence, and what is missing.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A measured trial, and what is missing for it to be promoted without force."""
+    """A measured trial, and what is missing for a promotion without force."""
 
     trial: Trial
     missing: tuple[str, ...]
@@ -60,26 +60,26 @@ def choose(
     is_candidate: bool = False,
     objections: Sequence[str] = (),
 ) -> Chosen:
-    """The confirmed winner of a sweep, or the trial that was named.
+    """The confirmed winner of a sweep, or the given trial.
 
     Args:
-        is_candidate: it is to be registered only, not to go to production: nothing needs to be proven.
-        objections: what speaks against it besides its evidence.
+        is_candidate: only register it, without production: needs no proof.
+        objections: further objections, apart from the evidence.
 
     Raises:
-        ConfigError: there is no such trial, it was not measured or is a check; or, without force, it is not the
-            confirmed winner, or has not passed the loss gate. Whatever the force: the cluster does not exist.
+        ConfigError: the trial does not exist, was not measured or is a check; or, without force, it is not the
+            confirmed winner, or has not passed the loss gate. Even with force: the cluster is simulated.
     """
     name = state.sweep.sweep
     if state.virtual is not None and not is_candidate:
         raise ConfigError(
-            f"{name} is {state.virtual}: nothing was measured, so nothing of it goes to production, by force neither",
-            remedy="Submit it on a cluster that exists. --candidate registers the configuration under the alias"
-            " candidate, marked as what it is.",
+            f"{name} is {state.virtual}: nothing was measured; it cannot be promoted, even with --force",
+            remedy="Submit it on a real cluster. --candidate registers the configuration with the alias candidate,"
+            " marked as simulated.",
         )
     chosen = find_trial(state, trial, name) if trial is not None else state.winner
     if chosen is None:
-        raise ConfigError(f"sweep {name} measured nothing", remedy=f"See why: tune-cluster report {name}")
+        raise ConfigError(f"sweep {name} has no measurements", remedy=f"For the reasons: tune-cluster report {name}")
     if chosen.check is not None:
         of = units.trial_id(chosen.check.of)
         raise ConfigError(f"{units.trial_id(chosen.number)} of {name} is a check of {of}", remedy=f"Promote {of}.")
@@ -97,37 +97,37 @@ def choose(
 
 
 def _missing(state: SweepState, chosen: Trial) -> tuple[str, ...]:
-    """What is missing for a promotion without force: sentences without full stops."""
-    missing = [] if state.is_over else [f"the sweep is {state.status}, its proof may still come"]
+    """What is missing for a promotion without force: clauses without full stops."""
+    missing = [] if state.is_over else [f"the sweep is {state.status}, its proof is not finished"]
     verdict = state.verdict
     if state.virtual is not None:
-        return (*missing, f"the sweep is {state.virtual}: nothing was measured, nothing is proven")
+        return (*missing, f"the sweep is {state.virtual}: nothing was measured or proven")
     if chosen.number == 0:
         why = f" ({verdict.reason})" if verdict and verdict.conclusion == "keep" else ""
-        return (*missing, f"it is the present configuration{why}")
+        return (*missing, f"it is the current configuration{why}")
     if verdict is None:
         return (*missing, unproven(state, chosen.number), _gate_missing(None))
     if verdict.winner == chosen.number:
         return (*missing, *_gate_doubt(verdict, chosen.number))
     if verdict.conclusion != "confirmed" and not _is_judged(state, chosen):
-        return (*missing, "the last proof of the sweep was not about it", _gate_missing(None))
+        return (*missing, "it was not part of the sweep's last proof", _gate_missing(None))
     return (*missing, _not_the_winner(verdict, chosen.number), *_gate_doubt(verdict, chosen.number))
 
 
 def unproven(state: SweepState, number: int) -> str:
-    """How far the proof of a trial without a verdict has come."""
+    """The progress of the proof of a trial without a verdict."""
     found = confirmation(state)
     if found is None or number not in found.finalists:
         return "it was not measured again, interleaved with the baseline"
     rounds = sum(number in one.runs for one in found.complete)
     measured = f"{units.count(rounds, 'round')} of its confirmation {'is' if rounds == 1 else 'are'} measured"
     if state.is_over:
-        return f"{measured}, which settle nothing"
+        return f"{measured}, without a conclusion"
     return f"{measured}, {'its loss gate' if found.judgement.is_decided else 'the confirmation'} is still running"
 
 
 def _is_judged(state: SweepState, chosen: Trial) -> bool:
-    """Whether the last proof was about this trial; without finalists it was about all: none was as fast."""
+    """Whether the last proof included this trial; without finalists it included all: none was as fast."""
     return state.proof is None or not state.proof.finalists or chosen.number in state.proof.finalists
 
 
@@ -135,16 +135,16 @@ def _not_the_winner(verdict: Verdict, number: int) -> str:
     match verdict.conclusion:
         case "confirmed":
             assert verdict.winner is not None, "a confirmed verdict has a winner"
-            tied = ", though it cannot be told from it" if number in verdict.tied_with else ""
+            tied = ", but the two are tied" if number in verdict.tied_with else ""
             return f"the confirmed winner is {units.trial_id(verdict.winner)}{tied}"
         case "keep":
-            return f"it is not shown to be faster than what you have ({verdict.reason})"
+            return f"it is not shown to be faster than the current configuration ({verdict.reason})"
         case "unconfirmed" | "rehearsed":
-            return f"the confirmation was not settled ({verdict.reason})"
+            return f"the confirmation was inconclusive ({verdict.reason})"
 
 
 def _gate_doubt(verdict: Verdict, number: int) -> tuple[str, ...]:
-    """What the loss gate has against it; an evaluation of the user's that passed settles what the gate could not."""
+    """The loss gate's objections; a passed user evaluation resolves an inconclusive gate."""
     report = gate_of(verdict, number)
     is_settled = any(one.trial == number and one.passed for one in verdict.evaluations)
     if report is not None and (report.passed or (report.answer == "inconclusive" and is_settled)):
@@ -154,39 +154,39 @@ def _gate_doubt(verdict: Verdict, number: int) -> tuple[str, ...]:
 
 def _gate_missing(report: GateReport | None) -> str:
     if report is None:
-        return "the loss gate did not look whether it trains the same model"
+        return "the loss gate did not check whether it trains the same model"
     if report.answer == "inconclusive":
-        return f"the loss gate could not tell whether it trains the same model: {report.objections[0]}"
+        return f"the loss gate is inconclusive: {report.objections[0]}"
     if not report.precision_class:
-        return f"it failed in the loss gate: {report.reasons[0]}"
-    return f"the loss gate found that it does not train the same model: {report.reasons[0]}"
+        return f"it failed during the loss gate: {report.reasons[0]}"
+    return f"it failed the loss gate: {report.reasons[0]}"
 
 
 def _remedy(state: SweepState, chosen: Trial, *, is_changed: bool = False) -> str:
     name, verdict = state.sweep.sweep, state.verdict
-    force = "--force promotes it all the same, and that is recorded."
+    force = "--force promotes it anyway, and this is recorded."
     if is_changed:
-        return f"Submit the sweep under another name, which measures the program of today. {force}"
+        return f"Submit the sweep under another name to measure the current program. {force}"
     if not state.is_over:
         return f"Wait for it: tune-cluster status {name}. {force}"
     report = gate_of(verdict, chosen.number) if verdict else None
     is_refuted = verdict is not None and verdict.conclusion == "keep" and _is_judged(state, chosen)
     if chosen.number == 0 or is_refuted or (report is not None and report.answer == "failed"):
-        return f"Keep what you have. {force}"
+        return f"Keep your current configuration. {force}"
     if report is not None and report.answer == "inconclusive":
         return f"{report.remedy}. {force}" if report.remedy else force
     if verdict is not None and verdict.winner == chosen.number:
         return f"Submit the sweep under another name with `gate:` on. {force}"
-    return f"Prove it: tune-cluster confirm {name} {units.trial_id(chosen.number)}. {force}"
+    return f"To confirm it: tune-cluster confirm {name} {units.trial_id(chosen.number)}. {force}"
 
 
 def gate_of(verdict: Verdict, number: int) -> GateReport | None:
-    """The gate's report about a finalist; None where it did not look."""
+    """The gate's report on a finalist; None if not judged."""
     return next((report for report in verdict.gates if report.trial == number), None)
 
 
 def evidence(state: SweepState, chosen: Chosen) -> dict[str, Any]:
-    """What was measured of the trial, as JSON values: enough to judge it, and to compare with later."""
+    """The trial's measurements, as JSON values: enough to judge it, and for later comparisons."""
     trial = chosen.trial
     measured, compared = result(trial, state.objective), speedup(trial, state.baseline, state.objective)
     assert measured is not None and trial.measurement is not None, "only measured trials are chosen"
@@ -213,7 +213,7 @@ def evidence(state: SweepState, chosen: Chosen) -> dict[str, Any]:
 
 
 def _confirmed(state: SweepState, number: int) -> dict[str, Any] | None:
-    """What the last proof measured of the trial and the baseline, which is what its ratio is made of; None without."""
+    """The last proof's measurements of the trial and the baseline, the basis of its ratio; None without a proof."""
     found = confirmed_figures(state)
     noun = noun_of(state.sweep.workload.speed_unit)
     return {**found.to_json(noun)} if found is not None and found.trial == number else None
@@ -236,7 +236,7 @@ def _confirmation(state: SweepState, number: int) -> list[dict[str, Any]]:
 
 
 def _gate(state: SweepState, number: int) -> dict[str, Any] | None:
-    """What the gate said of the trial and what it compared; None where it did not look at it."""
+    """The gate's result for the trial and its comparisons; None if not judged."""
     report = gate_of(state.verdict, number) if state.verdict else None
     if report is None:
         return None
@@ -249,7 +249,7 @@ def _gate(state: SweepState, number: int) -> dict[str, Any] | None:
 
 
 def trajectory_json(measurement: Measurement | None, candidate: Candidate) -> dict[str, Any]:
-    """How a run trained, step by step from the first: what :class:`orchestrator.proof.loss_gate.Trajectory` needs."""
+    """The training curve of a run from its first step, for :class:`orchestrator.proof.loss_gate.Trajectory`."""
     if measurement is None:
         return {}
     run = trajectory(measurement, candidate)
@@ -265,29 +265,29 @@ def trajectory_json(measurement: Measurement | None, candidate: Candidate) -> di
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
-    """The values, None for those that are not finite: JSON has no other numbers."""
+    """The values, None for non-finite ones, which JSON does not support."""
     return [value if math.isfinite(value) else None for value in values]
 
 
 JSON, YAML = "recipe.json", "recipe.yaml"
 COMMAND = "command"
-"""Format of the exports of a user's own training program: its own command."""
+"""Export format of a custom training program: its own command."""
 SWEEP_AS_WRITTEN, SWEEP_WRITTEN_OUT = "sweep.yaml", "sweep.json"
 AGAIN = "Promote the sweep again."
 WATERMARK_TAG = "watermark"
-"""Tag of versions from clusters that do not exist."""
+"""Tag of versions from simulated clusters."""
 FILES = "files.json"
 """List of a version's other files with their digests; the version's tag ``files_sha256`` is the digest of the list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything that a version is made of, and nothing that depends on when it is promoted, or by whom."""
+    """The full content of a version, independent of when and by whom it is promoted."""
 
     content: Mapping[str, Any]
     """Content of ``recipe.json``."""
     files: Mapping[str, str]
-    """Texts to be stored, by their paths; the list of them among them."""
+    """Texts to store, by path, including the list of files."""
 
     @property
     def sha256(self) -> str:
@@ -299,12 +299,12 @@ class Manifest:
 
 
 def list_files(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Path to SHA-256 of every file of a version, sorted, without the file that holds this list."""
+    """Path to SHA-256 of every file of a version, sorted, without the list itself."""
     return {path: hashlib.sha256(content).hexdigest() for path, content in sorted(files.items()) if path != FILES}
 
 
 def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifest:
-    """The manifest of a trial, with its files as they are to be stored."""
+    """The manifest of a trial, with its files to store."""
     candidate, workload = chosen.trial.candidate, state.sweep.workload
     script, fingerprint = script_of(ledger), state.sweep.fingerprint
     origin = _origin(ledger, chosen)
@@ -332,7 +332,7 @@ def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifes
 
 
 def _sweep_files(ledger: Ledger) -> dict[str, str]:
-    """The sweep's file as it was written, and written out: a verification is made from the latter."""
+    """The sweep's file as written, and in expanded form, which verifications use."""
     written, spec = SweepFile.read(ledger), ledger.document(SPEC)
     as_written = {SWEEP_AS_WRITTEN: written.text} if written else {}
     return as_written | ({SWEEP_WRITTEN_OUT: json.dumps(redact_all(spec), indent=1) + "\n"} if spec else {})
@@ -352,29 +352,29 @@ def _exports(candidate: Candidate, workload: Workload, fingerprint: Mapping[str,
 
 
 def script_of(ledger: Ledger) -> Script | None:
-    """The user's training program, as it was read when the sweep was created; None where ours trains."""
+    """The custom training program, as parsed when the sweep was created; None for the built-in runner."""
     return script_of_spec(ledger.document(SPEC))
 
 
 def script_of_spec(spec: Mapping[str, Any] | None) -> Script | None:
-    """The user's training program of a sweep that was stored or promoted; None where ours trains, or for none."""
+    """The custom training program of a stored or promoted sweep; None for the built-in runner, or without a sweep."""
     return SweepSpec.from_json(spec).script if spec and is_of_script(spec) else None
 
 
 def is_of_script(spec: Mapping[str, Any]) -> bool:
-    """Whether a sweep that was stored or promoted trains a user's program."""
+    """Whether a stored or promoted sweep runs a custom training program."""
     return "run" in spec.get("workload", {})
 
 
 def _command_files(made: ScriptArtifact, fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """The user's command with the configuration laid over it, ready to start, and what differs from theirs."""
+    """The user's command with the configuration applied, ready to run, and the differences from the original."""
     lines = [f"{COMMAND}: sh {START}", *(f"  {note}" for note in made.notes)]
     files = {f"exports/{COMMAND}/{path}": text for path, text in with_exports(made.files, fingerprint).items()}
     return files | {"exports/README.txt": "\n".join(lines) + "\n"}
 
 
 def _origin(ledger: Ledger, chosen: Chosen) -> dict[str, Any]:
-    """Which program it was: digests of its source when the sweep was created, and versions of what it used."""
+    """Identity of the program: digests of its source when the sweep was created, and versions of its dependencies."""
     source, measurement = MeasuredProgram.read(ledger), chosen.trial.measurement
     reported = measurement.findings.script if measurement else None
     return {
@@ -385,8 +385,8 @@ def _origin(ledger: Ledger, chosen: Chosen) -> dict[str, Any]:
 
 
 def seen_inside(trial: Trial) -> dict[str, Any]:
-    """``fingerprint`` and ``expect`` of a program in which our hook set knobs, by what it saw in the trial; empty where
-    it set none."""
+    """``fingerprint`` and ``expect`` of a program with knobs set by our hook, from the trial's observations; empty if
+    there are none."""
     reported = trial.measurement.findings.script if trial.measurement else None
     if reported is None or not reported.knobs:
         return {}
@@ -395,18 +395,18 @@ def seen_inside(trial: Trial) -> dict[str, Any]:
 
 
 def source_changes(ledger: Ledger, script: Script | None) -> tuple[str, ...]:
-    """Why the program that lies here is not the one that was measured; empty where it is, or lies elsewhere."""
+    """Why the program on this host is not the measured one; empty if it is, or is elsewhere."""
     measured = MeasuredProgram.read(ledger)
     today = None if script is None else program_source(script)
     if measured is None or today is None or today.sha256 == measured.sha256:
         return ()
     names = today.changed(dict(measured.files))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (f"your program was changed since it was measured ({', '.join(names[:3])}{more})",)
+    return (f"your program has changed since it was measured ({', '.join(names[:3])}{more})",)
 
 
 def version_tags(manifest: Manifest) -> dict[str, str]:
-    """What the registry's pages show beside a version, and what it is checked against later."""
+    """Tags of a version, shown on the registry's pages and used for later checks."""
     facts = manifest.content["evidence"]
     ratio = ratio_of(facts)
     return {
@@ -430,7 +430,7 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
 
 
 def ratio_of(facts: Mapping[str, Any]) -> Estimate | None:
-    """Speed over the baseline's in the evidence: the confirmation's where it won, else the search's; None without."""
+    """Speed-up over the baseline in the evidence: the confirmation's if it won, else the search's; None without."""
     verdict, searched = facts["verdict"] or {}, facts["speedup"]
     confirmed = verdict.get("speedup") if verdict.get("winner") == facts["trial"] else None
     if confirmed:
@@ -443,10 +443,10 @@ def ratio_of(facts: Mapping[str, Any]) -> Estimate | None:
 
 
 def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:
-    """Verdict about the promoted trial: ``confirmed`` or ``not confirmed``, and why."""
+    """Verdict on the promoted trial: ``confirmed`` or ``not confirmed``, and why."""
     verdict = facts["verdict"]
     if facts.get("virtual"):
-        return facts["virtual"], "nothing was measured, nothing is proven"
+        return facts["virtual"], "nothing was measured or proven"
     if verdict is None:
         rounds = len({run["round"] for run in facts["confirmation"] if run["of"] == facts["trial"]})
         return (
@@ -463,11 +463,11 @@ def gate_text(facts: Mapping[str, Any]) -> str:
     report = facts["gate"]["report"]
     if report["passed"]:
         return "passed"
-    return "failed" if report["reasons"] else "could not be told"
+    return "failed" if report["reasons"] else "inconclusive"
 
 
 def speed_text(facts: Mapping[str, Any]) -> str:
-    """``3,200 tokens/s/p, 1.42x (1.38x – 1.46x) against the baseline``: both from the confirmation where it won."""  # noqa: RUF002
+    """``3,200 tokens/s/p, 1.42x (1.38x – 1.46x) against the baseline``: both from the confirmation if it won."""  # noqa: RUF002
     ratio, speed = ratio_of(facts), facts["tokens_per_s_per_device"]
     if facts.get("confirmed") and (facts["verdict"] or {}).get("winner") == facts["trial"]:
         speed = facts["confirmed"]["figures"][f"{noun_of(facts['unit'])}_per_s_per_device"]
@@ -479,7 +479,7 @@ def speed_text(facts: Mapping[str, Any]) -> str:
 
 
 def describe(manifest: Manifest) -> str:
-    """Markdown for the registry's pages, which show no files; the configuration's YAML where there is room."""
+    """Markdown for the registry's pages, which show no files; includes the configuration's YAML if it fits."""
     facts = manifest.content["evidence"]
     head = f"**{speed_text(facts)}** — `{manifest.content['short_name']}`"
     lines = [
@@ -500,18 +500,18 @@ def check_origin(registered: Registered, files: Mapping[str, bytes]) -> None:
     """Check that the version was registered by this program.
 
     Raises:
-        ConfigError: it was not, or the tags that tell so are gone.
+        ConfigError: it was not, or its tags are missing.
     """
     if JSON not in files and not {"recipe_sha256", "files_sha256"} <= set(registered.tags):
-        remedy = "Name another version, or promote the sweep again."
+        remedy = "Use another version, or promote the sweep again."
         raise ConfigError(f"{label_of(registered)} was not registered by tune-cluster", remedy=remedy)
 
 
 def parsed(registered: Registered, files: Mapping[str, bytes]) -> Mapping[str, Any]:
-    """Content of the version's ``recipe.json``, of the form that :func:`build_manifest` gives it.
+    """Content of the version's ``recipe.json``, in the form of :func:`build_manifest`.
 
     Raises:
-        ConfigError: it has another.
+        ConfigError: it has a different form.
     """
     try:
         content: Mapping[str, Any] = json.loads(files[JSON])
@@ -523,13 +523,13 @@ def parsed(registered: Registered, files: Mapping[str, bytes]) -> Mapping[str, A
             from_json(GateReport, facts["gate"]["report"])
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error).split(";")[0]
-        raise ConfigError(f"{label_of(registered)} holds no valid manifest: {why}", remedy=AGAIN) from None
+        raise ConfigError(f"{label_of(registered)} has no valid manifest: {why}", remedy=AGAIN) from None
     return content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What every evidence holds, for checking its form; see :func:`orchestrator.promotion.manifest.evidence`."""
+    """Required fields of the evidence; see :func:`orchestrator.promotion.manifest.evidence`."""
 
     sweep: str
     sweep_id: str
@@ -564,14 +564,14 @@ def check_content(content: Mapping[str, Any], registered: Registered) -> Candida
 
 
 def check_record(registered: Registered, record_tags: Mapping[str, str]) -> None:
-    """Check the version's digests against those that the record of its registration holds, a second witness.
+    """Check the version's digests against those in the record of its registration.
 
     Raises:
         ConfigError: they differ.
     """
     for name in ("recipe_sha256", "files_sha256"):
         if registered.tags.get(name) != record_tags.get(f"tc.{name}"):
-            raise altered(label_of(registered), f"its {name} is not that of the record of its promotion")
+            raise altered(label_of(registered), f"its {name} does not match the record of its promotion")
 
 
 def label_of(registered: Registered) -> str:
@@ -579,10 +579,10 @@ def label_of(registered: Registered) -> str:
 
 
 def check_files(registered: Registered, files: Mapping[str, bytes]) -> None:
-    """Check that the files of a version are those it was registered with, through the digest of their list.
+    """Check that the files of a version are unchanged since its registration, using the digest of their list.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they have changed.
     """
     found = list_files(files)
     listed = _listed(files)
@@ -594,7 +594,7 @@ def check_files(registered: Registered, files: Mapping[str, bytes]) -> None:
 
 
 def _listed(files: Mapping[str, bytes]) -> dict[str, str] | None:
-    """The digests as the list among the files gives them, which the registry's tag vouches for; None without one."""
+    """The digests in the list of files, which is verified by the registry's tag; None without one."""
     try:
         return dict(json.loads(files[FILES])) if FILES in files else None
     except (ValueError, TypeError):

@@ -1,7 +1,7 @@
-"""Append-only records of what was in production: runs in the experiment ``promotions``, one per change.
+"""Append-only history of production: runs in the experiment ``promotions``, one per change.
 
-A record is begun before anything is changed (status RUNNING) and ended after everything is (FINISHED); one whose change
-never came about is FAILED. The finished ones of a name form a chain: each begins where the one before ended.
+A record is started before any change (status RUNNING) and ended after all changes (FINISHED); a change that did not
+take effect is FAILED. The finished ones of a name form a chain: each continues the one before.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ _SOURCE = {"mlflow.source.name": "tune-cluster", "mlflow.source.type": "LOCAL"}
 _MAX_TAG_CHARS = 5000
 _DIGEST = "tc.digest"
 _CHANGING = ("to_version", "record_id", "state", "note", "taken_over", "altered")
-"""Fields of a record that change after it has begun, or are not among its tags."""
+"""Fields of a record that change after its start, or are not among its tags."""
 _ALL_RUNS = 3
-"""MLflow's ``ViewType.ALL``: records that somebody deleted on a page are still part of the history."""
+"""MLflow's ``ViewType.ALL``: records deleted on a page are still part of the history."""
 
 Action = Literal["promote", "rollback", "external", "candidate"]
-"""Kinds of change; ``candidate``: a version was registered, and production stayed what it was;
-``external``: the alias was moved past this program, whose next command found and recorded it."""
+"""Kinds of change; ``candidate``: a version was registered without changing production; ``external``: the alias was
+moved outside this program, whose next command recorded it."""
 State = Literal["begun", "done", "void"]
 _STATES: dict[str, State] = {"RUNNING": "begun", "SCHEDULED": "begun", "FINISHED": "done"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One change of what is in production under ``name``. Versions are ``""`` where there was, or is, none."""
+    """One change of production for ``name``. Versions are ``""`` for none."""
 
     name: str
     number: int
-    """Position in the history of the name, from 1, void records counted."""
+    """Position in the history of the name, from 1, including void records."""
     action: Action
     from_version: str
     to_version: str
-    """Version in production afterwards; empty for a begun promotion until the version exists, and for none."""
+    """Version in production afterwards; empty for none, and for a started promotion until the version exists."""
     by: str
     at_s: float
     reason: str = ""
     forced: bool = False
     missing: tuple[str, ...] = ()
-    """What was missing when it was forced."""
+    """Missing evidence of a forced promotion."""
     sweep: str = ""
-    """Sweep that ``to_version`` comes from; the four fields that follow are about that version, too."""
+    """Sweep of ``to_version``; the following four fields also describe that version."""
     sweep_id: str = ""
     trial: str = ""
     short_name: str = ""
@@ -83,14 +83,14 @@ class Record:
     files_sha256: str = ""
     """Digest of the digests of all files of ``to_version``."""
     record_id: str = ""
-    """MLflow run that holds the record."""
+    """MLflow run of the record."""
     state: State = "begun"
     note: str = ""
-    """Why it is void, or who settled it."""
+    """Why it is void, or who resolved it."""
     taken_over: bool = False
-    """Whether another process ended it while its own may only have slept, and may still write once."""
+    """Whether another process ended it while its own may have been suspended, and may still write once."""
     altered: bool = False
-    """Whether its tags in MLflow were edited since; what it holds then comes from its file."""
+    """Whether its tags in MLflow were edited; its content then comes from its file."""
 
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"missing": list(self.missing)}
@@ -102,7 +102,7 @@ class Record:
         return texts | {"forced": str(self.forced).lower(), "number": str(self.number), "at_s": f"{self.at_s:.3f}"}
 
     def to_tags(self) -> dict[str, str]:
-        """Tags of the run that holds the record, without what the run itself holds."""
+        """Tags of the record's run, without the run's own fields."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for held in ("record_id", "state", "altered"):
             del values[held]
@@ -120,10 +120,10 @@ class Record:
 
     @classmethod
     def from_run(cls, run: Run) -> Self:
-        """The record that a run of MLflow holds.
+        """The record of an MLflow run.
 
         Raises:
-            ConfigError: its tags are not those of a record: somebody altered them.
+            ConfigError: its tags are not those of a record: they were altered.
         """
         tags = {key.removeprefix(_PREFIX): text for key, text in run.data.tags.items() if key.startswith(_PREFIX)}
         texts: dict[str, Any] = {f.name: tags.get(f.name, "") for f in fields(cls) if f.type == "str"}
@@ -149,7 +149,7 @@ class Record:
 
 
 class Records:
-    """The records in the store at ``uri``, which ``registry`` speaks to. Raises what MLflow raises."""
+    """The records in the store at ``uri``, through ``registry``. Raises MLflow's errors."""
 
     def __init__(self, registry: Registry, uri: str) -> None:
         self._client = registry.client
@@ -176,10 +176,10 @@ class Records:
                 return sorted(records, key=lambda record: (record.number, record.at_s))
 
     def _read(self, run: Run) -> Record:
-        """The record that a run holds; where its tags were edited, what its file says.
+        """The record of a run; if its tags were edited, from its file.
 
         Raises:
-            ConfigError: its tags were edited, and its file does not tell what they were.
+            ConfigError: its tags were edited, and its file does not have the originals.
         """
         try:
             record, altered = Record.from_run(run), None
@@ -189,11 +189,11 @@ class Records:
             altered = error
         kept = self._kept(run)
         if kept is None:
-            raise altered or _altered(run, "its tags are not those that were written")
+            raise altered or _altered(run, "its tags were edited")
         return replace(kept, record_id=run.info.run_id, state=_STATES.get(run.info.status, "void"), altered=True)
 
     def _kept(self, run: Run) -> Record | None:
-        """The record as its file has it; None where there is none, or it is not that of these tags either."""
+        """The record from its file; None if there is none, or it does not match these tags either."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -206,7 +206,7 @@ class Records:
         return kept if written in (None, _digest(kept.to_tags())) else None
 
     def begin(self, record: Record) -> Record:
-        """Write a record down as begun; returns it with its id."""
+        """Create a started record; returns it with its id."""
         tags = record.to_tags() | _SOURCE | {"tc.kind": "promotion"}
         tags[_DIGEST] = _digest(tags)
         run = self._client.create_run(
@@ -215,19 +215,19 @@ class Records:
         return replace(record, record_id=run.info.run_id)
 
     def put_files(self, record: Record, files: Mapping[str, str]) -> None:
-        """Store the files of the version that the record leads to."""
+        """Store the files of the record's version."""
         for path, text in files.items():
             self._client.log_text(record.record_id, text, f"{RECIPE_FOLDER}/{path}")
 
     def lead_to(self, record: Record, version: str) -> Record:
-        """Note the version that a begun promotion has led to; returns the record with it."""
+        """Add the version of a started promotion; returns the record with it."""
         self._client.set_tag(record.record_id, f"{_PREFIX}to_version", version)
         found = replace(record, to_version=version)
         self._client.update_run(record.record_id, name=_run_name(found))
         return found
 
     def finish(self, record: Record, *, note: str = "") -> Record:
-        """End the record: the last act of a change. Nothing happens where another process has ended it."""
+        """End the record: the last step of a change. Does nothing if another process has ended it."""
         if not self._is_open(record):
             return replace(record, state="done")
         done = replace(record, state="done", note=note or record.note)
@@ -236,7 +236,7 @@ class Records:
         return done
 
     def void(self, record: Record, why: str) -> Record:
-        """End the record as void: it has changed nothing. Nothing happens where another process has ended it."""
+        """End the record as void, without changes. Does nothing if another process has ended it."""
         if not self._is_open(record):
             return record
         done = replace(record, state="void", note=why)
@@ -250,7 +250,7 @@ class Records:
         return replace(record, taken_over=True)
 
     def no_longer_late(self, record: Record, note: str = "") -> None:
-        """Note that the process that the record was taken from writes no more, or that its late write was undone."""
+        """Note that the record's former process no longer writes, or that its late write was undone."""
         self._client.set_tag(record.record_id, f"{_PREFIX}taken_over", "false")
         if note:
             self._describe(replace(record, note="; ".join(filter(None, (record.note, note))), taken_over=False))
@@ -263,11 +263,11 @@ class Records:
         self._client.set_tag(record.record_id, "mlflow.note.content", redact(_markdown(record)))
         try:
             self._client.log_text(record.record_id, json.dumps(record.to_json(), indent=1) + "\n", RECORD_FILE)
-        except OSError as error:  # a folder of another user, who began this: its tags say the same
-            logger.warning("%s of record %d of %s was not written: %s", RECORD_FILE, record.number, record.name, error)
+        except OSError as error:  # a folder of another user, who started it: its tags have the same content
+            logger.warning("cannot write %s of record %d of %s: %s", RECORD_FILE, record.number, record.name, error)
 
     def put_verification(self, name: str, tags: Mapping[str, str], metrics: Mapping[str, float], report: str) -> str:
-        """Write down what a verification found, as a run of its own; returns its id."""
+        """Record the result of a verification as a run; returns its id."""
         tags = {**tags, **_SOURCE, "tc.kind": "verification"}
         run = self._client.create_run(self._experiment_id, tags=fit(tags), run_name=name)
         run_id = str(run.info.run_id)
@@ -282,29 +282,29 @@ def _altered(run: Run, why: str) -> ConfigError:
     name = run.data.tags.get(f"{_PREFIX}name", "a promotion")
     return ConfigError(
         f"a record of {name} was altered (run {run.info.run_id} of the experiment {EXPERIMENT}): {why}",
-        remedy=f"Put its tags right in MLflow; {RECORD_FILE} among its artifacts, if it is there, has what they were.",
+        remedy=f"Restore its tags in MLflow; its artifact {RECORD_FILE}, if it exists, has the original values.",
     )
 
 
 def _digest(tags: Mapping[str, str]) -> str:
-    """Digest of the tags of a record that never change once it has begun."""
+    """Digest of the tags of a record that never change after its start."""
     names = (f"{_PREFIX}{f.name}" for f in fields(Record) if f.name not in _CHANGING)
     return digest({name: tags.get(name, "") for name in names})
 
 
 def gaps(records: list[Record]) -> list[Record]:
-    """Changes that do not begin where the one before ended: a record between them is gone, or was altered."""
+    """Changes that do not continue the one before: a record between them is missing or was altered."""
     done = chain(records)
     return [record for before, record in itertools.pairwise(done) if record.from_version != before.to_version]
 
 
 def chain(records: list[Record]) -> list[Record]:
-    """The changes of production that came about, in order."""
+    """The changes of production that took effect, in order."""
     return [record for record in records if record.state == "done" and record.action != "candidate"]
 
 
 def fit(tags: Mapping[str, str]) -> dict[str, str]:
-    """Tags made fit for MLflow: redacted, and cut to the length it takes."""
+    """Tags for MLflow: redacted, and cut to its maximum length."""
     return {key: redact(text)[:_MAX_TAG_CHARS] for key, text in tags.items()}
 
 
@@ -321,7 +321,7 @@ def _text(value: Any) -> str:
 
 
 def _run_name(record: Record) -> str:
-    """``llama 3 → 4 promote``: what MLflow's default table shows."""
+    """``llama 3 → 4 promote``: the run's name in MLflow's table."""
     what = f" {record.short_name}" if record.short_name else ""
     return f"{record.name} {_arrow(record)} {record.action}{what}"[:200]
 
@@ -340,28 +340,28 @@ def _markdown(record: Record) -> str:
         "configuration": record.short_name and f"`{record.short_name}`, {record.speedup}",
         "from": record.sweep and f"trial {record.trial} of sweep {record.sweep}",
         force: "; ".join(record.missing) if record.forced else "",
-        "did not come about" if record.state == "void" else "note": record.note,
+        "did not take effect" if record.state == "void" else "note": record.note,
     }
     return "\n".join([head, "", *(f"- {what}: {text}" for what, text in facts.items() if text)])
 
 
-# A lock that works through the registry itself, for processes of any host that share nothing else.
+# A lock in the registry itself, for processes of any host that share nothing else.
 #
-# Whoever wants it creates an entry of its own, a registered model with a unique name, and then looks: alone, it has
-# the lock; otherwise it takes its entry away and tries again. Of two that want it at once at least one sees the other,
-# since each has created its entry before it looks; so never do two have it. Entries are deleted by their unique names:
-# nobody can take away another one than was looked at.
+# To take it, a process creates its own entry, a registered model with a unique name, and then lists all entries: if it
+# is alone, it has the lock; otherwise it deletes its entry and tries again. Of two concurrent processes at least one
+# sees the other, since each creates its entry before listing; so two never have it. Entries are deleted by their unique
+# names, so that no other entry than the listed one can be deleted.
 #
 # An entry is stale when its process is known to be gone, or when it has not changed for ``STALE_S`` while another
-# process watched: clocks of hosts are not compared. Its owner, if it only slept, finds it gone before its next write;
-# the one write that it may still make is undone, see :mod:`orchestrator.promotion.release`.
+# process watched: clocks of hosts are not compared. An owner that was only suspended finds it missing before its next
+# write; the one write that it may still make is undone, see :mod:`orchestrator.promotion.release`.
 
 
 STALE_S = 60.0
 
 
 WAIT_S = 150.0
-"""Seconds to wait for the lock: longer than until an entry of a host that is gone is stale."""
+"""Seconds to wait for the lock: longer than it takes an entry of a lost host to become stale."""
 
 
 _POLL_S = 0.05
@@ -371,27 +371,27 @@ _MAX_PAUSE_S = 0.4
 
 
 class LockLostError(ConfigError):
-    """The lock was taken away because somebody took this process for gone; the next command ends what it began."""
+    """Another process took over the lock, assuming that this one was gone; the next command completes its work."""
 
 
 class RegistryLock:
-    """The right to change what is in production under ``name``; see :meth:`hold`."""
+    """The exclusive right to change production of ``name``; see :meth:`hold`."""
 
     def __init__(self, registry: Registry, name: str, owner: str, *, stale_s: float = STALE_S) -> None:
         self._registry = registry
         self._name = name
-        self._prefix = f"{name} (being changed) "  # no name that users may give holds a space
+        self._prefix = f"{name} (being changed) "  # valid names contain no space
         self._entry = f"{self._prefix}{uuid4().hex}"
         self._tags = {"owner": owner, "place": own_place(), "process": own_identity()}
         self._stale_s = stale_s
         self._num_renewals = 0
         self._watched: dict[str, tuple[Mapping[str, str], float]] = {}
         self.overtook = False
-        """Whether it was taken from a process that is not known to be gone: it may only sleep, and still write once."""
+        """Whether it was taken from a process that may only be suspended, and may still write once."""
 
     @contextmanager
     def hold(self, wait_s: float = WAIT_S) -> Iterator[Callable[[], None]]:
-        """Hold the lock; yields a function to call before every write, which raises LockLostError where it was lost.
+        """Hold the lock; yields a function to call before every write, which raises LockLostError if it was lost.
 
         Raises:
             ConfigError: others have held it for ``wait_s``.
@@ -403,12 +403,12 @@ class RegistryLock:
             self._registry.delete_entry(self._entry)
 
     def renew(self) -> None:
-        """Show that this process is still at work, if it still has the lock."""
+        """Show that this process is still alive, if it still has the lock."""
         self._num_renewals += 1
         if not self._registry.tag_entry(self._entry, "renewals", str(self._num_renewals)):
             raise LockLostError(
-                f"another process took over changing {self._name}, as this one had not moved for {self._stale_s:.0f} s",
-                remedy=f"See what it has become: tune-cluster history {self._name}",
+                f"another process took over {self._name}, as this one had not responded for {self._stale_s:.0f} s",
+                remedy=f"To see the result: tune-cluster history {self._name}",
             )
 
     def _acquire(self, deadline_s: float) -> None:
@@ -421,8 +421,8 @@ class RegistryLock:
             num_tries += 1
 
     def _collision(self) -> dict[str, dict[str, str]]:
-        """Other processes that want the lock at the same time; empty: it is ours."""
-        about = f"{self._tags['owner']} changes what {self._name}@production is. Gone in a moment."
+        """Other processes that want the lock at the same time; empty: this one has it."""
+        about = f"{self._tags['owner']} is changing {self._name}@production. This entry is temporary."
         try:
             self._registry.create_entry(self._entry, self._tags, about)
             others = self._others()
@@ -447,7 +447,7 @@ class RegistryLock:
             if gone or now_s - since_s > self._stale_s:
                 self.overtook = self.overtook or not gone
                 logger.warning(
-                    "%s was left locked by %s, which is gone or asleep",
+                    "%s was left locked by %s, which is gone or suspended",
                     self._name,
                     tags.get("owner", "an unknown user"),
                 )
@@ -455,7 +455,7 @@ class RegistryLock:
 
     def _busy(self, others: Mapping[str, Mapping[str, str]]) -> ConfigError:
         owners = " and ".join(sorted({tags.get("owner", "an unknown user") for tags in others.values()}))
-        return ConfigError(f"{owners} is changing what {self._name} is", remedy="Try again in a minute.")
+        return ConfigError(f"{owners} is changing {self._name}", remedy="Try again in a minute.")
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -465,9 +465,9 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 
 
 def own_place() -> str:
-    """This boot of this host and the namespace of its process numbers, equal where those can be compared.
+    """The host's boot and PID namespace; process numbers are comparable if it is equal.
 
-    Empty where that cannot be told.
+    Empty if unknown.
     """
     try:
         return f"{_BOOT_ID.read_text(encoding='ascii').strip()} {_NAMESPACE.readlink()}"
@@ -476,12 +476,12 @@ def own_place() -> str:
 
 
 def own_identity() -> str:
-    """Process number and when it began: the number alone may be used again."""
+    """Process number and start time: the number alone may be reused."""
     return f"{os.getpid()} {_start_time(os.getpid())}"
 
 
 def is_gone(place: str, identity: str) -> bool:
-    """Whether the process is known to have ended. False where it runs elsewhere, or nobody can say."""
+    """Whether the process is known to have ended. False if it runs elsewhere, or if unknown."""
     if not place or place != own_place():
         return False
     pid, _, started_at = identity.partition(" ")
@@ -489,6 +489,6 @@ def is_gone(place: str, identity: str) -> bool:
 
 
 def _start_time(pid: int) -> int:
-    """In clock ticks since the host booted; -1 when there is no such process, or it only waits to be reaped."""
+    """In clock ticks since the host booted; -1 if the process does not exist, or is a zombie."""
     info = process_info(pid)
     return info.started_at if info is not None and info.is_running else -1

@@ -1,4 +1,4 @@
-"""References such as ``llama@production``, ``llama@3`` and ``sweep:trial``: what they mean, read and checked."""
+"""References such as ``llama@production``, ``llama@3`` and ``sweep:trial``: resolved, read and checked."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ from orchestrator.units import trial_id
 from trials.files import from_json, to_json
 from trials.spec import Candidate, Workload
 
-# The history of a name so far, and the records that can follow on it.
+# The history of a name, and the records that can follow.
 
 
 PRODUCTION, PREVIOUS, CANDIDATE = "production", "previous", "candidate"
-"""Aliases: what is in use, what was before, and what was registered to be looked at."""
+"""Aliases: the version in use, the one before, and one registered for inspection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """The settled history of a name."""
+    """The resolved history of a name."""
 
     last: Record | None
-    """The last record that came about."""
+    """The last record that took effect."""
     last_number: int
-    """Number of the last record, void ones counted; 0 where there is none."""
+    """Number of the last record, including void ones; 0 if there is none."""
     carried: Record | None = None
-    """A change that was found interrupted, and has just been carried to its end."""
+    """An interrupted change that has just been completed."""
 
     @property
     def current(self) -> str:
@@ -68,7 +68,7 @@ class Past:
 
 
 def promotion_of(name: str, manifest: Manifest, reason: str, past: Past) -> Record:
-    """The record of promoting ``manifest``; the number of its version is not known yet."""
+    """The record of promoting ``manifest``; its version is not known yet."""
     facts, ratio = manifest.content["evidence"], ratio_of(manifest.content["evidence"])
     return replace(
         _blank(name, past),
@@ -91,16 +91,16 @@ def candidate_of(name: str, manifest: Manifest, reason: str, past: Past) -> Reco
 
 
 def rollback_to(target: Version, reason: str, past: Past) -> Record:
-    """The record of putting a version that is there already into production."""
-    facts = target.manifest["evidence"]  # which its digests vouch for; its tags may have been edited
+    """The record of putting an existing version into production."""
+    facts = target.manifest["evidence"]  # verified by its digests; its tags may have been edited
     forced, missing = facts["forced"], tuple(facts["missing"])
     return replace(_to(target.registered, past), action="rollback", reason=reason, forced=forced, missing=missing)
 
 
 def found_moved(name: str, found: Registered | None, past: Past) -> Record:
-    """The record of finding the alias at another version than expected, or at none."""
+    """The record of finding the alias at a different version than expected, or at none."""
     record = _to(found, past) if found else _blank(name, past)
-    reason = f"the alias {PRODUCTION} was moved past tune-cluster"
+    reason = f"the alias {PRODUCTION} was moved outside tune-cluster"
     return replace(record, action="external", by="unknown", reason=reason)
 
 
@@ -122,7 +122,7 @@ def _to(target: Registered, past: Past) -> Record:
 
 
 def _speedup_text(tags: Mapping[str, str]) -> str:
-    """The speed-up that a version's tags tell, like ``1.42x``; empty where they tell none, or somebody altered them."""
+    """The speed-up in a version's tags, like ``1.42x``; empty if missing or altered."""
     parts = (tags.get("speedup", ""), *re.findall(r"[\d.]+", tags.get("speedup_ci95", "")))
     try:
         value, *ends = map(float, parts)
@@ -147,13 +147,13 @@ def _blank(name: str, past: Past) -> Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """A version with its manifest, checked against the key it was registered with."""
+    """A version with its manifest, checked against its registered key."""
 
     registered: Registered
     manifest: Mapping[str, Any]
     candidate: Candidate
     spec: Mapping[str, Any] | None
-    """The sweep file written out; None where the sweep was not submitted from one."""
+    """The expanded sweep file; None if the sweep was not submitted from one."""
 
     @property
     def label(self) -> str:
@@ -176,7 +176,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionDescription:
-    """A configuration as ``diff`` compares it: a registered version, or a trial of a sweep."""
+    """A configuration for ``diff``: a registered version, or a trial of a sweep."""
 
     label: str
     candidate: Candidate
@@ -187,24 +187,24 @@ class VersionDescription:
     unit: str
     verdict: str
     script: Script | None = None
-    """The custom training program; None where ours trains."""
+    """The custom training program; None for the built-in runner."""
     seen: Mapping[str, Any] = field(default_factory=dict)
-    """What our hook saw of the program in which it set knobs: see ``seen_inside`` of the manifest."""
+    """The hook's observations of a program in which it set knobs: see ``seen_inside`` of the manifest."""
     doubt: str = ""
-    """How far its proof has come where there is no verdict yet."""
+    """The progress of its proof, if there is no verdict yet."""
 
 
 def store(home: Home, tracking_uri: str | None) -> Tracker:
-    """The MLflow store to look in: that of the home unless another is named.
+    """The MLflow store to use: the home's unless another is given.
 
     Raises:
-        ConfigError: nothing was ever recorded there, or the address is no tracking URI.
+        ConfigError: nothing has been recorded there, or the address is not a tracking URI.
     """
     if tracking_uri is not None:
         return Tracker(check_tracking_uri(tracking_uri))
     if not home.has_store:
         raise ConfigError(
-            f"there is no MLflow store in {home.path}", remedy="Submit a sweep first, or use --home for another folder."
+            f"no MLflow store in {home.path}", remedy="Submit a sweep first, or use --home for another folder."
         )
     return Tracker(home.default_tracking_uri)
 
@@ -213,7 +213,7 @@ def read(tracker: Tracker, reference: str) -> Version:
     """The version ``name@alias``, ``name@number`` or ``name``, which means ``name@production``.
 
     Raises:
-        ConfigError: there is no such version, or its manifest was altered.
+        ConfigError: the version does not exist, or its manifest was altered.
     """
     name, _, which = reference.partition("@")
     check_name(name, "registered name")
@@ -222,12 +222,14 @@ def read(tracker: Tracker, reference: str) -> Version:
         registry = Registry(tracker.client())
         found = registry.find(name, version=which) if which.isdigit() else registry.find(name, alias=which)
         if found is None:
-            raise ConfigError(f"the registry has no {name}@{which}", remedy="Promote a sweep first, or name a version.")
+            raise ConfigError(
+                f"the registry has no {name}@{which}", remedy="Promote a sweep first, or use a version number."
+            )
         return checked(registry, found)
 
 
 def checked(registry: Registry, found: Registered) -> Version:
-    """The version with its files, after checking that they are those it was registered with, and of the right form.
+    """The version with its files, after checking that they are unchanged since its registration, and valid.
 
     Raises:
         ConfigError: they are not, or cannot be read.
@@ -247,10 +249,10 @@ def checked(registry: Registry, found: Registered) -> Version:
 
 
 def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDescription:
-    """What ``reference`` means: a registered version, or ``SWEEP:TRIAL``.
+    """The configuration of ``reference``: a registered version, or ``SWEEP:TRIAL``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it does not exist.
     """
     sweep, colon, trial = reference.partition(":")
     if colon:
@@ -291,7 +293,7 @@ def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
     )
 
 
-# What differs between two configurations: knobs, workload, environment, evidence.
+# Differences between two configurations: knobs, workload, environment, evidence.
 
 
 ABSENT = "–"  # noqa: RUF001
@@ -300,7 +302,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What differs, by part: name to the texts of both. Evidence is shown whether it differs or not."""
+    """The differences by part: name to the texts of both. Evidence is always shown."""
 
     a: str
     b: str
@@ -317,7 +319,7 @@ class Difference:
 
 
 def compare(a: VersionDescription, b: VersionDescription) -> Difference:
-    """What differs between two configurations."""
+    """The differences between two configurations."""
     parts = {
         "knobs": differing(flat_params(a.candidate), flat_params(b.candidate)),
         "workload": differing(flat_json(to_json(a.workload)), flat_json(to_json(b.workload))),
@@ -333,7 +335,7 @@ def flat_json(value: Any) -> dict[str, Any]:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
-    """Keys whose values differ, or that only one of both has."""
+    """Keys with different values, or that only one of them has."""
     pairs = {name: (str(a.get(name, ABSENT)), str(b.get(name, ABSENT))) for name in {**a, **b}}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -1,13 +1,13 @@
-"""Changing what is in production: one at a time per name, compare-and-set, and settled after a crash.
+"""Changes of production: one at a time per name, compare-and-set, and recoverable after a crash.
 
-The order of writes: the record begins, the files, the version, its number into the record, alias ``previous``, alias
-``production``, the record ends. Whoever takes the lock next and finds a record begun but not ended carries it to its
-end where the version is complete, or declares it void; production never changes without a record.
+The order of writes: start of the record, files, version, its number in the record, alias ``previous``, alias
+``production``, end of the record. The next process that takes the lock and finds a started record completes it if the
+version is complete, or declares it void; production never changes without a record.
 
-MLflow has no conditional write, so a process that slept right before it moved an alias, while another took over its
-lock and its record, still moves it. Whoever takes over from a process that is not known to be gone notes
-that in the record. An alias found at the version of such a record is put back to what the last record says: by the
-process that wakes, since it then finds that it has lost the lock, or by the next command.
+MLflow has no conditional write, so a process suspended right before it moves an alias, while another takes over its
+lock and its record, still moves it. A process that takes over from one that is not known to be gone notes that in the
+record. An alias found at the version of such a record is restored to the last record's version: by the resumed
+process, which finds that it has lost the lock, or by the next command.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from orchestrator.sweep.snapshot import check_name
 from orchestrator.tracking.mlflow_store import Registered, Registry
 from orchestrator.tracking.mlflow_tracker import Tracker
 
-NEVER = "It never goes to production."
+NEVER = "It cannot go to production."
 NONE = "none"
-"""Word for nothing in production, as people write it."""
+"""User-visible word for nothing in production."""
 
 
 _HARMLESS = ("begin", "files", "number")
-"""Writes that nobody else sees: no need to check before them that the lock is still held."""
+"""Writes invisible to others, which do not require checking the lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseChange:
-    """What a command has done; ``is_new`` is False where it was so already, and nothing was recorded."""
+    """The result of a command; ``is_new`` is False if nothing had to be changed or recorded."""
 
     record: Record
     is_new: bool = True
     skipped: tuple[str, ...] = ()
-    """Versions that a rollback passed over since they were deleted in MLflow."""
+    """Versions that a rollback skipped because they were deleted in MLflow."""
 
 
 class Releases:
-    """Changes what is in production in one MLflow store.
+    """Changes production in one MLflow store.
 
     Args:
-        on_step: told of every step before it is taken; tests end the process there.
+        on_step: called before every step; tests end the process there.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Releases:
         """Register ``manifest`` as a version and put it into production.
 
         Raises:
-            ConfigError: another version is in production than expected, or others hold the name for too long.
+            ConfigError: the version in production is not the expected one, or others hold the name for too long.
         """
         check_name(name, "registered name")
         with self._changing(name, expect_current) as (step, past):
@@ -89,7 +89,7 @@ class Releases:
             return ReleaseChange(record=self._complete(record, step))
 
     def propose(self, name: str, manifest: Manifest, *, reason: str = "") -> ReleaseChange:
-        """Register ``manifest`` as a version with the alias ``candidate``; production stays what it is.
+        """Register ``manifest`` as a version with the alias ``candidate``, without changing production.
 
         Raises:
             ConfigError: others hold the name for too long.
@@ -107,7 +107,7 @@ class Releases:
             return ReleaseChange(record=self._complete(record, step))
 
     def _registered(self, wanted: Record, manifest: Manifest, step: Callable[[str], None]) -> Record:
-        """Write the record down, and make the version that it leads to."""
+        """Write the record, and create its version."""
         record = self._begin(wanted)
         step("files")
         self.records.put_files(record, manifest.files)
@@ -120,33 +120,33 @@ class Releases:
     def roll_back(
         self, name: str, *, to: str | None = None, reason: str = "", expect_current: str | None = None
     ) -> ReleaseChange:
-        """Put the version that was in production before, or version ``to``, into production.
+        """Put the previous version, or version ``to``, into production.
 
         Raises:
-            ConfigError: as of :meth:`promote`; there is no such version, or its files were altered.
+            ConfigError: as for :meth:`promote`; the version does not exist, or its files were altered.
         """
         check_name(name, "registered name")
         with self._changing(name, expect_current) as (step, past):
             if past.carried is not None and past.carried.action == "rollback" and to in (None, past.current):
-                return ReleaseChange(record=past.carried)  # the way back was interrupted: another would undo it
+                return ReleaseChange(record=past.carried)  # the rollback was interrupted: another one would undo it
             found, skipped = self._target(name, to, past)
             if past.current == found.version:
-                raise ConfigError(f"{name}@production is version {to} already", remedy="There is nothing to do.")
+                raise ConfigError(f"{name}@production is already version {to}", remedy="Nothing to do.")
             version = self._usable(found)
             step("begin")
             record = self._begin(rollback_to(version, reason, past))
             return ReleaseChange(record=self._complete(record, step), skipped=skipped)
 
     def _target(self, name: str, to: str | None, past: Past) -> tuple[Registered, tuple[str, ...]]:
-        """The version to go back to, and those that were deleted on the way to it.
+        """The version to go back to, and the deleted ones before it.
 
-        Where production was deleted it is the newest that is left of those that were in production. Where production is
-        there, a deleted version before it is not skipped: an older one was not requested.
+        If the production version was deleted, it is the newest existing one that was in production. Otherwise a deleted
+        previous version is not skipped: an older one was not requested.
 
         Raises:
             ConfigError: there is none.
         """
-        listed = f"See which there are: tune-cluster history {name}"
+        listed = f"To list versions: tune-cluster history {name}"
         if to is not None:
             if found := self.registry.find(name, version=to):
                 return found, ()
@@ -161,20 +161,20 @@ class Releases:
                 deleted.append(version)
             elif deleted and past.current:
                 raise ConfigError(
-                    f"version {deleted[0]}, which was in production before, was deleted in MLflow",
-                    remedy=f"Version {version} is there: tune-cluster rollback {name} --to {version}",
+                    f"version {deleted[0]}, the previous one in production, was deleted in MLflow",
+                    remedy=f"Version {version} still exists: tune-cluster rollback {name} --to {version}",
                 )
             else:
                 return found, tuple(deleted)
         if deleted:
-            raise ConfigError(f"no version of {name} that was in production before is left", remedy=listed)
+            raise ConfigError(f"all previous production versions of {name} were deleted", remedy=listed)
         raise ConfigError(f"{name} has no version before the one in production", remedy=listed)
 
     def _usable(self, registered: Registered) -> Version:
         """The version, if it may go to production.
 
         Raises:
-            ConfigError: its files were altered, or it is of a cluster that does not exist.
+            ConfigError: its files were altered, or it is from a simulated cluster.
         """
         version = checked(self.registry, registered)
         if mark := registered.tags.get(WATERMARK_TAG):
@@ -187,7 +187,7 @@ class Releases:
         return record
 
     def check(self, registered: Registered) -> None:
-        """Check that the files of the version are those it was registered with.
+        """Check that the files of the version are unchanged since its registration.
 
         Raises:
             ConfigError: they are not.
@@ -195,7 +195,7 @@ class Releases:
         checked(self.registry, registered)
 
     def _holds(self, registered: Registered, manifest: Manifest) -> bool:
-        """Whether the version is this manifest, with its files as they were registered."""
+        """Whether the version is this manifest, with unchanged files."""
         if registered.tags.get("recipe_sha256") != manifest.sha256:
             return False
         try:
@@ -208,9 +208,9 @@ class Releases:
 
     @contextmanager
     def _changing(self, name: str, expect_current: str | None) -> Iterator[tuple[Callable[[str], None], Past]]:
-        """Hold the lock with the past settled and the expectation met.
+        """Hold the lock with the history resolved and the expectation met.
 
-        Yields a function to call before every write, and what was before.
+        Yields a function to call before every write, and the history.
         """
         try:
             with self._locked(name) as (step, past):
@@ -218,7 +218,7 @@ class Releases:
                 if expect_current is not None and expect_current != (current or NONE):
                     raise ConfigError(
                         f"{name}@production is {f'version {current}' if current else NONE}, not {expect_current}",
-                        remedy=f"It was changed meanwhile: tune-cluster history {name}",
+                        remedy=f"To see what changed: tune-cluster history {name}",
                     )
                 yield step, past
         except LockLostError as lost:
@@ -238,7 +238,7 @@ class Releases:
             yield step, self._finish_pending(name, step, overtook=lock.overtook)
 
     def _give_way(self, name: str, lost: LockLostError) -> LockLostError:
-        """Undo what this process has written after it lost the lock; returns the error with what production is now."""
+        """Undo writes of this process after it lost the lock; returns the error with the current production."""
         with self._locked(name) as (step, past):
             for record in self.records.of(name):
                 if record.record_id in self._begun and record.taken_over:
@@ -248,7 +248,7 @@ class Releases:
         return LockLostError(f"{lost.message}; {name}@production is {now}", remedy=lost.remedy)
 
     def _complete(self, record: Record, step: Callable[[str], None], note: str = "") -> Record:
-        """Point the aliases as the record says, and end it."""
+        """Set the aliases according to the record, and end it."""
         if record.action == "candidate":
             step("candidate")
             self._point(record.name, CANDIDATE, record.to_version)
@@ -262,17 +262,17 @@ class Releases:
         return self.records.finish(record, note=note)
 
     def _point(self, name: str, alias: str, version: str) -> None:
-        """Point the alias at the version; take it away where there is none, or somebody deleted it."""
+        """Set the alias to the version; delete it if there is none, or it was deleted."""
         if version and self.registry.find(name, version=version):
             self.registry.set_alias(name, alias, version)
         elif self.registry.find(name, alias=alias):
             self.registry.delete_alias(name, alias)
 
     def _finish_pending(self, name: str, step: Callable[[str], None], *, overtook: bool) -> Past:
-        """End what others have begun and left, and write down what was changed past this program.
+        """Complete interrupted changes of others, and record changes outside this program.
 
         Args:
-            overtook: whether they may only sleep.
+            overtook: whether they may only be suspended.
         """
         past, left = self._past(name)
         carried = None
@@ -290,7 +290,7 @@ class Releases:
         return self._past(name)[0]
 
     def _undo_late_writes(self, name: str, past: Past, step: Callable[[str], None]) -> None:
-        """Put aliases back that a process has moved after another had taken over from it."""
+        """Restore aliases that a process moved after another had taken over from it."""
         late = [record for record in self.records.of(name) if record.taken_over]
         last = past.last
         if last is None or all(record.record_id == last.record_id for record in late):
@@ -306,11 +306,11 @@ class Releases:
             if alias == PRODUCTION:
                 step("settle")
                 self.records.no_longer_late(
-                    writers[-1], f"its process moved {PRODUCTION} to version {at} after it had been taken over: undone"
+                    writers[-1], f"its process moved {PRODUCTION} to version {at} after another had taken over: undone"
                 )
 
     def _past(self, name: str) -> tuple[Past, list[Record]]:
-        """The history of a name, and its records that were begun and left."""
+        """The history of a name, and its unfinished records."""
         records = self.records.of(name)
         done, last_number = chain(records), max((record.number for record in records), default=0)
         past = Past(last=done[-1] if done else None, last_number=last_number)
@@ -325,7 +325,7 @@ class Releases:
         actual = found.version if found else ""
         is_overtaken = begun.from_version != past.current or actual not in (begun.from_version, made.version)
         if is_overtaken and begun.action != "candidate":
-            self.records.void(begun, f"interrupted, and production is {actual or NONE} by now")
+            self.records.void(begun, f"interrupted, and production is now {actual or NONE}")
             return
         try:
             self.check(made)
@@ -334,10 +334,10 @@ class Releases:
             return
         if not begun.to_version:
             begun = self.records.lead_to(begun, made.version)
-        self._complete(begun, step, note=f"interrupted, carried to its end by {requester()}")
+        self._complete(begun, step, note=f"interrupted, completed by {requester()}")
 
     def _made(self, begun: Record) -> Registered | None:
-        """The version that a begun record leads to, if it is there."""
+        """The version of a started record, if it exists."""
         if begun.to_version:
             return self.registry.find(begun.name, version=begun.to_version)
         versions = self.registry.versions(begun.name)

@@ -1,9 +1,8 @@
-"""Measuring a promoted configuration again on today's cluster, and saying what has drifted, if that can be said.
+"""Measures a promoted configuration again on the current cluster, and reports drift.
 
-There are three answers: ``no drift``, ``drift`` and ``could not verify``. The first claims that a loss of speed beyond
-the tolerance is ruled out, the second that there is one; what is too noisy, disturbed or on another machine for either
-is the third. :mod:`orchestrator.promotion.verify` measures, :mod:`orchestrator.proof.confirmation` judges the speed,
-:mod:`orchestrator.promotion.verify` everything else.
+There are three answers: ``no drift`` means that a slowdown beyond the tolerance is ruled out, ``drift`` that one is
+shown, and ``could not verify`` that the measurements are too noisy or disturbed, or from a different machine.
+:mod:`orchestrator.proof.confirmation` judges the speed, this module everything else.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ from trials.files import from_json, to_json, write_atomically
 from trials.outcome import GangLost, Measurement, NotBelieved, TimedOut
 from trials.spec import Candidate, Precision, ScriptModel, Workload
 
-# Measuring a promoted configuration again: sweeps made from its manifest, and what came of them.
+# Measuring a promoted configuration again: sweeps made from its manifest, and their results.
 #
-# Beside the baseline of the sweep that it was promoted from, it is a finalist that is confirmed again: rounds of
-# both, interleaved on the same nodes, by the mechanism of :mod:`orchestrator.proof`, until
-# :mod:`orchestrator.proof.confirmation` settles whether speed was lost. A slow hour of the machine then slows both. A
-# configuration that *is* the baseline has nothing to be interleaved with: every round is a sweep of one trial.
+# The configuration is confirmed again as a finalist against the baseline of its sweep: rounds of both, interleaved on
+# the same nodes, by the mechanism of :mod:`orchestrator.proof`, until :mod:`orchestrator.proof.confirmation` decides
+# whether speed was lost. A temporarily slow machine then slows both. A configuration that *is* the baseline has nothing
+# to be interleaved with: every round is a sweep of one trial.
 
 
 FOLDER = EXPERIMENT = "verifications"
 _KEPT = ("workload", "cluster", "measure", "runner", "objective", "deadlines")
-"""Sections of the promoted sweep's file that say how is measured."""
+"""Sections of the promoted sweep's file about measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ class RemeasurePlan:
     """How a version is measured again."""
 
     promoted: PromotedRounds | None
-    """What its speed is compared with; None where speeds do not count, so that no rounds are needed."""
+    """The reference of its speed; None if speeds do not count, so that no rounds are needed."""
     max_rounds: int
 
     @property
@@ -87,19 +86,19 @@ class RemeasurePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remeasured:
-    """What measuring again gave."""
+    """The result of measuring again."""
 
     states: tuple[SweepState, ...]
     trial: Trial
-    """The configuration's own trial, or the first of them that was not measured."""
+    """The configuration's trial, or the first one that was not measured."""
     change: SpeedChange | None
-    """What the rounds show of its speed; None where no speeds were compared."""
+    """The rounds' result on its speed; None if no speeds were compared."""
     lost: str
-    """Why there are too few rounds, for reasons that are not the configuration's; empty where there are enough."""
+    """Why there are too few rounds, not caused by the configuration; empty if there are enough."""
     busy: str
-    """How many rounds were measured on a busy machine, and what it was busy with; empty where none was."""
+    """How many rounds were measured on a busy machine, and the disturbance; empty if none."""
     is_too_busy: bool
-    """Whether too few rounds were quiet: ``change`` is then of all of them, and not judged."""
+    """Whether too few rounds were undisturbed: ``change`` then covers all of them, and is not judged."""
 
 
 def remeasure(
@@ -116,7 +115,7 @@ def remeasure(
 
     Raises:
         ConfigError: the version cannot be measured.
-        ClusterError: there is no cluster to measure it on.
+        ClusterError: no cluster is available.
     """
     content = verification_spec(promoted, tracker, plan, at_s)
     own = Home(home.path / FOLDER)
@@ -135,15 +134,13 @@ def remeasure(
 
 
 def verification_spec(promoted: Version, tracker: Tracker, plan: RemeasurePlan, at_s: float) -> dict[str, Any]:
-    """The content of the sweep file that measures the version beside its baseline.
+    """The content of the sweep file that measures the version against its baseline.
 
     Raises:
         ConfigError: the version cannot be measured.
     """
     if promoted.spec is None:
-        raise ConfigError(
-            f"{promoted.label} keeps no sweep file", remedy="Promote a sweep that was submitted from one."
-        )
+        raise ConfigError(f"{promoted.label} has no sweep file", remedy="Promote a sweep that was submitted from one.")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(at_s))
     name = re.sub(r"[^a-z0-9._-]", "-", promoted.registered.name[:28])
     return {
@@ -185,7 +182,7 @@ def _alone(spec: Mapping[str, Any], candidate: Candidate, number: int) -> dict[s
 
 
 def _loaded(folder: Path, content: Mapping[str, Any]) -> SweepSpec:
-    """The sweep of this content. A user's program has its configuration files as they were promoted."""
+    """The sweep of this content. A custom program gets its configuration files as promoted."""
     if is_of_script(content):
         return SweepSpec.from_json(content)
     file = folder / f"{content['name']}.yaml"
@@ -207,15 +204,15 @@ def baseline_section(candidate: Candidate) -> dict[str, Any]:
 
 
 def space_section(candidate: Candidate) -> dict[str, Any]:
-    """The candidate as section ``space`` of a sweep file, which then has it alone, whatever the baseline is."""
+    """The candidate as section ``space`` of a sweep file, which then contains only it, regardless of the baseline."""
     body = baseline_section(candidate)
     only = {knob.name: [body.get(knob.name, knob.default)] for knob in KNOBS}
     return {**only, "world_size": [candidate.layout.world_size]}
 
 
 def _space(candidate: Candidate, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The candidate alone as section ``space``; of a user's program only what the sweep changed in it: what
-    its file does not name stays as the command says."""
+    """Only the candidate as section ``space``; for a custom program only the knobs that the sweep changed: others keep
+    their values in the command."""
     if not is_of_script(spec):
         return space_section(candidate)
     named, own = spec.get("space") or {}, {choice.name: choice.value for choice in candidate.own}
@@ -227,7 +224,7 @@ def _space(candidate: Candidate, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def _custom_section(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Own knobs as the file describes them, each with the one value that the candidate has; all of those without one,
-    which mean nothing beside the others."""
+    which have no meaning together with others."""
     section = {}
     for name, knob in named.items():
         described = knob if isinstance(knob, Mapping) else {"values": knob}
@@ -240,7 +237,7 @@ def _interleaved(state: SweepState, candidate: Candidate, plan: RemeasurePlan) -
     if found is None:
         raise ConfigError(
             f"the configuration cannot run on this cluster: {state.finish_reason}",
-            remedy="tune-cluster plan shows which rule refuses it.",
+            remedy="`tune-cluster plan` shows the rule that rejects it.",
         )
     confirmed = confirmation(state)
     rounds = [one for one in confirmed.complete if found.number in one.runs] if confirmed else []
@@ -252,7 +249,7 @@ def _interleaved(state: SweepState, candidate: Candidate, plan: RemeasurePlan) -
     is_compared = plan.promoted is not None and is_same_hardware(state, plan.promoted)
     if not lost and is_compared and found.measurement is not None and len(rounds) < plan.first_look:
         why = state.verdict.reason if state.verdict else state.finish_reason
-        lost = f"{units.count(len(rounds), 'round')} could be measured, {plan.first_look} are needed: {why}"
+        lost = f"only {units.count(len(rounds), 'round')} of the required {plan.first_look} could be measured: {why}"
     return Remeasured(
         states=(state,),
         trial=found,
@@ -270,18 +267,18 @@ def _busy_text(num_busy: int, num_rounds: int, why: str, *, left_out: bool = Tru
     most = why.partition("; ")[2]
     text = f"{num_busy} of {units.count(num_rounds, 'round')} {verb} measured on a busy machine"
     text = f"{text} ({most})" if most else text
-    return f"{text} and left out" if left_out else text
+    return f"{text} and excluded" if left_out else text
 
 
 class _Alone:
-    """Rounds of a configuration that has no baseline to be compared with: a sweep of one trial each."""
+    """Rounds of a configuration without a separate baseline: a sweep of one trial each."""
 
     def __init__(self, plan: RemeasurePlan) -> None:
         self._plan = plan
         self._states: list[SweepState] = []
 
     def add(self, state: SweepState) -> None:
-        """Take in the sweep of one more round.
+        """Add the sweep of another round.
 
         Raises:
             ConfigError: it has no trial.
@@ -339,8 +336,8 @@ class _Alone:
 
 
 def _lost(trials: Any, state: SweepState) -> str:
-    """Why one of the trials says nothing about its configuration: its gang was lost, or hung, or never launched, or
-    reported times that contradict the clock."""
+    """Why a trial is not conclusive for its configuration: its gang was lost, hung, was never launched, or reported
+    times that contradict the clock."""
     for trial in trials:
         if trial.outcome is None:
             return f"the sweep {state.sweep.sweep} ended before {trial_id(trial.number)} ran: {state.finish_reason}"
@@ -351,12 +348,12 @@ def _lost(trials: Any, state: SweepState) -> str:
     return ""
 
 
-# Drift: environment, speed and losses of today compared with those of the promotion.
+# Drift: current environment, speed and losses compared with those of the promotion.
 
 
 Kind = Literal["driver", "library", "program", "hardware", "training", "speed", "loss"]
 KINDS: tuple[Kind, ...] = ("driver", "library", "program", "hardware", "training", "speed", "loss")
-"""What is compared; ``program``: the source of a custom training program, ``training``: whether it still runs,
+"""Kinds of comparison; ``program``: the source of a custom training program, ``training``: whether it still runs,
 ``speed``: its speed-up over the baseline together with its own speed."""
 
 HARDWARE = ("hardware", "device_memory_bytes", "threads_per_device", "virtual")
@@ -365,27 +362,27 @@ MIN_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftFinding:
-    """One thing that was looked at."""
+    """One comparison."""
 
     kind: Kind
     is_drift: bool
     text: str
     """One sentence for people, without full stop."""
     is_open: bool = False
-    """Whether it could not be told: then nothing is verified unless something else has drifted."""
+    """Whether it is inconclusive: then nothing is verified unless something else has drifted."""
 
 
 def environment(then: Mapping[str, str], now: Mapping[str, str]) -> list[DriftFinding]:
-    """Findings for every name whose value is different; one finding without drift where none is.
+    """Findings for every name with a different value; one finding without drift if there is none.
 
-    Other hardware is no drift: it is another machine, on which nothing of the first can be verified.
+    Different hardware is not drift: nothing can be verified on another machine.
     """
     found = []
     for name, (before, after) in sorted(differing(then, now).items()):
-        kind, text = _kind(name), f"{name} was {before}, is {after}"
+        kind, text = _kind(name), f"{name} was {before}, is now {after}"
         is_other = kind == "hardware"
         found.append(DriftFinding(kind=kind, is_drift=not is_other, is_open=is_other, text=text))
-    return found or [DriftFinding(kind="library", is_drift=False, text="the environment is the same")]
+    return found or [DriftFinding(kind="library", is_drift=False, text="the environment is unchanged")]
 
 
 def _kind(name: str) -> Kind:
@@ -395,15 +392,15 @@ def _kind(name: str) -> Kind:
 
 
 def speed(found: SpeedChange, busy: str, *, is_too_busy: bool = False) -> DriftFinding:
-    """Drift of the speed, with what the rounds show in words.
+    """Drift of the speed, with the rounds' result in words.
 
     Args:
-        busy: how many rounds were measured on a busy machine; empty where none was.
-        is_too_busy: too few were not, so that nothing is claimed.
+        busy: how many rounds were measured on a busy machine; empty if none.
+        is_too_busy: too few were undisturbed, so that nothing is claimed.
     """
     figures, aside = _compared(found), f"; {busy}" if busy else ""
     if is_too_busy:
-        text = f"{busy}; too few are left to judge it. Verify it again when the machine is quiet ({figures})"
+        text = f"{busy}; too few others remain. Verify again when the machine is quiet ({figures})"
         return DriftFinding(kind="speed", is_drift=False, is_open=True, text=text)
     return DriftFinding(
         kind="speed",
@@ -419,23 +416,25 @@ def _conclusion(found: SpeedChange) -> str:
         case "shown":
             assert found.shown_loss is not None, "a loss is shown"
             caught_up = "" if found.is_own_speed_lower or found.lead is None else ", since the baseline has caught up"
-            return f"at least {found.shown_loss:.1%} is lost{caught_up} ({found.tolerance:.0%} allowed), in {rounds}"
+            return f"at least {found.shown_loss:.1%} slower{caught_up} ({found.tolerance:.0%} allowed), in {rounds}"
         case "excluded":
-            slower = "; the machine is slower, the configuration keeps its lead" if found.is_own_speed_lower else ""
-            return f"a loss of more than {found.tolerance:.0%} is ruled out in {rounds}{slower}"
+            slower = "; the machine is slower, but the speed-up is unchanged" if found.is_own_speed_lower else ""
+            return f"a slowdown of more than {found.tolerance:.0%} is ruled out, in {rounds}{slower}"
         case "open":
             return _doubt(found, rounds)
 
 
 def _doubt(found: SpeedChange, rounds: str) -> str:
-    """What can be ruled out all the same, and what would settle the rest."""
+    """What can still be ruled out, and what would resolve the rest."""
     excluded = found.excluded_loss
-    ruled_out = "no loss" if excluded is None else f"a loss of more than {excluded:.0%}"
-    text = f"{ruled_out} is ruled out in {rounds}"
+    ruled_out = (
+        "no bound on the slowdown" if excluded is None else f"a slowdown of more than {excluded:.0%} is ruled out"
+    )
+    text = f"{ruled_out}, in {rounds}"
     if found.more_rounds is not None:
         more = units.count(found.more_rounds, "more round")
-        return f"{text}; about {more} would settle {found.tolerance:.0%} (--max-rounds)"
-    return f"{text}; further rounds would not settle {found.tolerance:.0%}, try a larger --tolerance"
+        return f"{text}; about {more} needed for {found.tolerance:.0%} (--max-rounds)"
+    return f"{text}; more rounds would not be enough for {found.tolerance:.0%}, use a larger --tolerance"
 
 
 def _compared(found: SpeedChange) -> str:
@@ -448,7 +447,7 @@ def _compared(found: SpeedChange) -> str:
 
 def _ratio(estimate: Estimate) -> str:
     ci95 = estimate.ci95
-    return f"{estimate.value:.3f}x" + (f" (95%: {units.ratio_interval(ci95)})" if ci95 else "")
+    return f"{estimate.value:.3f}x" + (f" (95% CI: {units.ratio_interval(ci95)})" if ci95 else "")
 
 
 def loss_drift(
@@ -506,39 +505,39 @@ DEFAULT_TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What measuring a version again found."""
+    """The result of measuring a version again."""
 
     name: str
     version: str
     findings: tuple[DriftFinding, ...]
     ignored: tuple[Kind, ...]
-    """Kinds of drift that do not count."""
+    """Ignored kinds of drift."""
     change: SpeedChange | None
-    """What became of its speed; None where it did not run, or speeds could not be compared."""
+    """The change of its speed; None if it did not run, or speeds could not be compared."""
     sweeps: tuple[str, ...]
     at_s: float
     problem: str = ""
-    """Why nothing could be measured at all; empty where something was."""
+    """Why nothing could be measured; empty if something was."""
     virtual: Virtual | None = None
-    """Set where the version is of a cluster that does not exist: then nothing was measured now either."""
+    """Set if the version is from a simulated cluster: then nothing was measured now either."""
     run_id: str = ""
-    """MLflow run that holds it."""
+    """MLflow run of the verification."""
 
     @property
     def drifted(self) -> tuple[Kind, ...]:
-        """Kinds that have drifted and count."""
+        """Kinds that have drifted and are not ignored."""
         kinds = {one.kind for one in self.findings if one.is_drift and one.kind not in self.ignored}
         return tuple(kind for kind in KINDS if kind in kinds)
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why neither a drift nor its absence is shown; empty where everything that counts could be told."""
+        """Why neither drift nor its absence is shown; empty if everything relevant is conclusive."""
         open_ones = (one for one in self.findings if one.is_open and one.kind not in self.ignored)
         return (*((self.problem,) if self.problem else ()), *(f"{one.kind}: {one.text}" for one in open_ones))
 
     @property
     def answer(self) -> Answer:
-        """What was found: a drift that counts is one, whatever else could not be told."""
+        """The answer: drift takes precedence over inconclusive comparisons."""
         if self.drifted:
             return "drift"
         return "could_not_verify" if self.doubts else "no_drift"
@@ -603,12 +602,12 @@ def verify(
     address: str | None = None,
     tracking_uri: str | None = None,
 ) -> Verification:
-    """Measure the version again beside its baseline, compare, and write down what was found.
+    """Measure the version again with its baseline, compare, and record the result.
 
-    A cluster that cannot be had is an answer, too: it could not be verified.
+    An unavailable cluster is reported as "could not verify".
 
     Raises:
-        ConfigError: there is no such version, it was altered, or it cannot be measured at all.
+        ConfigError: the version does not exist, was altered, or cannot be measured.
     """
     tracker = store(home, tracking_uri)
     promoted = read(tracker, reference)
@@ -637,15 +636,13 @@ def verify(
 
 
 def compare(promoted: Version, found: Remeasured) -> tuple[DriftFinding, ...]:
-    """Findings on everything that was compared."""
+    """Findings of all comparisons."""
     facts = promoted.manifest["evidence"]
     findings = environment(facts["fingerprint"], found.states[0].sweep.fingerprint)
     if found.lost:
         return (*findings, DriftFinding(kind="training", is_drift=False, is_open=True, text=found.lost))
     if found.trial.measurement is None:
-        problem = (
-            f"it does not run any more: {units.status_label(found.trial.status)}: {descriptions.failure(found.trial)}"
-        )
+        problem = f"it no longer runs: {units.status_label(found.trial.status)}: {descriptions.failure(found.trial)}"
         return (*findings, DriftFinding(kind="training", is_drift=True, text=problem))
     today = trajectory_json(found.trial.measurement, promoted.candidate)
     workload: Workload = from_json(Workload, promoted.manifest["workload"])
@@ -656,7 +653,7 @@ def compare(promoted: Version, found: Remeasured) -> tuple[DriftFinding, ...]:
 
 
 def _promoted_rounds(promoted: Version, tolerance: float, ignored: Collection[Kind]) -> PromotedRounds | None:
-    """Speeds in the rounds of the confirmation; without one, those of the search, of a single run each. None where
+    """Speeds in the rounds of the confirmation; without one, those of the search, from a single run each. None if
     speeds do not count."""
     if "speed" in ignored:
         return None
@@ -677,7 +674,7 @@ def _promoted_rounds(promoted: Version, tolerance: float, ignored: Collection[Ki
 
 
 def _gate_settings(promoted: Version) -> GateSettings:
-    """Settings of the gate, with the tolerances of the promoted sweep's file where it names any."""
+    """Settings of the gate, with the tolerances of the promoted sweep's file, if any."""
     gate = (promoted.spec or {}).get("gate")
     given = gate if isinstance(gate, Mapping) else {}
     return GateSettings(
@@ -686,10 +683,10 @@ def _gate_settings(promoted: Version) -> GateSettings:
 
 
 def _training(facts: Mapping[str, Any], workload: Workload) -> Mapping[str, Any]:
-    """How the promoted trial trained: in the gate, whose run was the longest, else in the search.
+    """The training curve of the promoted trial: from the gate, whose run was the longest, else from the search.
 
-    A user's program may have a schedule that follows the number of its steps: it is compared with the run in
-    the search, which was asked for as many steps as today's.
+    A custom program may have a schedule that depends on its number of steps: it is compared with the run in the search,
+    which had the same number of steps.
     """
     gate = facts["gate"] if not isinstance(workload.model, ScriptModel) else None
     gate = gate or {"runs": {}}
@@ -698,7 +695,7 @@ def _training(facts: Mapping[str, Any], workload: Workload) -> Mapping[str, Any]
 
 
 def _record(found: Verification, tracker: Tracker) -> Verification:
-    """Write the verification into the experiment of promotions, and as tags of the version."""
+    """Record the verification in the experiment of promotions, and as tags of the version."""
     with tracker.reached():
         registry = Registry(tracker.client())
         records = Records(registry, tracker.uri)
@@ -717,4 +714,4 @@ def _record(found: Verification, tracker: Tracker) -> Verification:
 
 
 def _mark(one: DriftFinding) -> str:
-    return "**drift** " if one.is_drift else "**open** " if one.is_open else ""
+    return "**drift** " if one.is_drift else "**unclear** " if one.is_open else ""

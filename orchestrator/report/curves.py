@@ -41,56 +41,56 @@ from orchestrator.sweep.state import ProofState, SweepState, Trial
 from orchestrator.units import value_text
 from trials.outcome import Measurement, StoppedEarly
 
-# What the proof has shown so far, as values for tables and plots: finalists, gate reports, curves of gate runs.
+# The proof so far, as values for tables and plots: finalists, gate reports, curves of gate runs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRatio:
-    """A finalist's speed over the baseline's in one round, with its 95% interval from the noise between steps."""
+    """A finalist's speed-up over the baseline in one round, with its 95% CI from the noise between steps."""
 
     round: int
     value: float
     low: float
     high: float
     is_disturbed: bool = False
-    """Whether the machine was busy with something else while it, or the baseline, was measured."""
+    """Whether the machine was busy with other work while it, or the baseline, was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finalist:
-    """A finalist, and how far its confirmation has come."""
+    """A finalist, and the progress of its confirmation."""
 
     trial: int
     configuration: str
     """Short name of its candidate."""
     spelled: str = ""
-    """The same with what its signs mean."""
+    """The same with the meaning of its signs."""
     rounds: tuple[RoundRatio, ...]
     overall: RatioInterval | None
     """Speed-up over all rounds; None before any was complete."""
     outcome: FinalistOutcome
     cause: str = ""
-    """Why it was not measured again, or the winner that it is equal to; empty for other outcomes."""
+    """Why it was not measured again, or the winner it is tied with; empty for other outcomes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofResult:
-    """What the last proof of a sweep has shown so far; empty without one."""
+    """The last proof of a sweep so far; empty without one."""
 
     finalists: tuple[Finalist, ...]
     """The winner first, then the fastest of the search."""
     gates: tuple[GateReport, ...]
-    """A report per finalist that was judged."""
+    """One report per judged finalist."""
     evaluations: tuple[Evaluation, ...]
-    """Runs of the user's command, in the order in which they ended."""
+    """Runs of the user's evaluation command, in the order of their ends."""
     soaks: tuple[SoakReport, ...]
-    """A report per finalist whose longer runs are done."""
+    """One report per finalist with finished longer runs."""
     running: tuple[Check, ...]
-    """Checks that run now."""
+    """Running checks."""
     is_going_on: bool
     """Whether there is more to come."""
     caution: str = ""
-    """What speaks against relying on it: rounds measured on a busy machine."""
+    """A caution: rounds measured on a busy machine."""
 
 
 def proof_result(state: SweepState) -> ProofResult:
@@ -109,13 +109,13 @@ def proof_result(state: SweepState) -> ProofResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateCurves:
-    """What was trained to judge a finalist."""
+    """The runs that judge a finalist."""
 
     trial: int
     runs: dict[GateRole, Measurement]
-    """Role to what was measured in it; there is always a finalist."""
+    """Role to measurement; always includes a finalist."""
     comparison: LossComparison | None
-    """How far the finalist's losses are from the baseline's; None where either was not measured."""
+    """Deviation of the finalist's losses from the baseline's; None if either was not measured."""
 
 
 def finalists(state: SweepState) -> list[Finalist]:
@@ -142,8 +142,8 @@ def _finalist(state: SweepState, found: Confirmation, number: int) -> Finalist:
 
 
 def caution(state: SweepState) -> str:
-    """What speaks against relying on the result: rounds, or where there are none the two trials compared, that were
-    measured on a busy machine; empty where none was."""
+    """A caution about the result: rounds, or without rounds the two compared trials, measured on a busy machine; empty
+    if there are none."""
     found = confirmation(state)
     rounds = found.complete if found is not None else ()
     if not rounds:
@@ -167,8 +167,7 @@ def _with_subject(subject: str, measured: Mapping[int, Measurement | None]) -> s
 
 
 def gates(state: SweepState) -> list[GateReport]:
-    """Reports of the loss gate: those of the verdict; before there is one, those that the gate runs come to, finalists
-    that were replaced first."""
+    """Reports of the loss gate: those of the verdict; before that, those of the gate runs, replaced finalists first."""
     if state.verdict is not None:
         return list(state.verdict.gates)
     numbers = state.proof.finalists if state.proof else ()
@@ -186,13 +185,13 @@ def soaks(state: SweepState) -> list[SoakReport]:
 
 
 def evaluations(state: SweepState) -> list[Evaluation]:
-    """How the user's command judged finalists, in the order in which it ended."""
+    """Results of the user's evaluation command, in the order of their ends."""
     proofs: list[ProofState] = [*state.set_aside, *([state.proof] if state.proof else [])]
     return [one for proof in proofs for one in proof.evaluations]
 
 
 def gate_curves(state: SweepState) -> list[GateCurves]:
-    """What was trained for each finalist that the gate has trained."""
+    """The gate's runs for each finalist."""
     found = []
     for number in state.proof.finalists if state.proof and state.virtual is None else ():
         trials = gate_runs(state, number)
@@ -232,7 +231,7 @@ def _overall(found: Confirmation, finalist: int) -> RatioInterval | None:
 
 
 def _outcome(state: SweepState, found: Confirmation, finalist: int) -> tuple[FinalistOutcome, str]:
-    """What came of a finalist, and the cause where one belongs to it."""
+    """The result of a finalist, and its cause, if any."""
     verdict = state.verdict
     if finalist in found.failed:
         return "not_measured", found.failed[finalist]
@@ -257,11 +256,11 @@ def _outcome(state: SweepState, found: Confirmation, finalist: int) -> tuple[Fin
     return compared.verdict, ""
 
 
-# What the plots of the search show, as plain values taken from a sweep's state.
+# Data of the search plots, as plain values from a sweep's state.
 
 
 MAX_KNOBS = 9
-"""Knobs through which trials are drawn as lines."""
+"""Maximum number of knobs in the parallel coordinates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,9 +272,9 @@ class SpeedPoint:
     """Score by the sweep's objective, like tokens/s/p."""
     low: float
     high: float
-    """95% interval of the speed; the speed itself where that is unknown."""
+    """95% CI of the speed; the speed itself if unknown."""
     peak_bytes: int
-    """Largest peak of allocated memory over ranks; 0 where it is not known."""
+    """Largest peak of allocated memory over ranks; 0 if unknown."""
     name: str = ""
     """Short name of its candidate."""
 
@@ -290,17 +289,17 @@ class History:
     failed: tuple[int, ...]
     """Numbers of the trials that were not measured for other reasons."""
     baseline: float | None
-    """Speed of the baseline; None where it was not measured."""
+    """Speed of the baseline; None if not measured."""
     best: SpeedPoint | None
     compared: Speedup | None = None
-    """How the best compares with the baseline; None where either was not measured."""
+    """How the best compares with the baseline; None if either was not measured."""
 
     @property
     def num_trials(self) -> int:
         return len(self.measured) + len(self.stopped) + len(self.failed)
 
     def best_so_far(self) -> tuple[list[int], list[float]]:
-        """Numbers of the measured trials, and for each the highest speed until then."""
+        """Numbers of the measured trials, and for each the highest speed so far."""
         numbers, speeds = [], list[float]()
         for point in self.measured:
             numbers.append(point.trial)
@@ -326,7 +325,7 @@ def history(state: SweepState) -> History:
 
 
 def speed_point(trial: Trial, objective: Objective) -> SpeedPoint | None:
-    """The trial as a point; None where it was not measured."""
+    """The trial as a point; None if not measured."""
     if trial.measurement is None:
         return None
     speed = speed_of(trial.measurement, objective)
@@ -341,7 +340,7 @@ def speed_point(trial: Trial, objective: Objective) -> SpeedPoint | None:
 
 
 def front(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
-    """Points of known memory that no other beats in both speed and memory, from little memory to much."""
+    """Points of known memory that no other beats in both speed and memory, by increasing memory."""
     found: list[SpeedPoint] = []
     for point in sorted((p for p in points if p.peak_bytes), key=lambda p: (p.peak_bytes, -p.speed)):
         if not found or point.speed > found[-1].speed:
@@ -359,7 +358,7 @@ class ParallelCoordinates:
     lines: tuple[tuple[int, ...], ...]
     """For each trial, the index of its value for every knob."""
     speeds: tuple[float | None, ...]
-    """Speed of each trial; None where it was not measured."""
+    """Speed of each trial; None if not measured."""
     names: tuple[str, ...] = ()
     """Number and short name of each trial."""
 

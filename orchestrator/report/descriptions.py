@@ -1,4 +1,4 @@
-"""The one table of words for the values of a report: every renderer takes its words from here."""
+"""The wording of a report's values, shared by all renderers."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ FinalistOutcome = Literal[
     "not_measured",
     "not_measured_yet",
 ]
-"""The result of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner; of one ``not_judged`` it
-could not be told whether it trains the same."""
+"""The result of a finalist. ``not_shown``: not shown to be faster than the baseline; ``tied``: with the winner;
+``not_judged``: the loss gate was inconclusive."""
 
 FINALIST_LABELS: Mapping[FinalistOutcome, str] = {
     "winner": "the winner",
     "faster": "faster",
     "slower": "slower",
-    "not_shown": "not shown faster",
-    "not_shown_yet": "not shown yet",
-    "tied": "equal to {cause}",
-    "trains_differently": "does not train the same",
-    "not_judged": "could not be told to train the same",
+    "not_shown": "not shown to be faster",
+    "not_shown_yet": "not shown to be faster yet",
+    "tied": "tied with {cause}",
+    "trains_differently": "failed the loss gate",
+    "not_judged": "loss gate inconclusive",
     "failed_evaluation": "failed your evaluation",
     "not_lasting": "its speed does not last",
     "not_measured": "not measured again: {cause}",
@@ -82,39 +82,39 @@ GATE_ROLE_LABELS: Mapping[GateRole, str] = {
     "twin": " with rounding errors",
     "reference_twin": " in fp32 with rounding errors",
 }
-"""What follows the number of a trial that trains for the gate; nothing for a finalist or baseline as it is."""
+"""Suffix of a trial's number in runs of the loss gate; none for a finalist or baseline as it is."""
 
 CommandPurpose = Literal[
     "logs", "story", "retry", "delete", "ui", "page", "explain", "confirm", "promote", "force", "rollback"
 ]
-"""What a command shown below a result is for; ``force`` is a promotion that is refused unless forced."""
+"""The purpose of a command shown below a result; ``force``: a promotion that requires --force."""
 
 PURPOSE_LABELS: Mapping[CommandPurpose, str] = {
-    "logs": "what the failing ranks wrote",
-    "story": "what happened to it, and what follows",
-    "retry": "launch what failed again, once the cause is fixed",
+    "logs": "show the logs of the failed ranks",
+    "story": "show what happened, and what to do",
+    "retry": "launch failed trials again, once the cause is fixed",
     "delete": "remove it: nothing was measured",
-    "ui": "look at every trial in the browser",
-    "page": "one page to keep or to send",
-    "explain": "the bottleneck, and what answers it",
-    "confirm": "measure it again beside the baseline",
+    "ui": "open all trials in the browser",
+    "page": "write one page to keep or send",
+    "explain": "show the bottleneck and its remedy",
+    "confirm": "measure it again, interleaved with the baseline",
     "promote": "make it the production configuration",
-    "force": "refused unless forced: not confirmed",
-    "rollback": "back to the one before",
+    "force": "not confirmed; requires --force",
+    "rollback": "go back to the previous one",
 }
 
 
 def finalist_text(one: Finalist) -> str:
-    """What came of a finalist: ``not shown faster``, ``equal to t004``."""
+    """The result of a finalist: ``not shown to be faster``, ``tied with t004``."""
     return FINALIST_LABELS[one.outcome].format(cause=one.cause)
 
 
 def gate_text(report: GateReport) -> str:
-    """``passed: loss: median 0.04% off, all 20 steps within their limits``, gradient norms alike; or why not."""
+    """``passed: loss: median deviation 0.04%, all 20 steps within their limits`` and gradient norms; or why not."""
     if report.answer == "failed":
         return f"failed: {'; '.join(report.reasons)}"
     if report.answer == "inconclusive":
-        return f"could not be told: {'; '.join((*report.doubts, report.remedy)).rstrip('; ')}"
+        return f"inconclusive: {'; '.join((*report.doubts, report.remedy)).rstrip('; ')}"
     parts = [
         f"{name}: {_steps_judged(steps)}"
         for name, steps in (("loss", report.loss), ("gradient norm", report.grad_norm))
@@ -122,20 +122,20 @@ def gate_text(report: GateReport) -> str:
     ]
     if report.loss is None and report.loss_deviation is not None:
         off, band = units.percent(report.loss_deviation), units.percent(report.loss_tolerance)
-        parts.insert(0, f"mean loss {off} off, where up to {band} is chance")
+        parts.insert(0, f"mean loss deviates by {off}; up to {band} is noise")
     return f"passed: {'; '.join(parts)}" if parts else "passed"
 
 
 def _steps_judged(found: StepsJudged) -> str:
-    median = f"median {units.percent(found.median)} off"
+    median = f"median deviation {units.percent(found.median)}"
     if not found.num_beyond:
         return f"{median}, all {found.num_compared} steps within their limits"
     beyond = f"{found.num_beyond} of {found.num_compared} steps beyond their limits"
-    return f"{median}, {beyond} (up to {found.num_allowed} may be)"
+    return f"{median}, {beyond} (up to {found.num_allowed} allowed)"
 
 
 def soak_text(report: SoakReport) -> str:
-    """``longer run of 310 steps (41 s): 1.52x in its first third, 1.50x in its last``, or why it did not pass."""
+    """``longer run of 310 steps (41 s): 1.52x in its first third, 1.50x in its last``, or why it failed."""
     if report.answer != "passed" or report.first is None or report.last is None:
         return report.reason
     length = f"{units.count(report.num_steps, 'step')} ({units.duration(report.seconds)})"
@@ -144,27 +144,27 @@ def soak_text(report: SoakReport) -> str:
 
 
 def evaluation_text(evaluation: Evaluation) -> str:
-    """How the user's evaluation ended: ``passed``, ``exit 3``."""
+    """The result of the user's evaluation: ``passed``, ``exit 3``."""
     if evaluation.passed:
         return "passed"
-    return "could not be started, or took too long" if evaluation.exit_code is None else f"exit {evaluation.exit_code}"
+    return "could not be started, or timed out" if evaluation.exit_code is None else f"exit {evaluation.exit_code}"
 
 
 def promotion_text(record: Mapping[str, str]) -> str:
-    """``t004 became `llama` version 3, by me@host``."""
-    what = "became" if record["action"] == "promote" else "was rolled back in"
-    forced = ", by force" if record.get("forced") == "true" else ""
+    """``t004 was promoted to `llama` version 3 by me@host``."""
+    what = "was promoted to" if record["action"] == "promote" else "was restored as"
+    forced = ", forced" if record.get("forced") == "true" else ""
     trial = units.trial_id(int(record["trial"])) if record.get("trial", "").isdigit() else "it"
-    return f"{trial} {what} `{record['name']}` version {record['to_version']}, by {record['by']}{forced}"
+    return f"{trial} {what} `{record['name']}` version {record['to_version']} by {record['by']}{forced}"
 
 
 def change_heading(*, is_faster: bool) -> str:
-    """The heading above the knobs in which the trial shown beside the baseline differs from it."""
-    return "What changed" if is_faster else "How the fastest differs from what you have"
+    """The heading above the knobs in which the shown trial differs from the baseline."""
+    return "What changed" if is_faster else "How the fastest differs from your configuration"
 
 
 def confirmation_heading(virtual: Virtual | None) -> str:
-    """The heading above the finalists; on a cluster that does not exist it claims no measurement."""
+    """The heading above the finalists; on a simulated cluster it claims no measurement."""
     return f"Confirmation, {virtual}" if virtual else "Confirmation"
 
 
@@ -187,7 +187,7 @@ def check_text(check: Check | None) -> str:
 
 
 def spelled_name(candidate: Candidate) -> str:
-    """The whole name of a candidate, and what each sign of it means, a line each."""
+    """The full name of a candidate, and the meaning of each sign, one per line."""
     return "\n".join([short_name(candidate), *(f"{sign}: {meaning}" for sign, meaning in spelled(candidate))])
 
 
@@ -203,47 +203,47 @@ def failure(trial: Trial) -> str:
 
 
 def peak_memory(measurement: Measurement) -> str:
-    """What the fullest rank needed of its device, as far as that is known; a dash where nobody told any."""
+    """Peak device memory of the fullest rank; a dash if unknown."""
     return units.num_bytes(measurement.peak_bytes) if measurement.peak_bytes else units.DASH
 
 
 def peak_memory_parts(measurement: Measurement) -> str:
-    """``58.9 GiB of tensors, 2.3 GiB outside the allocator, which held 64.0 GiB``; empty where that is not known."""
+    """``58.9 GiB of tensors, 2.3 GiB outside the allocator, which reserved 64.0 GiB``; empty if unknown."""
     found = measurement.device_memory
     if found is None or not measurement.peak_allocated_bytes:
         return ""
     tensors, held = max(measurement.peak_allocated_bytes), max(measurement.peak_reserved_bytes, default=0)
     parts = [
         f"{units.num_bytes(tensors)} of tensors",
-        f"{units.num_bytes(found.outside_bytes)} outside the allocator, which held {units.num_bytes(held)}",
+        f"{units.num_bytes(found.outside_bytes)} outside the allocator, which reserved {units.num_bytes(held)}",
     ]
     if found.num_retries:
-        parts.append(f"it gave its cache back {units.count(found.num_retries, 'time')}")
+        parts.append(f"it flushed its cache {units.count(found.num_retries, 'time')}")
     if found.num_ooms:
         parts.append(f"{units.count(found.num_ooms, 'allocation')} failed")
     return ", ".join(parts)
 
 
 _CACHES: Mapping[CompileCache, str] = {
-    "cold": "nothing of it was in the sweep's cache",
-    "warm": "all of it was in the sweep's cache",
-    "mixed": "some of it was in the sweep's cache",
+    "cold": "nothing in the sweep's cache",
+    "warm": "everything in the sweep's cache",
+    "mixed": "some of it in the sweep's cache",
 }
 
 
 def compilation(graph: GraphReport) -> str:
-    """``12 s, nothing of it was in the sweep's cache``: how long compiling took."""
+    """``12 s, nothing in the sweep's cache``: the compilation time."""
     found = f", {_CACHES[graph.cache]}" if graph.cache else ""
     return f"{units.milliseconds(graph.compile_s)}{found}"
 
 
 def spread(measurement: Measurement) -> str:
-    """Half the relative inter-quartile range of the step times, no less than their digits show: ``± 1.2%``."""
+    """Half the relative inter-quartile range of the step times, at least their resolution: ``± 1.2%``."""
     return f"± {50 * relative_spread(measurement.counted_step_times_s, measurement.step_time_resolution_s):.1f}%"
 
 
 def versus(compared: Speedup | None) -> str:
-    """``1.42x``, or ``≥ 1.06x`` where that is all that is sure; a difference inside the noise carries ``≈``."""
+    """``1.42x``, or ``≥ 1.06x`` if the interval is wide; a difference within the noise is marked ``≈``."""
     if compared is None:
         return units.DASH
     if compared.verdict == "tie":
@@ -252,7 +252,7 @@ def versus(compared: Speedup | None) -> str:
 
 
 def figures(found: Figures, num_leased: int, per_device_unit: str) -> str:
-    """``step 195 ms, 10,529 tokens/s, 5,265 tokens/s/p, 2 of 2 devices``, and the cost where that is the objective."""
+    """``step 195 ms, 10,529 tokens/s, 5,265 tokens/s/p, 2 of 2 devices``, and the cost if that is the objective."""
     rate_unit = per_device_unit.removesuffix("/p")
     parts = (
         f"step {units.milliseconds(found.step_time_s)}",
@@ -265,49 +265,49 @@ def figures(found: Figures, num_leased: int, per_device_unit: str) -> str:
 
 
 def trial_figures(state: SweepState, trial: Trial) -> str:
-    """:func:`figures` of a measured trial, as it was measured itself; empty where it was not."""
+    """:func:`figures` of a trial's own measurement; empty if it was not measured."""
     found = state.figures(trial)
     return figures(found, state.sweep.num_devices, state.sweep.workload.speed_unit) if found else ""
 
 
 def legend(measured: str, *all_units: str) -> str:
-    """What measured the figures, and what their units mean: ``measured by the search; tokens/s/p: tokens per second per
-    device (p: processor)``."""
+    """The source of the figures, and the definition of their units: ``measured by the search; tokens/s/p: tokens per
+    second per device (p: processor)``."""
     return "; ".join((measured, *map(unit_legend, dict.fromkeys(all_units))))
 
 
 def cost(found: Figures, noun: str) -> str:
-    """``28.1 device-hours per 1e9 tokens``, and in money where a price is known."""
+    """``28.1 device-hours per 1e9 tokens``, and in money if a price is known."""
     hours = f"{units.rate(1e9 * found.device_hours_per_token)} device-hours per 1e9 {noun}"
     price = found.price_per_token
-    return hours if price is None else f"{hours}, {units.rate(1e9 * price)} in money"
+    return hours if price is None else f"{hours}, which cost {units.rate(1e9 * price)}"
 
 
 BUSY_MARK = "!"
-"""Marks what was measured while the machine was busy with something else, or slowed down."""
+"""Marks measurements on a machine that was busy with other work, or slowed down."""
 
 
 def disturbance_text(one: Disturbance) -> str:
-    """``others used 48% of its processors (python 1.9)``: what disturbed a node, beginning with the most usual."""
+    """``other programs used 48% of its CPUs (python 1.9)``: what disturbed a node, most common causes first."""
     parts = []
     if one.foreign_cpu is not None and one.foreign_cpu >= FOREIGN_CPU_LIMIT:
         names = f" ({', '.join(one.foreign_processes)})" if one.foreign_processes else ""
-        parts.append(f"others used {one.foreign_cpu:.0%} of its processors{names}")
+        parts.append(f"other programs used {one.foreign_cpu:.0%} of its CPUs{names}")
     if one.steal is not None and one.steal >= STOLEN_LIMIT:
         parts.append(f"the hypervisor took {one.steal:.0%} of them")
     if one.quota is not None and one.quota >= STOLEN_LIMIT:
-        parts.append(f"its quota stopped it for {one.quota:.0%} of the time")
+        parts.append(f"its CPU quota stopped it for {one.quota:.0%} of the time")
     if one.foreign_on_devices:
-        parts.append(f"others ran on its devices ({', '.join(one.foreign_on_devices[:3])})")
+        parts.append(f"other programs ran on its devices ({', '.join(one.foreign_on_devices[:3])})")
     if one.throttled_by:
-        hot = f" at {one.highest_temperature_c:.0f} degrees" if one.highest_temperature_c is not None else ""
+        hot = f" at {one.highest_temperature_c:.0f} °C" if one.highest_temperature_c is not None else ""
         low = f", down to {one.lowest_clock:.0%}" if one.lowest_clock is not None else ""
-        parts.append(f"the devices' clocks were lowered ({', '.join(one.throttled_by)}{hot}{low})")
+        parts.append(f"the devices were throttled ({', '.join(one.throttled_by)}{hot}{low})")
     return "; ".join(parts)
 
 
 def disturbed(measurement: Measurement | None) -> str:
-    """What disturbed a measurement, on the node where it was worst; empty where nothing did."""
+    """The disturbance of a measurement on its most disturbed node; empty if undisturbed."""
     worst = measurement.disturbed_by if measurement else None
     return disturbance_text(worst) if worst else ""
 
@@ -322,7 +322,7 @@ _USAGE: Mapping[UsageKind, Callable[[float], str]] = {
 
 
 def usage(measurement: Measurement) -> str:
-    """``n1: CPU 83%, memory 5.2 GiB; GPU 0 busy 97%, 74.1 GiB, 410 W``: means over the run, all processes counted."""
+    """``n1: CPU 83%, memory 5.2 GiB; GPU 0 busy 97%, 74.1 GiB, 410 W``: means over the run, for all processes."""
     nodes = []
     for node in measurement.disturbances:
         devices: dict[str, list[str]] = {}
@@ -335,21 +335,21 @@ def usage(measurement: Measurement) -> str:
 
 
 TREND_MARK = "~"
-"""Marks trials whose steps became slower or faster while they were measured."""
+"""Marks trials whose steps became slower or faster during the measurement."""
 
 
 def trend(measurement: Measurement | None) -> str:
-    """``steps became 12% slower while it was measured: only the last 3 of 8 count``; empty where they were alike."""
+    """``steps became 12% slower during the measurement: only the last 3 of 8 count``; empty if steady."""
     found = measurement.trend if measurement else None
     if measurement is None or found is None:
         return ""
     how = "slower" if found.is_slower else "faster"
     counted = f"only the last {found.num_last} of {len(measurement.step_times_s)} count"
-    return f"steps became {abs(found.change):.0%} {how} while it was measured: {counted}"
+    return f"steps became {abs(found.change):.0%} {how} during the measurement: {counted}"
 
 
 def trend_note(measured: Mapping[int, Measurement | None]) -> str:
-    """A line that explains :data:`TREND_MARK` with the largest trend of all trials; empty where there is none."""
+    """A line that explains :data:`TREND_MARK` with the largest trend of all trials; empty if there is none."""
     found = {number: one for number, one in measured.items() if one is not None and one.trend}
     if not found:
         return ""
@@ -358,19 +358,19 @@ def trend_note(measured: Mapping[int, Measurement | None]) -> str:
 
 
 def busy_note(measured: Mapping[int, Measurement | None]) -> str:
-    """A line that explains :data:`BUSY_MARK`, with the worst figures of all trials; empty where none was disturbed."""
+    """A line that explains :data:`BUSY_MARK` with the most disturbed trial; empty if there is none."""
     worst = {number: one.disturbed_by for number, one in measured.items() if one is not None and one.disturbed_by}
     if not worst:
         return ""
     most = max(worst, key=lambda number: worst[number].severity)
-    return f"{BUSY_MARK} measured on a busy machine; {units.trial_id(most)} most: {disturbance_text(worst[most])}"
+    return f"{BUSY_MARK} measured on a busy machine; worst: {units.trial_id(most)}, {disturbance_text(worst[most])}"
 
 
-# What the ranks of a trial found out besides times, as lines for people and as numbers for MLflow.
+# Findings of a trial's ranks, apart from times: as lines for people and as numbers for MLflow.
 
 
 def findings_lines(findings: Findings) -> list[str]:
-    """One line per finding; none where no knob is on that finds anything out."""
+    """One line per finding."""
     return list(_lines(findings))
 
 
@@ -404,7 +404,7 @@ def _effect(effect: PatternEffect) -> str:
 def _cast(cast: OperatorCast) -> str:
     to = "16 bits" if cast.list == "white" else "fp32"
     if not cast.num_calls:
-        return f"{cast.list} list: {cast.name} was never met"
+        return f"{cast.list} list: {cast.name} was never called"
     return f"{cast.list} list: {cast.name} ran in {to}, {cast.num_calls} calls per step"
 
 
@@ -448,7 +448,7 @@ def _is_in_trouble(device: DeviceHealth) -> bool:
 
 
 def _device(device: DeviceHealth) -> str:
-    """``device of rank 3: clock 1,410 of 1,980 MHz, at least 1,200, 71 degrees, 640 of 700 W``."""
+    """``device of rank 3: clock 1,410 of 1,980 MHz, at least 1,200, 71 °C, 640 of 700 W``."""
     parts = []
     if device.sm_clock_mhz is not None:
         of = f" of {device.max_sm_clock_mhz:,}" if device.max_sm_clock_mhz else ""
@@ -456,7 +456,7 @@ def _device(device: DeviceHealth) -> str:
     if device.memory_clock_mhz is not None:
         parts.append(f"memory {device.memory_clock_mhz:,.0f} MHz")
     if device.highest_temperature_c is not None:
-        parts.append(f"{device.highest_temperature_c} degrees")
+        parts.append(f"{device.highest_temperature_c} °C")
     if device.mean_power_w is not None:
         of = f" of {device.power_limit_w:.0f}" if device.power_limit_w else ""
         parts.append(f"{device.mean_power_w:.0f}{of} W")
@@ -467,11 +467,11 @@ def _device(device: DeviceHealth) -> str:
     for kind, count in (("corrected", device.corrected_errors), ("uncorrected", device.uncorrected_errors)):
         if count:
             parts.append(f"{count} {kind} memory errors")
-    return f"device of rank {device.rank}: {', '.join(parts) or 'tells nothing'}"
+    return f"device of rank {device.rank}: {', '.join(parts) or 'no data'}"
 
 
 def _device_metrics(device: DeviceHealth) -> dict[str, float | None]:
-    """Figures of the device most in trouble, else of that with the lowest clock."""
+    """Figures of the device with the most problems, else of the one with the lowest clock."""
     return {
         "device_clock_mhz": device.sm_clock_mhz,
         "lowest_device_clock_mhz": device.lowest_sm_clock_mhz,
@@ -486,7 +486,7 @@ def _device_metrics(device: DeviceHealth) -> dict[str, float | None]:
 
 
 def findings_metrics(findings: Findings) -> dict[str, float]:
-    """The findings as single numbers with their units in the name."""
+    """The findings as numbers, with units in their names."""
     values: dict[str, float | None] = {}
     if findings.recompute:
         values["recompute_ms"] = 1e3 * sum(effect.recompute_s for effect in findings.recompute)

@@ -1,4 +1,4 @@
-"""What a profiled trial shows, as values and as tables: times per rank, stages, operators, collectives, files."""
+"""The profile of a trial, as values and as tables: times per rank, stages, operators, collectives, files."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trials.files import to_json
 from trials.reports import CollectiveCount, OperatorTime, PeakTensor, RankProfile, Redundancy
 
 MAX_OPERATORS = 10
-"""Operators shown on the terminal; the page has all."""
+"""Number of operators shown on the terminal; the page has all."""
 
 MAX_SLOWDOWN = 1.05
-"""Step time under the profiler over that without it from which on the difference is told."""
+"""Ratio of step times with and without the profiler from which on it is reported."""
 
 MIN_LATE = 0.05
-"""Share of the step by which a rank must be later than the median of all before it is said to hold up the others."""
+"""Share of the step by which a rank must exceed the median to be reported as a straggler."""
 MIN_CAST_SHARE = 0.03
-"""Share of the operators' time in casts from which on it is said."""
+"""Share of operator time in casts from which on it is reported."""
 
 PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
-"""Phases of a step in the order in which they are shown."""
+"""Phases of a step in display order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +61,16 @@ class FileAt:
     name: str
     num_bytes: int
     node: str
-    """Name of the node where the rank ran; empty where it is not known."""
+    """Name of the rank's node; empty if unknown."""
     path: str
     """Absolute path on that node."""
     is_too_large: bool
-    """Whether the rank's files are too large to be copied to the controller's host, so that they stay on the node."""
+    """Whether the rank's files are too large to copy to the controller's host, so that they stay on the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileTables:
-    """All that is shown of one profiled trial. Times are seconds per step, means over the recorded steps."""
+    """The shown profile of one trial. Times are seconds per step, means over the recorded steps."""
 
     trial: int
     ranks: tuple[RankProfile, ...]
@@ -84,18 +84,18 @@ class ProfileTables:
     files: tuple[FileAt, ...]
     notes: tuple[str, ...]
     measured_step_s: float | None = None
-    """Seconds of a step of the same trial without the profiler; None where it was not measured."""
+    """Seconds per step of the same trial without the profiler; None if not measured."""
 
     @property
     def slowdown(self) -> float | None:
-        """Step time under the profiler, of the slowest rank, over that without it; None where the latter is unknown."""
+        """Step time under the profiler, of the slowest rank, over that without it; None if the latter is unknown."""
         if not self.measured_step_s:
             return None
         return max(profile.times.total_s for profile in self.ranks) / self.measured_step_s
 
     @property
     def stragglers(self) -> tuple[Straggler, ...]:
-        """Ranks whose own part of the step is longer than the median's, the latest first."""
+        """Ranks whose own part of the step is longer than the median's, slowest first."""
         own_s = {one.rank: one.times.total_s - one.times.uncovered_communication_s for one in self.ranks}
         if len(own_s) < 2:
             return ()
@@ -127,10 +127,10 @@ class ProfileTables:
 
 
 def profile_tables(trial: Trial, measured_step_s: float | None = None) -> ProfileTables | None:
-    """The profile of a trial; None where it was not measured under the profiler.
+    """The profile of a trial; None if it was not profiled.
 
     Args:
-        measured_step_s: seconds of a step of what it runs again, as measured without the profiler.
+        measured_step_s: seconds per step of the same candidate without the profiler.
     """
     measurement = trial.measurement
     if measurement is None or not measurement.findings.profile:
@@ -168,7 +168,7 @@ def _stages(ranks: Iterable[RankProfile]) -> tuple[StageTime, ...]:
 
 
 def phase_s(profile: RankProfile, name: str) -> float:
-    """Seconds per step of one phase; 0 where the rank has none."""
+    """Seconds per step of one phase; 0 if the rank has none."""
     return sum(phase.time_s for phase in profile.phases if phase.name == name)
 
 
@@ -259,12 +259,12 @@ def _collectives_table(counts: Sequence[CollectiveCount]) -> ShownTable:
 def _elsewhere(file: FileAt) -> str:
     line = f"{file.node}:{file.path}" if file.node else file.path
     if file.is_too_large:
-        return f"{line}  stayed there: rank {file.rank} has more than {units.num_bytes(MAX_BYTES_PER_RANK)}"
+        return f"{line}  not copied: rank {file.rank} has more than {units.num_bytes(MAX_BYTES_PER_RANK)}"
     return f"{line}  {units.num_bytes(file.num_bytes)}"
 
 
 def file_lines(tables: ProfileTables, found: Sequence[Path]) -> Iterator[str]:
-    """Lines that say where the files are: those found here by folder, then the others by node."""
+    """The locations of the files: those found here by folder, then the others by node."""
     here = {path.name: path for path in found}
     for folder in dict.fromkeys(path.parent for path in found):
         yield f"in {folder}"
@@ -279,7 +279,7 @@ def _operators_table(operators: Sequence[OperatorTime]) -> ShownTable:
     on_device = any(operator.device_s for operator in operators)
     heads = ("operator", "calls", "device", "host", "share") if on_device else ("operator", "calls", "host", "share")
     return _table(
-        title="Operators, per step and without those they call",
+        title="Operators, self time per step",
         heads=heads,
         rows=[
             (
@@ -305,7 +305,7 @@ class Remark:
 
     text: str
     is_warning: bool = False
-    """Whether it names something that could go away."""
+    """Whether it is a problem that can be fixed."""
 
 
 def _redundancy(found: Redundancy) -> Remark:
@@ -314,17 +314,17 @@ def _redundancy(found: Redundancy) -> Remark:
 
 
 def remarks(tables: ProfileTables) -> Iterator[Remark]:
-    """What profiling costs, redundant communication, memory peaks, notes of the profiler."""
+    """The profiler's overhead, redundant communication, memory peaks, notes of the profiler."""
     if tables.measured_step_s and tables.slowdown is not None and tables.slowdown > MAX_SLOWDOWN:
         profiled, measured = tables.slowdown * tables.measured_step_s, tables.measured_step_s
         text = (
             f"the profiled step takes {units.milliseconds(profiled)}, {tables.slowdown:.2f}x the measured "
-            f"{units.milliseconds(measured)}: the profiler's overhead; trust shares more than times"
+            f"{units.milliseconds(measured)}, due to profiler overhead; shares are more reliable than times"
         )
         yield Remark(text=text, is_warning=True)
     for late in tables.stragglers:
         own, median = units.milliseconds(late.own_s), units.milliseconds(late.median_s)
-        text = f"rank {late.rank} is late: its step without waiting takes {own}, the median rank's {median}"
+        text = f"rank {late.rank} is a straggler: its step takes {own} without waiting, the median rank's {median}"
         yield Remark(text=text, is_warning=True)
     if (casts := max(profile.cast_share for profile in tables.ranks)) >= MIN_CAST_SHARE:
         yield Remark(text=f"casts take up to {casts:.0%} of a rank's operator time")
@@ -345,7 +345,7 @@ def shown_tables(tables: ProfileTables, *, max_operators: int | None) -> Iterato
     """The profile as tables, with the ``max_operators`` longest operators, or all for None."""
     first = tables.ranks[0]
     yield _table(
-        title=f"Where a step goes (mean of steps {first.first_step} to {first.last_step})",
+        title=f"Step time breakdown (mean of steps {first.first_step} to {first.last_step})",
         heads=("rank", "step", "computation", "communication", "uncovered", "free"),
         rows=[_times_row(profile, tables) for profile in tables.ranks],
         num_words=1,
@@ -412,7 +412,7 @@ def _stages_table(tables: ProfileTables) -> ShownTable:
         times = units.milliseconds(stage.computation_s), f"{ratio:.2f}", units.milliseconds(stage.bubble_s)
         rows.append((str(stage.stage), slowest, *times))
     return _table(
-        title=f"Stages: the slowest computes {tables.imbalance or 1.0:.2f} times the mean",
+        title=f"Stages: the slowest computes for {tables.imbalance or 1.0:.2f}x the mean",
         heads=("stage", "", "computation", "of the mean", "bubble"),
         rows=rows,
         num_words=2,

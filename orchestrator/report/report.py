@@ -1,4 +1,4 @@
-"""The report of a sweep as one value, made once from its state: what every renderer shows, and all that it reads."""
+"""The report of a sweep as one value, made from its state, as the only input of all renderers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 ShownRole = Literal["winner", "fastest", "baseline"]
-"""Why a trial is shown first; only what the proof confirmed is called the winner."""
+"""Why a trial is shown first; only a confirmed one is called the winner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,41 +74,41 @@ class ShownTrial:
     configuration: str
     """Short name of its candidate."""
     spelled: str
-    """The same with what its signs mean."""
+    """The same with the meaning of its signs."""
     speed: Estimate
-    """Speed in the summary's unit, with its 95% interval, as the search measured it."""
+    """Speed in the summary's unit with its 95% CI, measured by the search."""
     figures: Figures
-    """How fast it is in every unit: after a confirmation as its rounds measured it, else as the search did."""
+    """Speed in every unit: measured by the confirmation if there was one, else by the search."""
     is_confirmed: bool
-    """Whether the figures are those of a confirmation, which belong to the verdict's ratio."""
+    """Whether the figures are from the confirmation, like the verdict's ratio."""
     measurement: Measurement
-    """What the search measured."""
+    """The measurement of the search."""
     step: StepParts
-    """Where its step time goes: as explained, else as its own clock divides it; no parts where neither is known."""
+    """Its step time breakdown: from the explanation, else by its own clock; empty if neither is known."""
     findings: tuple[str, ...]
-    """What its ranks found out besides times, a line each."""
+    """Further findings of its ranks, one per line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """How the trial shown beside the baseline differs from it."""
+    """How the shown trial differs from the baseline."""
 
     knobs: ShownTable
     reason: str
-    """Why the search tried it."""
+    """Why the search proposed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuledOut:
-    """Candidates not tried because a trial that ran out of memory needs no more than they do, or the program refused a
-    knob that they have."""
+    """Candidates not tried because they need at least as much memory as a trial that ran out, or use a knob that the
+    program rejects."""
 
     witness: int
     """The trial that shows it."""
     rules: Mapping[str, int]
     """Rule to number of candidates."""
     refusal: str = ""
-    """Why the program refused the witness; empty where that ran out of memory."""
+    """Why the program rejected the witness; empty if it ran out of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +119,12 @@ class Profiled:
     """The trial of the search that was run again."""
     tables: ProfileTables
     files: tuple[Path, ...]
-    """Paths of its files that lie on this host."""
+    """Paths of its files on this host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextCommand:
-    """A command to go on with, whole, ready to be copied."""
+    """A suggested next command, ready to copy."""
 
     purpose: CommandPurpose
     command: str
@@ -132,67 +132,67 @@ class NextCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortReport:
-    """The result of a sweep, or where it stands, in short. Renderers choose what they show of it and how."""
+    """The result or state of a sweep in short. Renderers choose what to show and how."""
 
     summary: Summary
     hardware: str
     headline: str
     """The result in one sentence."""
     details: tuple[str, ...]
-    """Reasons of the verdict that the headline does not tell."""
+    """Reasons of the verdict that the headline omits."""
     confidence: str
-    """How sure the result is; empty where there is nothing to be sure of."""
+    """The confidence of the result; empty without a result."""
     cost: str
-    """Trials by outcome and the device time they took, in one line."""
+    """Trials by outcome and their device time, in one line."""
     conclusion: Conclusion | None
-    """What the proof came to; None without a verdict."""
+    """The conclusion of the proof; None without a verdict."""
     is_faster: bool
     """Whether something is shown to be faster than the baseline."""
     shown: tuple[ShownTrial, ...]
-    """The winner or fastest, then the baseline, as far as measured; the baseline alone where nothing beat it."""
+    """The winner or fastest, then the baseline, if measured; only the baseline if nothing beat it."""
     change: Change | None
-    """How the trial shown beside the baseline differs from it; None where only one of them is shown."""
+    """How the shown trial differs from the baseline; None if only one of them is shown."""
     figures: Mapping[str, str]
-    """Role of each trial shown to its figures, in words."""
+    """Role of each shown trial, with its figures in words."""
     legend: str
-    """What measured the figures, and what their units mean; empty where nothing is shown."""
+    """The source of the figures and the definition of their units; empty if nothing is shown."""
     proof: ProofResult
     promotions: tuple[str, ...]
-    """What was promoted or rolled back, a sentence each."""
+    """Promotions and rollbacks, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(ShortReport):
-    """The result with all that it rests on: every trial, every failure, what lies beside the events."""
+    """The full report: every trial and failure, and data from outside the events."""
 
     trials: TrialTable
-    """The search's trials, from fast to slow."""
+    """The search's trials, fastest first."""
     failures: tuple[Failures, ...]
     ruled_out: tuple[RuledOut, ...]
     profiles: tuple[Profiled, ...]
     explanation: SweepExplanation | None
-    """Why the trials are as fast as they are; None where that was not asked for, or nothing was measured."""
+    """The explanation of the speeds; None if not requested, or nothing was measured."""
     history: History
     coordinates: ParallelCoordinates
     gate_curves: tuple[GateCurves, ...]
     plan: PlanFacts | None
     memory_limit_bytes: int | None
-    """Device memory per rank; None where it is not known."""
+    """Device memory per rank; None if unknown."""
     workload: Mapping[str, str]
     """The workload and the budget, flat."""
     environment: Mapping[str, str]
-    """The fingerprint: results compare only where it is equal."""
+    """The fingerprint: results are comparable only if it is equal."""
     sweep_yaml: str
-    """The sweep file as submitted; empty where it was not kept."""
+    """The sweep file as submitted; empty if it was not kept."""
     is_recorded: bool
-    """Whether MLflow holds anything of the sweep."""
+    """Whether the sweep is recorded in MLflow."""
     links: Mapping[str, str]
     """Name to address of the sweep's pages on a tracking server."""
     commands: tuple[NextCommand, ...]
 
 
 def make_short_report(state: SweepState, summary: Summary, explanation: SweepExplanation | None = None) -> ShortReport:
-    """The result alone, at a cost that hardly grows with the number of trials; ``summary`` is the state's."""
+    """Only the result, at a cost nearly independent of the number of trials; ``summary`` is the state's."""
     shown, unit = _shown(state, summary, explanation), state.sweep.workload.speed_unit
     return ShortReport(
         summary=summary,
@@ -223,8 +223,8 @@ def make_report(
     """The report of a sweep in this state; ``summary`` is the state's.
 
     Args:
-        sources: what lies beside the events; without it, the report is told by the events alone.
-        explanation: where the step time goes and which knobs matter, where that is to be shown.
+        sources: data from outside the events; without it, the report uses only the events.
+        explanation: step time breakdown and effects of knobs, if they are to be shown.
         invocation: how to write commands.
     """
     sources = sources or Sources()
@@ -260,14 +260,14 @@ def _ruled_out(state: SweepState, event: CandidatesPruned) -> RuledOut:
 
 
 def read_report(ledger: Ledger, state: SweepState, summary: Summary, invocation: Invocation = PLAIN) -> Report:
-    """The report with all that the ledger and the files beside it tell; ``state`` is a fold of its events."""
+    """The full report from the ledger and its folder; ``state`` is a fold of its events."""
     return make_report(
         state, summary, sources=Sources.of(ledger), explanation=_explain(ledger, state), invocation=invocation
     )
 
 
 def _explain(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
-    """The explanation of the sweep; None where that fails, for the report is worth having without it."""
+    """The explanation of the sweep; None if it fails, since the report is useful without it."""
     from orchestrator.diagnosis.explain import explain_ledger
 
     try:
@@ -275,12 +275,12 @@ def _explain(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
     except ConfigError:
         return None  # nothing was measured
     except Exception:
-        logger.warning("the report of %s goes without an explanation", state.sweep.sweep, exc_info=True)
+        logger.warning("the report of %s has no explanation, because it failed", state.sweep.sweep, exc_info=True)
         return None
 
 
 def _measured_by(shown: Sequence[ShownTrial]) -> str:
-    """What measured the figures of the trials shown."""
+    """The source of the figures of the shown trials."""
     return "measured by the confirmation" if any(one.is_confirmed for one in shown) else "measured by the search"
 
 
@@ -317,17 +317,17 @@ def _shown_trial(
 
 
 def clock_parts(number: int, measurement: Measurement) -> StepParts:
-    """The step as the trial's own clock divides it, scaled to the median step; those of no time are kept."""
+    """The step time breakdown by the trial's own clock, scaled to the median step; keeps parts of zero time."""
     clock: dict[PartName, float] = {
         name.removesuffix("_s"): max(0.0, seconds) for name, seconds in to_json(measurement.breakdown).items()
     }
     step_time_s = measurement.step_time_s
     if not any(seconds for name, seconds in clock.items() if name != "other"):
-        return StepParts(trial=number, step_time_s=step_time_s, parts=())  # nobody looked inside, as on simulated ones
+        return StepParts(trial=number, step_time_s=step_time_s, parts=())  # no breakdown, as on simulated clusters
     separate_parts: tuple[PartName, ...] = ("bubble", "recompute", "communication")
     clock = {name: seconds for name, seconds in clock.items() if seconds or name not in separate_parts}
     if measurement.findings.script is not None:
-        clock = {name: seconds for name, seconds in clock.items() if seconds}  # it tells of some phases only
+        clock = {name: seconds for name, seconds in clock.items() if seconds}  # it reports only some phases
     scale = step_time_s / sum(clock.values())
     parts = tuple(Part(name, seconds * scale, "measured") for name, seconds in clock.items())
     return StepParts(trial=number, step_time_s=step_time_s, parts=parts)
@@ -351,13 +351,13 @@ def _profiles(state: SweepState, summary: Summary, folder: Path | None) -> tuple
 
 
 def next_commands(state: SweepState, invocation: Invocation) -> list[NextCommand]:
-    """Commands to go on with, the most useful first."""
+    """Suggested next commands, most useful first."""
     words = _failed_commands(state) if state.status == "failed" else _result_commands(state)
     return [NextCommand(purpose=purpose, command=invocation.command(*argv)) for purpose, argv in words.items()]
 
 
 def _failed_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]:
-    """What a sweep that failed asks for: what went wrong first, then how to go on."""
+    """Commands after a failed sweep: show the cause first, then continue."""
     name = state.sweep.sweep
     words: dict[CommandPurpose, tuple[str, ...]] = {}
     if state.last_failures:
@@ -370,13 +370,13 @@ def _failed_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]
 
 
 def _failed_option(state: SweepState) -> str:
-    """Which trials to launch again: those that failed, or a baseline that was not believed, once its timer is right."""
+    """Trials to launch again: those that failed, or a baseline that was not believed, once its timer is fixed."""
     is_believed = state.baseline is None or not isinstance(state.baseline.outcome, NotBelieved)
     return "--failed" if is_believed else f"--failed={NotBelieved.kind}"
 
 
 def _is_undecided(state: SweepState) -> bool:
-    """Whether nothing is shown faster, but the fastest of the search was not measured again, or too noisily to tell."""
+    """Whether nothing is shown to be faster, but the fastest trial was not measured again, or with too much noise."""
     if state.verdict is None or state.verdict.conclusion != "keep" or state.best is None or state.best.number == 0:
         return False
     measured_again = state.proof.finalists if state.proof is not None else ()
@@ -411,16 +411,16 @@ def _result_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """What lies beside the note."""
+    """Related links of the note."""
 
     links: Mapping[str, str] = field(default_factory=dict)
-    """Title to address of what to read besides."""
+    """Title to address of further pages."""
     plots: Mapping[str, str] = field(default_factory=dict)
     """Name of a plot to its address."""
 
 
 def report_markdown(report: ShortReport, attached: Attached | None = None) -> str:
-    """The result; the first line is the verdict, the second how sure that is, the third leads on."""
+    """The result; the first line is the verdict, the second its confidence, the third has links."""
     attached = attached or Attached()
     virtual = report.summary.virtual
     lines = [f"# {watermark(virtual)}", ""] if virtual else []
@@ -438,7 +438,7 @@ def report_markdown(report: ShortReport, attached: Attached | None = None) -> st
         lines += ["", f"![{name}]({url})"]
     summary = report.summary
     reason = f": {summary.reason}" if summary.reason else ""
-    lines += ["", f"Live page: `tune-cluster ui {summary.sweep}`, where the sweep is kept"]
+    lines += ["", f"Live page: run `tune-cluster ui {summary.sweep}` on the host of the sweep"]
     return "\n".join([*lines, "", f"{report.hardware} · {summary.state}{reason} · {report.cost}"])
 
 

@@ -23,8 +23,8 @@ SearchVerdict = Literal["faster", "slower", "tie"]
 
 
 class FiguresDocument(TypedDict):
-    """How fast a configuration is: all from one step time. Rates count tokens, or samples where the workload's samples
-    are no sequences; the other keys are then absent."""
+    """The speed of a configuration, from one step time. Rates count tokens, or samples if the workload's samples are
+    not sequences; the other keys are then absent."""
 
     step_time_s: float
     num_devices: int
@@ -39,7 +39,7 @@ class FiguresDocument(TypedDict):
 
 
 class SpeedupDocument(TypedDict):
-    """A speed over the baseline's, by the sweep's objective, with its 95% interval."""
+    """Speed-up over the baseline, by the sweep's objective, with its 95% confidence interval."""
 
     value: float
     low: float | None
@@ -47,19 +47,19 @@ class SpeedupDocument(TypedDict):
 
 
 class ConfirmedSpeedupDocument(SpeedupDocument):
-    """The same from rounds in which the trial and the baseline were measured side by side."""
+    """The same from rounds in which trial and baseline were measured interleaved."""
 
     num_rounds: int
 
 
 class SearchSpeedupDocument(SpeedupDocument):
-    """The same from one run each; ``verdict`` is what the intervals show."""
+    """The same from one run each, with the verdict of the intervals."""
 
     verdict: SearchVerdict
 
 
 class TrialDocument(FiguresDocument):
-    """A trial as the search measured it."""
+    """A trial, measured by the search."""
 
     trial: int
     reason: str
@@ -70,26 +70,25 @@ class TrialDocument(FiguresDocument):
 
 
 class BestDocument(TrialDocument):
-    """The fastest trial of the search, which need not be the winner."""
+    """The fastest trial of the search; not necessarily the winner."""
 
     speedup: SearchSpeedupDocument | None
 
 
 class WinnerDocument(TypedDict):
-    """The configuration to use, with the speed-up that the confirmation found; on a cluster that does not exist, the
-    winner of the rehearsal."""
+    """The configuration to use, with the confirmed speed-up; on a simulated cluster, the winner of the simulation."""
 
     trial: int
     reason: str
     config: dict[str, Any]
     speedup: ConfirmedSpeedupDocument | None
-    figures: Annotated[FiguresDocument, Field(description="As the confirmation measured it.")]
+    figures: Annotated[FiguresDocument, Field(description="Measured by the confirmation.")]
     baseline: Annotated[FiguresDocument | None, Field(description="The baseline in the same rounds.")]
-    search: Annotated[TrialDocument, Field(description="The same trial as the search measured it.")]
+    search: Annotated[TrialDocument, Field(description="The same trial, measured by the search.")]
 
 
 class RemeasuredDocument(TypedDict):
-    """The finalist that the verdict is about, and the baseline beside it, as the rounds measured them."""
+    """The finalist of the verdict and the baseline, measured by the rounds."""
 
     trial: int
     num_rounds: int
@@ -98,7 +97,7 @@ class RemeasuredDocument(TypedDict):
 
 
 class VerdictDocument(TypedDict):
-    """What the proof came to."""
+    """The result of the proof."""
 
     conclusion: Literal["confirmed", "keep", "unconfirmed", "rehearsed"]
     winner: int | None
@@ -128,7 +127,7 @@ class ResultDocument(TypedDict):
     reason: str
     objective: Literal["tokens_per_s_per_device", "step_time", "device_cost"]
     unit: Annotated[str, Field(description="Unit of scores, like tokens/s/p (p: device).")]
-    measured: Annotated[bool, Field(description="False on a cluster that does not exist.")]
+    measured: Annotated[bool, Field(description="False on a simulated cluster.")]
     virtual: Literal["simulated"] | None
     num_leased_devices: int
     trials: Annotated[dict[str, int], Field(description="Number of trials by outcome, and `total`.")]
@@ -144,7 +143,7 @@ class ResultDocument(TypedDict):
 
 
 def versioned(body: Any) -> Any:
-    """The document with its version first; of a list, every document in it."""
+    """The document with its version first; for a list, every document in it."""
     if isinstance(body, list):
         return [versioned(one) for one in body]
     return {"schema_version": SCHEMA_VERSION, **body} if isinstance(body, dict) else body

@@ -1,4 +1,4 @@
-"""What a report takes from beside the events of a sweep: documents of the ledger, files of trials, what ranks wrote."""
+"""Inputs of a report apart from events: documents of the ledger, files of trials, output of ranks."""
 
 from __future__ import annotations
 
@@ -28,31 +28,30 @@ from trials.files import make_private_folder, to_json
 from trials.outcome import Evidence, Measured, Measurement, StoppedEarly
 from trials.reports import FOLDER
 
-# What a report takes from beside the events of a sweep: the plan as kept at submit, limits, where files and MLflow's
-# runs are. Read from the ledger.
+# Inputs from the ledger: the plan as submitted, limits, locations of files and of MLflow's runs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedRule:
-    """A rule of legality with the candidates that it left out."""
+    """A rule of legality and the candidates it excluded."""
 
     rule: str
     num_candidates: int
     example: str
-    """Short name of one of them; empty where none was kept."""
+    """Short name of one of them; may be empty."""
     reason: str
     """Why the example is not legal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFacts:
-    """How many candidates a sweep had to choose from, and what was left out."""
+    """The number of candidates of a sweep, and the excluded ones."""
 
     num_legal: int
     product_size: int
     """Combinations of all values of all knobs."""
     num_duplicates: int
-    """Combinations that equal another one without its knobs that have no effect."""
+    """Combinations that equal another one once knobs without effect are removed."""
     too_large: str
     """Note for people on a space too large to list; empty otherwise."""
     rejected: tuple[RejectedRule, ...]
@@ -78,22 +77,22 @@ def _rejected(rule: Mapping[str, Any]) -> RejectedRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What lies beside the events of one sweep; everything may be missing."""
+    """Data of one sweep apart from events; everything may be missing."""
 
     plan: Mapping[str, Any] | None = None
     """The plan document, see :func:`orchestrator.planning.planner.plan_document`."""
     memory_limit_bytes: int | None = None
-    """Device memory per rank, where it is known."""
+    """Device memory per rank, if known."""
     sweep_yaml: str = ""
     """The sweep file as submitted."""
     folder: Path | None = None
-    """Folder of the sweep, with the files of its trials as far as they lie on this host."""
+    """Folder of the sweep, with its trials' files on this host."""
     recorded: Recorded | None = None
-    """Where MLflow holds the sweep; None where nothing was recorded yet."""
+    """Location of the sweep in MLflow; None before anything is recorded."""
 
     @classmethod
     def of(cls, ledger: Ledger) -> Self:
-        """Everything that the ledger keeps."""
+        """All data in the ledger."""
         counted = ledger.document("dry_runs")
         return cls(
             plan=ledger.document(PLAN),
@@ -105,7 +104,7 @@ class Sources:
 
 
 def _device_memory_bytes(ledger: Ledger) -> int | None:
-    """What the sweep file says, for ledgers that keep no estimates; None where it says nothing, or was written by
+    """The device memory in the sweep file, for ledgers without estimates; None if it has none, or was written by
     another version of this program."""
     try:
         return SweepSpec.from_json(ledger.document(SPEC) or {}).cluster.device_memory_bytes
@@ -114,7 +113,7 @@ def _device_memory_bytes(ledger: Ledger) -> int | None:
 
 
 def rejected_csv(plan: PlanFacts) -> str:
-    """A row per rule: how many candidates it left out, one of them, and why."""
+    """A row per rule: how many candidates it excluded, one of them, and why."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(("rule", "num_candidates", "example", "reason"))
@@ -122,17 +121,17 @@ def rejected_csv(plan: PlanFacts) -> str:
     return out.getvalue()
 
 
-# What a report takes from the files of trials and from what ranks wrote: profiles, logs, flat parameters.
+# Inputs from files of trials and output of ranks: profiles, logs, flat parameters.
 
 
 MAX_PARAM_CHARS = 6000
-"""Characters of a parameter's value that are kept; MLflow takes no more."""
+"""Maximum number of characters of a parameter's value; MLflow accepts no more."""
 
 logger = logging.getLogger(__name__)
 
 
 def profile_files(sweep_folder: Path, trial: Trial) -> list[Path]:
-    """Traces, graphs and memory snapshots of the trial's last attempt that lie on this host."""
+    """Traces, graphs and memory snapshots of the trial's last attempt on this host."""
     if not trial.attempts or trial.measurement is None:
         return []
     last = len(trial.attempts) - 1
@@ -147,7 +146,7 @@ def profile_files(sweep_folder: Path, trial: Trial) -> list[Path]:
 
 
 def _merged(folder: Path, measurement: Measurement, found: Mapping[str, Path]) -> list[Path]:
-    """The traces of all ranks in one, made when they are first asked for."""
+    """The merged traces of all ranks, created on first use."""
     traces = {
         profile.rank: found[name]
         for profile in measurement.findings.profile
@@ -161,9 +160,9 @@ def _merged(folder: Path, measurement: Measurement, found: Mapping[str, Path]) -
 
 
 class ProfileCopies:
-    """Watches a running sweep, and copies the files of each profile to the user's folder as soon as they are there.
+    """Watches a running sweep, and copies the files of each profile to the user's folder as soon as they exist.
 
-    What cannot be copied is left where it is, with a warning: a sweep does not fail for it.
+    Failed copies only cause a warning.
     """
 
     def __init__(self, output: Path, sweep_folder: Path) -> None:
@@ -191,7 +190,7 @@ class ProfileCopies:
 
 
 def copy_profile(output: Path, sweep: str, trial: Trial, paths: Sequence[Path]) -> Path:
-    """Copy the files to a folder of their own below ``output``, named after sweep and trial; return that folder.
+    """Copy the files to a folder below ``output`` named after sweep and trial; return that folder.
 
     Raises:
         ConfigError: it cannot be written.
@@ -203,7 +202,7 @@ def copy_profile(output: Path, sweep: str, trial: Trial, paths: Sequence[Path]) 
             shutil.copyfile(path, folder / path.name)
     except OSError as error:
         raise ConfigError(
-            f"cannot copy the profile to {folder}: {error}", remedy="Name another folder as profile.output."
+            f"cannot copy the profile to {folder}: {error}", remedy="Set profile.output to another folder."
         ) from None
     return folder
 
@@ -217,7 +216,7 @@ def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def log_tail(trial: Trial) -> str | None:
-    """Last lines of the failed rank's log with the collateral errors; None where there are none."""
+    """Last lines of the failed rank's log with the collateral errors; None if there are none."""
     evidence: Evidence | None = getattr(trial.outcome, "evidence", None)
     if evidence is None or not (evidence.log_tail or evidence.collateral):
         return None
@@ -226,7 +225,7 @@ def log_tail(trial: Trial) -> str | None:
 
 
 def sweep_params(created: SweepCreated) -> dict[str, str]:
-    """The workload, the budget and the ranks' own environment, flat: ``model.hidden_size``, ``budget.max_trials``,
+    """The workload, budget and environment of the ranks, flat: ``model.hidden_size``, ``budget.max_trials``,
     ``env.NCCL_ALGO``."""
     values = {
         "workload": created.workload,
@@ -239,15 +238,15 @@ def sweep_params(created: SweepCreated) -> dict[str, str]:
 
 
 MAX_LOG_LINES = 5000
-"""Last lines kept of a rank's log; in bytes it is bounded by :data:`orchestrator.text.MAX_TAIL_BYTES`."""
+"""Number of last lines kept of a rank's log, also limited by :data:`orchestrator.text.MAX_TAIL_BYTES`."""
 
 
 MAX_RANKS = 8
-"""Number of logs kept of an attempt where it is not known which rank failed."""
+"""Number of logs kept of an attempt if the failed rank is unknown."""
 
 
 def failed_logs(sweep_folder: Path, trial: Trial) -> dict[str, str]:
-    """Name to text of the failed rank's log of the last attempt, where it lies here; empty for a measured trial."""
+    """Name to text of the failed rank's log of the last attempt, if it is on this host; empty for a measured trial."""
     if not trial.attempts:
         return {}
     index, attempt = len(trial.attempts) - 1, trial.attempts[-1]

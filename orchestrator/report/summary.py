@@ -1,4 +1,4 @@
-"""The result of a sweep in short, as a value and as JSON: winner, baseline, how sure the difference is, its cost."""
+"""The summary of a sweep's result, as a value and as JSON: winner, baseline, confidence, cost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trials.files import to_json
 from trials.outcome import NotBelieved, duration
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
-"""Statuses a trial can end in, in the order they are reported."""
+"""Final statuses of a trial, in display order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class TrialResult:
 
     trial: Trial
     speed: Estimate
-    """Score by the sweep's objective, like tokens/s/p, with its 95% interval."""
+    """Score by the sweep's objective, like tokens/s/p, with its 95% CI."""
     figures: Figures
     """The same in every unit."""
 
@@ -71,7 +71,7 @@ def _figures(found: Figures, noun: str) -> FiguresDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmedFigures:
-    """What the rounds of confirmation measured of a finalist and of the baseline: what their ratio is made of."""
+    """The measurements of a finalist and the baseline in the rounds of confirmation, on which their ratio is based."""
 
     trial: int
     figures: Figures
@@ -89,7 +89,7 @@ class ConfirmedFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """How a trial compares with the baseline. ``tie`` and ``slower`` mean: keep what you have."""
+    """How a trial compares with the baseline. ``tie`` and ``slower`` mean: keep the current configuration."""
 
     ratio: Estimate
     """Speed over the baseline's."""
@@ -102,49 +102,49 @@ class Speedup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Where a sweep stands or how it ended, in figures."""
+    """The state or result of a sweep, in figures."""
 
     sweep: str
     state: Phase
     reason: str
     best: TrialResult | None
-    """The trial with the highest median; the baseline itself where nothing beat it."""
+    """The trial with the highest median; the baseline itself if nothing beat it."""
     baseline: TrialResult | None
     speedup: Speedup | None
     trials: dict[str, int]
-    """Number of trials per status they ended in, and in ``total``."""
+    """Number of trials per final status, and ``total``."""
     ruled_out: tuple[CandidatesPruned, ...]
-    """Candidates not tried because a trial that ran out of memory needs no more than they do."""
+    """Candidates not tried because they need at least as much memory as a trial that ran out."""
     device_hours: float
     duration_s: float
     """Seconds from its creation to its end, or to now, pauses included."""
     paused_s: float
-    """Seconds of these in which no controller was at work, or none held nodes."""
+    """Seconds of these without a running controller, or without nodes."""
     saved_device_hours: float
-    """Device-hours that trials stopped early would have taken besides, at least."""
+    """Minimum device-hours saved by stopping trials early."""
     num_earlier_trials: int
-    """Trials of earlier sweeps, from which the search learned before its first trial."""
+    """Trials of earlier sweeps from which the search learned before its first trial."""
     num_earlier_sweeps: int
     tracking_uri: str
     winner: TrialResult | None = None
-    """The confirmed finalist, as the search measured it; None where none is confirmed."""
+    """The confirmed finalist, as the search measured it; None if none is confirmed."""
     proof: Verdict | None = None
-    """What confirmation and gate came to; None while they have not, or are off."""
+    """The result of confirmation and gate; None if they have not finished, or are off."""
     profiles: tuple[tuple[int, ProfileTables], ...] = ()
-    """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
+    """Profiled trials by number, with the results; in the order of the runs."""
     virtual: Virtual | None = None
-    """How the numbers came about where nothing was measured, since the cluster does not exist."""
+    """The origin of the numbers on a simulated cluster."""
     objective: ObjectiveName = "tokens_per_s_per_device"
     num_leased: int
     """Devices of the lease."""
     disturbed: tuple[int, ...] = ()
-    """Numbers of the trials, checks among them, that were measured on a busy machine."""
+    """Numbers of the trials, including checks, that were measured on a busy machine."""
     most_disturbed: Trial | None = None
-    """The one of them whose machine was busiest."""
+    """The most disturbed of them."""
     unit: str = "tokens/s/p"
-    """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are no sequences."""
+    """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are not sequences."""
     confirmed: ConfirmedFigures | None = None
-    """The finalist whose ratio the verdict tells, as the rounds measured it; None without a verdict or such rounds."""
+    """The finalist of the verdict's ratio, as the rounds measured it; None without a verdict or such rounds."""
 
     def to_json(self) -> ResultDocument:
         """The documented JSON form of ``submit --json`` and ``report --json``."""
@@ -184,7 +184,7 @@ class Summary:
         return {**self.best.to_json(noun), "speedup": self.speedup.to_json() if self.speedup else None}
 
     def _winner(self, noun: str) -> WinnerDocument | None:
-        """The winner with its own speed-up: never that of the fastest of the search."""
+        """The winner with its own speed-up, not that of the fastest trial of the search."""
         if self.winner is None or self.proof is None:
             return None
         found = self.proof.speedup
@@ -252,7 +252,7 @@ def _step_s(trial: Trial) -> float | None:
 
 
 def _disturbed_json(summary: Summary) -> dict[str, Any] | None:
-    """Trials measured on a busy machine, and what it was busy with at the worst; None where there are none."""
+    """Trials measured on a busy machine, and the worst disturbance; None if there are none."""
     worst = summary.most_disturbed
     if worst is None:
         return None
@@ -264,7 +264,7 @@ def _disturbed_json(summary: Summary) -> dict[str, Any] | None:
 
 
 def confirmed_figures(state: SweepState) -> ConfirmedFigures | None:
-    """What the rounds measured of the winner, or of the fastest finalist where none won, beside the baseline."""
+    """The rounds' measurements of the winner, or of the fastest finalist without a winner, and of the baseline."""
     found = confirmation(state) if state.verdict is not None and state.verdict.speedup is not None else None
     if found is None or state.verdict is None:
         return None
@@ -283,7 +283,7 @@ def confirmed_figures(state: SweepState) -> ConfirmedFigures | None:
 
 
 def result(trial: Trial | None, objective: Objective) -> TrialResult | None:
-    """The trial's result; None where it was not measured."""
+    """The trial's result; None if it was not measured."""
     if trial is None or trial.measurement is None:
         return None
     found = trial.measurement
@@ -305,22 +305,22 @@ def speedup(trial: Trial | None, baseline: Trial | None, objective: Objective) -
 
 
 def interval_json(ci95: Interval | None) -> list[float] | None:
-    """``[low, high]``; null where the interval is unknown."""
+    """``[low, high]``; null if the interval is unknown."""
     return [ci95.low, ci95.high] if ci95 and math.isfinite(ci95.high) else None
 
 
 def ends(ci95: Interval | None) -> tuple[float | None, float | None]:
-    """The ends of an interval; None where it is unknown."""
+    """The ends of an interval; None if it is unknown."""
     return (ci95.low, ci95.high) if ci95 and math.isfinite(ci95.high) else (None, None)
 
 
-# What a sweep came to, in sentences that every renderer repeats: the verdict of its proof, or of its search where
-# nothing was confirmed; how sure that is, and what it cost.
+# The result of a sweep in sentences shared by all renderers: the verdict of its proof, or of its search if nothing was
+# confirmed; its confidence and cost.
 
 
 _MAX_REASON_CHARS = 110
 MIN_PAUSE_S = 5.0
-"""Shortest time without a controller, or without nodes, that is called a pause."""
+"""Shortest time without a controller, or without nodes, that counts as a pause."""
 
 
 def headline(state: SweepState, summary: Summary) -> str:
@@ -333,42 +333,42 @@ def headline(state: SweepState, summary: Summary) -> str:
     if verdict.conclusion == "confirmed" and verdict.winner is not None:
         winner = state.trials[verdict.winner]
         speed = f"{_gain(state, winner, verdict.speedup)} of" if verdict.speedup else "faster than"
-        here = f"your present configuration{_devices(state, winner)}"
+        here = f"your current configuration{_devices(state, winner)}"
         return f"Confirmed: {speed} {here}{_same(verdict)}: {_named(winner)}."
     if verdict.conclusion == "keep":
-        return f"Keep what you have: {_short(verdict.reason)}"
+        return f"Keep your current configuration: {_short(verdict.reason)}"
     best = summary.best
-    fastest = f" Fastest by now: {units.trial_id(best.trial.number)}." if best and best.trial.number else ""
+    fastest = f" Fastest so far: {units.trial_id(best.trial.number)}." if best and best.trial.number else ""
     return f"Unconfirmed: {_short(verdict.reason)}{fastest}"
 
 
 def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> str:
-    """What came out on a cluster that does not exist: never that anything is confirmed or faster."""
+    """The result on a simulated cluster: never claims that anything is confirmed or faster."""
     verdict, compared = state.verdict, summary.speedup
     if verdict is not None and verdict.winner is not None:
         winner = state.trials[verdict.winner]
         ratio = verdict.speedup.value if verdict.speedup else None
         return f"{predicted_text(_point_gain(state, winner, ratio))}: {_named(winner)}."
     if verdict is not None and verdict.conclusion == "unconfirmed":
-        return f"{virtual.capitalize()}, not settled: {_short(verdict.reason)}"
+        return f"{virtual.capitalize()}, inconclusive: {_short(verdict.reason)}"
     if summary.best is None:
-        return f"{virtual.capitalize()}: no trial came to an end."
+        return f"{virtual.capitalize()}: no trial has finished."
     if compared is None:
-        return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline came to no figure."
+        return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline has no figure."
     if verdict is not None or compared.verdict != "faster":
-        return f"{virtual.capitalize()}: nothing comes out faster than your present configuration."
+        return f"{virtual.capitalize()}: nothing is faster than your current configuration."
     best = summary.best.trial
     return f"{predicted_text(_point_gain(state, best, compared.ratio.value))}: {_named(best)}."
 
 
 def _point_gain(state: SweepState, trial: Trial, ratio: float | None) -> str:
-    """``1.80x the speed of your present configuration``, without an interval: nothing was measured."""
+    """``1.80x the speed of your current configuration``, without an interval: nothing was measured."""
     gain = f"{ratio:.2f}x {_gained(state, trial)} of" if ratio is not None else "faster than"
-    return f"{gain} your present configuration{_devices(state, trial)}"
+    return f"{gain} your current configuration{_devices(state, trial)}"
 
 
 def _short(reason: str) -> str:
-    """The first of the reasons, up to its details; all of it is told by :func:`details`."""
+    """The first of the reasons, without its details; :func:`details` has all of it."""
     first = reason.split("; ")[0]
     if len(reason) <= _MAX_REASON_CHARS:
         return f"{reason}."
@@ -376,24 +376,23 @@ def _short(reason: str) -> str:
 
 
 def details(state: SweepState) -> list[str]:
-    """The reasons of the verdict, where the headline does not tell all of them; with a winner, who was
-    disqualified."""
+    """The reasons of the verdict if the headline omits some; with a winner, the disqualified finalists."""
     verdict = state.verdict
     if verdict is None:
         return []
     if verdict.conclusion == "confirmed":
-        shared = [f"not confirmed for that reason: other trials with {', '.join(verdict.shared)}"]
+        shared = [f"not confirmed for the same reason: other trials with {', '.join(verdict.shared)}"]
         return [*(one.reason for one in verdict.disqualified), *(shared if verdict.shared else [])]
     return verdict.reason.split("; ") if len(verdict.reason) > _MAX_REASON_CHARS else []
 
 
 def _same(verdict: Verdict) -> str:
     judged = [report for report in verdict.gates if report.trial == verdict.winner]
-    return ", and it trains the same" if judged and judged[-1].passed else ""
+    return ", with matching loss" if judged and judged[-1].passed else ""
 
 
 def _gain(state: SweepState, trial: Trial, found: RatioInterval) -> str:
-    """``3.06x (2.98x – 3.14x) the speed``: of what it is a ratio depends on whether equally many devices are used."""  # noqa: RUF002
+    """``3.06x (2.98x – 3.14x) the speed``: the quantity depends on whether both use the same number of devices."""  # noqa: RUF002
     return f"{units.ratio(found.value, found)} {_gained(state, trial)}"
 
 
@@ -403,7 +402,7 @@ def _gained(state: SweepState, trial: Trial) -> str:
 
 
 def _devices(state: SweepState, trial: Trial) -> str:
-    """`` on 1 device instead of 2``; empty where equally many are used."""
+    """`` on 1 device instead of 2``; empty if the number is equal."""
     before, after = _num_devices(state.trials[0]), _num_devices(trial)
     return "" if before == after else f" on {units.count(after, 'device')} instead of {before}"
 
@@ -429,39 +428,39 @@ def _search_headline(state: SweepState, summary: Summary) -> str:
         return f"Fastest: {winner}; the baseline was not measured."
     if compared.verdict == "faster":
         gain = f"{units.ratio(compared.ratio.value, compared.ratio.ci95)} {_gained(state, best.trial)}"
-        return f"{gain[0].upper()}{gain[1:]} of your present configuration{_devices(state, best.trial)}: {winner}."
+        return f"{gain[0].upper()}{gain[1:]} of your current configuration{_devices(state, best.trial)}: {winner}."
     if best.trial.number == 0:
-        return f"Keep what you have: nothing measured is faster than your present configuration ({winner})."
-    return f"Keep what you have: {winner} does not differ from your present configuration by more than the noise."
+        return f"Keep your current configuration: nothing measured is faster ({winner})."
+    return f"Keep your current configuration: the difference of {winner} is within the noise."
 
 
 def _proof_going_on(state: SweepState, summary: Summary) -> str:
-    """What the headline adds where there is no verdict: that a gain is the search's alone, or its proof goes on."""
+    """The headline's addition without a verdict: that only the search measured the gain, or the proof is running."""
     if state.proof is not None:
         return " Not confirmed yet." if state.is_over else " Being confirmed."
     is_gain = summary.speedup is not None and summary.speedup.verdict == "faster"
-    return " As the search measured it, not confirmed." if is_gain else ""
+    return " Measured by the search, not confirmed." if is_gain else ""
 
 
 def confidence(state: SweepState, summary: Summary) -> str:
-    """How sure the result is, in a line; empty where there is nothing to be sure of."""
+    """The confidence of the result, in one line; empty without a result."""
     verdict, confirmed = state.verdict, summary.confirmed
     if state.virtual is not None:
         return watermark_line(state.virtual).rstrip(".")
     if verdict is not None and verdict.speedup is not None:
-        rounds = f"from {units.count(verdict.num_rounds, 'round')} of measuring it again beside the baseline"
+        rounds = f"from {units.count(verdict.num_rounds, 'round')} of confirmation, interleaved with the baseline"
         if verdict.conclusion == "confirmed":
-            return f"95% interval, {rounds}"
+            return f"95% CI {rounds}"
         of = f" of {units.trial_id(confirmed.trial)}" if confirmed else ""
         return f"speed-up{of}: {units.ratio(verdict.speedup.value, verdict.speedup)}, {rounds}"
     if summary.speedup and summary.best and summary.best.trial.number != 0:
-        return "95% interval, from the steps of one run each, as the search measured them"
+        return "95% CI from the steps of one run each, measured by the search"
     return ""
 
 
 def is_worth_it(state: SweepState, summary: Summary) -> bool:
-    """Whether something is shown to be faster: by the proof where there is one, else by the search. A cluster that does
-    not exist shows nothing."""
+    """Whether something is shown to be faster: by the proof if there is one, else by the search. A simulated cluster
+    shows nothing."""
     if state.virtual is not None:
         return False
     if state.verdict is not None:
@@ -470,14 +469,14 @@ def is_worth_it(state: SweepState, summary: Summary) -> bool:
 
 
 def chosen_result(state: SweepState, summary: Summary) -> TrialResult | None:
-    """What is shown beside the baseline: the confirmed winner, else the fastest; None where that is the baseline."""
+    """The trial shown with the baseline: the confirmed winner, else the fastest; None if that is the baseline."""
     confirmed = state.winner if state.verdict is not None and state.verdict.winner is not None else None
     best = result(confirmed, state.objective) if confirmed is not None else summary.best
     return best if best and best.trial.number != 0 else None
 
 
 def cost(summary: Summary) -> str:
-    """Trials by outcome, the device time they took, how long the sweep took, and what was known before the first."""
+    """Trials by outcome, their device time, the duration of the sweep, and prior knowledge."""
     counts = ", ".join(
         f"{summary.trials[s]} {units.status_label(s, summary.virtual)}" for s in ENDED if summary.trials[s]
     )
@@ -491,13 +490,13 @@ def cost(summary: Summary) -> str:
 
 
 def _took(summary: Summary) -> str:
-    """``in 2 h 05 min, 20 min 10 s of them paused``: from the sweep's creation to its end, whoever ran it."""
-    paused = f", {units.duration(summary.paused_s)} of them paused" if summary.paused_s >= MIN_PAUSE_S else ""
+    """``in 2 h 05 min, 20 min 10 s of it paused``: from the sweep's creation to its end."""
+    paused = f", {units.duration(summary.paused_s)} of it paused" if summary.paused_s >= MIN_PAUSE_S else ""
     return f"in {units.duration(summary.duration_s)}{paused}"
 
 
 def _learned_from(num_trials: int, num_sweeps: int) -> str:
-    """``learned from 14 trials of 2 earlier sweeps``; empty where there were none."""
+    """``learned from 14 trials of 2 earlier sweeps``; empty if there were none."""
     if not num_trials:
         return ""
     return f"learned from {units.count(num_trials, 'trial')} of {units.count(num_sweeps, 'earlier sweep')}"

@@ -1,4 +1,4 @@
-"""The tables of a sweep: its trials, the result, what changed, the parts of a step, finalists and the loss gate."""
+"""The tables of a sweep: trials, result, changes, step time breakdown, finalists and loss gate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orchestrator.text import plain
 from trials.outcome import GangLost, Measurement, StoppedEarly
 
 MAX_ROUNDS = 8
-"""Rounds of a finalist in one cell, the last ones."""
+"""Number of latest rounds of a finalist shown in one cell."""
 
 STATUS_MOODS: Mapping[str, Mood] = {
     "measured": "good",
@@ -32,7 +32,7 @@ STATUS_MOODS: Mapping[str, Mood] = {
     "host_oom": "bad",
     "not_believed": "bad",
 }
-"""Mood of a trial's status; others are in doubt."""
+"""Mood of a trial's status; others are "doubt"."""
 
 VERDICT_MOODS: Mapping[str, Mood] = {"faster": "good", "slower": "bad", "tie": "rest"}
 
@@ -44,13 +44,13 @@ FINALIST_MOODS: Mapping[FinalistOutcome, Mood] = {
     "not_lasting": "bad",
     "not_judged": "doubt",
 }
-"""Mood of a finalist's outcome; others are at rest."""
+"""Mood of a finalist's outcome; others are "rest"."""
 
 ANSWER_MOODS: Mapping[GateAnswer, Mood] = {"passed": "good", "failed": "bad", "inconclusive": "doubt"}
 
 
 def trial_cell(number: int) -> Cell:
-    """The name of a trial, which leads to its page."""
+    """The name of a trial, with a link to its page."""
     return Cell(units.trial_id(number), number, trial=number)
 
 
@@ -67,16 +67,16 @@ def versus_cell(compared: Speedup | None) -> Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialTable(ShownTable):
-    """Trials with what their configurations share said once."""
+    """Trials, with the shared part of their configurations shown once."""
 
     trials: tuple[Trial, ...]
     """The trials of the rows."""
     common: str
-    """What all configurations share; empty where nothing."""
+    """The shared part of all configurations; may be empty."""
     unit: str
     """Unit of the speeds."""
     on_cpu: bool = False
-    """Whether ranks compute on CPUs, where peaks are the growth of the resident set."""
+    """Whether ranks compute on CPUs, where the peak is the growth of the resident set."""
 
     def first(self, num_rows: int) -> TrialTable:
         """The first rows, and the baseline."""
@@ -85,28 +85,28 @@ class TrialTable(ShownTable):
 
     @property
     def busy_note(self) -> str:
-        """What the sign of trials that were measured on a busy machine means; empty where none has it."""
+        """The explanation of the mark for a busy machine; empty if no trial has it."""
         return descriptions.busy_note({trial.number: trial.measurement for trial in self.trials})
 
     @property
     def trend_note(self) -> str:
-        """What the sign of trials that became slower or faster means; empty where none has it."""
+        """The explanation of the mark for unsteady steps; empty if no trial has it."""
         return descriptions.trend_note({trial.number: trial.measurement for trial in self.trials})
 
     @property
     def peak_note(self) -> str:
-        """What the column of peaks is where it is not device memory; empty where it is."""
-        return "peak: growth of the resident set; `dryrun` counts tensors alone" if self.on_cpu else ""
+        """The explanation of the memory column if it is not device memory; else empty."""
+        return "memory: growth of the resident set; `dryrun` counts only tensors" if self.on_cpu else ""
 
     @property
     def tie_note(self) -> str:
-        """What the sign of speed-ups inside the noise means; empty where none has it."""
+        """The explanation of the mark for differences within the noise; empty if no trial has it."""
         has_tie = any(row.cells["speed-up"].text.startswith("≈") for row in self.rows if "speed-up" in row.cells)
-        return "≈ inside the noise of the two measurements" if has_tie else ""
+        return "≈ within the noise of the two measurements" if has_tie else ""
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """The signs that occur in the rows' whole names, with what they mean."""
+        """The signs in the rows' full names, with their meanings."""
         return legend(trial.candidate for trial in self.trials)
 
 
@@ -118,7 +118,7 @@ def trial_columns(unit: str, *, has_sizes: bool) -> tuple[Column, ...]:
         Column(title="devices", priority=6, is_number=True, media=("terminal", "live") if has_sizes else ("live",)),
         Column(title="state", priority=8, rises=True),
         Column(title=unit, key="speed", is_number=True),
-        Column(title="95% interval", is_number=True, mood="rest", media=("live",)),
+        Column(title="95% CI", is_number=True, mood="rest", media=("live",)),
         Column(title="spread", priority=1, is_number=True, mood="rest", rises=True),
         Column(title="speed-up", priority=7, is_number=True),
         Column(title="memory", priority=3, is_number=True),
@@ -126,7 +126,7 @@ def trial_columns(unit: str, *, has_sizes: bool) -> tuple[Column, ...]:
         Column(title="all devices", is_number=True, media=("live",)),
         Column(title="per device", is_number=True, media=("live",)),
         Column(title="predicted step", is_number=True, media=("live",), rises=True),
-        Column(title="off by", is_number=True, media=("live",)),
+        Column(title="measured/predicted", is_number=True, media=("live",)),
     )
     same = "per device" if unit.endswith("/p") else "all devices" if unit.endswith("/s") else ""
     return tuple(column for column in found if column.title != same)
@@ -135,7 +135,7 @@ def trial_columns(unit: str, *, has_sizes: bool) -> tuple[Column, ...]:
 def make_trial_table(
     state: SweepState, trials: Sequence[Trial], live: Mapping[int, GangProgress] | None = None
 ) -> TrialTable:
-    """The table of ``trials``, in the given order; ``live``: what running ones report, where it is followed."""
+    """The table of ``trials``, in the given order; ``live``: progress of running ones, on live pages."""
     chosen = state.winner if state.verdict is not None else state.best
     names, common = names_apart([trial.candidate for trial in trials])
     top = max((state.score(trial) for trial in trials if trial.measurement), default=1.0)
@@ -167,7 +167,7 @@ def make_trial_table(
 
 
 def _chosen_word(state: SweepState) -> str:
-    """What the trial is called that counts so far."""
+    """The label of the current best trial."""
     if state.verdict is None or state.verdict.conclusion == "unconfirmed":
         return "fastest"
     return "winner" if state.verdict.conclusion == "confirmed" else "kept"
@@ -179,7 +179,7 @@ def _role(trial: Trial, finalists: set[int], chosen: str) -> str:
 
 
 def _state_cell(trial: Trial, state: SweepState, live: Mapping[int, GangProgress] | None) -> Cell:
-    """Its status, or what it is doing; one that was ended because its sweep was is no loss."""
+    """Its status or progress; a trial that ended with its sweep is not shown as lost."""
     outcome, mood = trial.outcome, status_mood(trial.status)
     if live is not None and trial.is_running:
         return progress_cell(live.get(trial.number))
@@ -196,20 +196,20 @@ def _state_cell(trial: Trial, state: SweepState, live: Mapping[int, GangProgress
 
 
 def _reason(trial: Trial) -> str:
-    """Why it was not measured; of one stopped early how far it came."""
+    """Why it was not measured; how far it came if stopped early."""
     is_stopped = isinstance(trial.outcome, StoppedEarly)
     return plain(trial.outcome.evidence.message if is_stopped else descriptions.failure(trial))  # type: ignore[union-attr]
 
 
 def progress_cell(progress: GangProgress | None) -> Cell:
-    """What a running trial is doing: ``measuring 5``."""
+    """Progress of a running trial: ``measuring 5``."""
     step_time_s = progress.step_time_s if progress else None
     last = f"last step {units.milliseconds(step_time_s)}" if step_time_s else ""
     return Cell(descriptions.phase_text(progress) if progress else "started", mood="running", below=last)
 
 
 def measurement_flags(measurement: Measurement | None) -> Iterator[Flag]:
-    """Flags of a measurement not to be relied on: a busy machine, steps that became slower or faster."""
+    """Flags of an unreliable measurement: busy machine, unsteady steps."""
     if busy := descriptions.disturbed(measurement):
         yield Flag(text=descriptions.BUSY_MARK, note=busy)
     if trend := descriptions.trend(measurement):
@@ -217,7 +217,7 @@ def measurement_flags(measurement: Measurement | None) -> Iterator[Flag]:
 
 
 def _measured_cells(trial: Trial, state: SweepState) -> dict[str, Cell]:
-    """The cells of figures, as far as they are known."""
+    """The cells of the known figures."""
     measurement = trial.measurement
     cells = {"speed-up": Cell("baseline", 1.0, "baseline")} if trial.number == 0 else {}
     expected_s = trial.expected.step_time_s if trial.expected else None
@@ -230,10 +230,10 @@ def _measured_cells(trial: Trial, state: SweepState) -> dict[str, Cell]:
     speed, step_s = statistics.speed(measurement, state.objective), measurement.step_time_s
     total, each = measurement.tokens_per_step / step_s, measurement.tokens_per_s_per_device
     if expected_s is not None:
-        cells["off by"] = Cell(f"{step_s / expected_s:.2f}x", step_s / expected_s)
+        cells["measured/predicted"] = Cell(f"{step_s / expected_s:.2f}x", step_s / expected_s)
     return cells | {
         "speed": Cell(units.rate(speed.value), speed.value),
-        "95% interval": Cell(units.interval(speed.ci95), speed.ci95.low if speed.ci95 else speed.value),
+        "95% CI": Cell(units.interval(speed.ci95), speed.ci95.low if speed.ci95 else speed.value),
         "spread": Cell(descriptions.spread(measurement)),
         "memory": Cell(descriptions.peak_memory(measurement), measurement.peak_bytes or None),
         "step": Cell(units.milliseconds(step_s), step_s),
@@ -243,12 +243,12 @@ def _measured_cells(trial: Trial, state: SweepState) -> dict[str, Cell]:
 
 
 def versus_baseline(trial: Trial, state: SweepState) -> Speedup | None:
-    """How a trial compares with the baseline; None for the baseline, and where either was not measured."""
+    """How a trial compares with the baseline; None for the baseline, and if either was not measured."""
     return speedup(trial, state.baseline, state.objective) if trial.number != 0 else None
 
 
 def by_speed(state: SweepState) -> list[Trial]:
-    """The search's trials: the confirmed winner, measured ones from fast to slow, then the others by number."""
+    """The search's trials: the confirmed winner, measured ones by speed, then the others by number."""
     winner = state.verdict.winner if state.verdict is not None else None
     return sorted(state.searched(), key=lambda trial: (trial.number != winner, -state.score(trial), trial.number))
 
@@ -263,19 +263,19 @@ class FailedTrial:
     evidence: str
     """Why, in one line."""
     log_tail: str
-    """The last lines of the failed rank's log; empty where there are none, and where it was stopped early."""
+    """The last lines of the failed rank's log; empty if there are none, or if it was stopped early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """All trials and checks that ended in one way."""
+    """All trials and checks with the same status."""
 
     status: TrialStatus
     trials: tuple[FailedTrial, ...]
 
 
 def failures(state: SweepState) -> list[Failures]:
-    """Trials and checks without a measurement, by how they ended."""
+    """Trials and checks without a measurement, by status."""
     found = []
     for status in ENDED[1:]:
         trials = tuple(_failed(trial) for trial in state.trials if trial.status == status)
@@ -308,8 +308,7 @@ def change_table(changed: Mapping[str, tuple[object, object]]) -> ShownTable:
 
 
 def step_table(steps: Mapping[str, StepParts]) -> ShownTable | None:
-    """The parts of the step of each role as shares; those that take most of it are the last to be left out. None
-    where none is known."""
+    """The parts of the step of each role as shares; the largest are left out last. None if unknown."""
     divided = {role: step for role, step in steps.items() if step.parts}
     shares: dict[PartName, float] = {}
     for step in divided.values():
@@ -330,7 +329,7 @@ def step_table(steps: Mapping[str, StepParts]) -> ShownTable | None:
 
 
 def finalist_table(proof: ProofResult) -> ShownTable | None:
-    """A row per finalist: its speed over the baseline's over all rounds and in each; None without finalists."""
+    """One row per finalist: its speed-up over the baseline in all rounds and in each; None without finalists."""
     if not proof.finalists:
         return None
     numbers = sorted({ratio.round for one in proof.finalists for ratio in one.rounds})
@@ -338,7 +337,7 @@ def finalist_table(proof: ProofResult) -> ShownTable | None:
         Column(title="trial", rises=True),
         Column(title="configuration", min_width=24, is_code=True, rises=True, media=("page", "live")),
         Column(title="speed-up", is_number=True, mood="strong"),
-        Column(title="95% interval", name="interval", key="interval", is_number=True, priority=9, mood="rest"),
+        Column(title="95% CI", name="interval", key="interval", is_number=True, priority=9, mood="rest"),
         Column(title="rounds", priority=8, mood="rest", media=("terminal", "live")),
         Column(title="result", min_width=24, mood="rest", rises=True),
         *(Column(title=f"round {n + 1}", is_number=True, mood="rest", media=("page",)) for n in numbers),
@@ -373,7 +372,7 @@ _GATE_FIGURES: tuple[tuple[str, str, Mood], ...] = (
 
 
 def gate_table(proof: ProofResult) -> ShownTable | None:
-    """A row per finalist that the loss gate judged; None without any."""
+    """One row per finalist that the loss gate judged; None without any."""
     if not proof.gates:
         return None
     columns = (
@@ -410,7 +409,7 @@ def _deviation(value: float | None, tolerance: float) -> tuple[Cell, Cell]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What the loss gate, the longer run or the user's evaluation found out about a finalist, in a sentence."""
+    """The result of the loss gate, the longer run or the user's evaluation for a finalist, in a sentence."""
 
     kind: str
     """``Loss gate``, ``Soak`` or ``Your evaluation``."""
@@ -419,7 +418,7 @@ class Judged:
     """``passed``, ``failed`` or ``inconclusive``."""
     text: str
     details: str
-    """What else a line has room for; empty where nothing."""
+    """Additional notes; may be empty."""
     mood: Mood
     notes: tuple[str, ...] = ()
     log: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from trials.profiling.traces import is_collective, lasting, load_trace, name_pro
 
 TIMELINE, STEPS = "timeline.json.gz", "steps.csv"
 MAX_BYTES = 256 << 20
-"""Traces that are larger together, as they are on disk, are not put together."""
+"""Traces with a larger total size on disk are not merged."""
 HEADS = (
     *("rank", "row", "name", "start_s", "duration_s", "computation_s", "communication_s"),
     *("uncovered_communication_s", "free_s"),
@@ -29,15 +29,15 @@ _METADATA = ("process_name", "process_sort_index", "process_labels")
 
 
 def write_timeline(folder: Path, traces: Mapping[int, Path], nodes: Sequence[str]) -> list[Path]:
-    """Put the traces of two ranks or more together, unless that is done already; the files that are there then.
+    """Merge the traces of two or more ranks, unless done before; returns the existing files.
 
     Args:
         traces: by rank.
-        nodes: name of each rank's node; of ranks beyond it nothing is known.
+        nodes: name of each rank's node; may be shorter.
 
     Raises:
         OSError: the folder cannot be written to.
-        ValueError: a file is no trace.
+        ValueError: a file is not a trace.
     """
     made = [folder / TIMELINE, folder / STEPS]
     if all(path.is_file() for path in made):
@@ -63,7 +63,7 @@ def write_timeline(folder: Path, traces: Mapping[int, Path], nodes: Sequence[str
 
 
 def clock_shifts_us(traces: Mapping[int, dict[str, Any]], nodes: Sequence[str]) -> dict[int, float]:
-    """What to add to the times of each rank, so that all have the clock of the first one."""
+    """Offsets that align each rank's clock with the first one's."""
     first = min(traces)
     bases = {rank: float(trace.get("baseTimeNanoseconds", 0)) / 1e3 for rank, trace in traces.items()}
     shifts = {rank: base - bases[first] for rank, base in bases.items()}
@@ -80,11 +80,11 @@ def _collective_ends_us(trace: Mapping[str, Any]) -> list[float]:
 
 
 def _of_rank(rank: int, trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events with the rank as their process, whatever process or device they were of."""
+    """The events with the rank as their process, regardless of their original process or device."""
     trace["traceEvents"] = [event for event in trace["traceEvents"] if event.get("name") not in _METADATA]
     for event in trace["traceEvents"]:
         event["pid"] = rank
-        if "id" in event:  # ties an operator to what it launched, within one trace
+        if "id" in event:  # links an operator to its launches within one trace
             event["id"] = f"{rank}:{event['id']}"
     name_process(trace, rank, f"rank {rank}", rank)
     events: list[dict[str, Any]] = trace["traceEvents"]

@@ -1,4 +1,4 @@
-"""The model of what is shown: tables of cells, each with its text, sort value and mood. Renderers only render it.
+"""The view model: tables of cells, each with text, sort value and mood. Renderers only render it.
 
 A table defines its columns once, for all media: a renderer takes those of its medium and looks the cells up by key.
 """
@@ -10,20 +10,20 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 Medium = Literal["terminal", "page", "live"]
-"""Where a column is shown: on a terminal, on the page to keep, on the live page."""
+"""Where a column is shown: on a terminal, on the report page, on the live page."""
 
 Mood = Literal["", "strong", "best", "good", "bad", "doubt", "rest", "running", "baseline"]
-"""How a text is meant; each renderer has one style per mood."""
+"""Meaning of a text's style; each renderer has one style per mood."""
 
 MEDIA: tuple[Medium, ...] = get_args(Medium)
 
 ALWAYS = 100
-"""Priority of columns that are never left out: those that name a row, and what the rows are compared by."""
+"""Priority of columns that are never left out: the name of a row, and the value rows are compared by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """A sign behind a text, and what it means."""
+    """A mark after a text, and its meaning."""
 
     text: str
     note: str
@@ -35,13 +35,13 @@ class Cell:
 
     text: str = ""
     by: float | str | None = None
-    """Sort value; None for the text itself."""
+    """Sort value; None: the text."""
     mood: Mood = ""
     flags: tuple[Flag, ...] = ()
     note: str = ""
-    """The text in full, for renderers with tooltips."""
+    """The full text, for renderers with tooltips."""
     below: str = ""
-    """A remark in small print, for renderers that have room."""
+    """A remark in small print, for renderers with enough room."""
     share: float | None = None
     """Length of the bar behind the text, 0 to 1."""
     trial: int | None = None
@@ -50,26 +50,26 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of a table: its heading, and how it gives way where the width is short."""
+    """A column of a table: its heading, and how it adapts to a narrow width."""
 
     title: str
     key: str = ""
-    """What cells are looked up by; the name or the title, unless given."""
+    """Key of its cells; default: the name or the title."""
     name: str = ""
-    """What it is called where it is not shown; its title, unless that is empty."""
+    """Its name in the list of hidden columns; default: its title."""
     media: tuple[Medium, ...] = MEDIA
     priority: int = ALWAYS
-    """Columns of the lowest priority are left out first, of equal ones the last."""
+    """Columns of the lowest priority are left out first; among equal ones, the last."""
     is_number: bool = False
-    """Whether its cells stand at the right."""
+    """Whether its cells are right-aligned."""
     is_code: bool = False
     """Whether its cells are configurations, knobs or commands."""
     rises: bool = False
-    """Whether small values come first when a table is sorted by it."""
+    """Whether sorting puts small values first."""
     min_width: int | None = None
-    """Text may be cut to as many characters once no column can be left out; None for cells that are always whole."""
+    """Text may be cut to this many characters if no column can be left out; None: never cut."""
     mood: Mood = ""
-    """Mood of its cells that have none."""
+    """Default mood of its cells."""
 
     @property
     def id(self) -> str:
@@ -83,12 +83,12 @@ class ShownRow:
     cells: Mapping[str, Cell]
     mood: Mood = ""
     number: int | None = None
-    """The trial that the row is about, where it is about one."""
+    """The row's trial, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownTable:
-    """A table ready to be rendered."""
+    """A table, ready to render."""
 
     columns: Sequence[Column]
     rows: Sequence[ShownRow]
@@ -106,7 +106,7 @@ class ShownTable:
 
 
 def cell_of(row: ShownRow, column: Column) -> Cell:
-    """The cell of a row in a column, with the column's mood where it has none."""
+    """The cell of a row in a column, with the column's mood if it has none."""
     cell = row.cells.get(column.id, EMPTY)
     return replace(cell, mood=column.mood) if column.mood and not cell.mood else cell
 

@@ -1,2 +1,2 @@
-"""Where sweeps stand, for whoever asks from outside: overviews, explanations of trials, logs, following. Knows
-snapshots (`sweep`) and what `report` makes of a state; not the controller."""
+"""The state of sweeps, seen from outside the controller: overviews, explanations of trials, logs, following. Uses
+snapshots (`sweep`) and `report`, not the controller."""

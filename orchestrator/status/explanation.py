@@ -1,5 +1,5 @@
-"""Explains one trial of a sweep (``explain SWEEP TRIAL``): why it was proposed, why it waits, how each attempt ended,
-and what the sweep did about that. Everything is told from the ledger, in sentences and as JSON.
+"""Explains one trial of a sweep (``explain SWEEP TRIAL``): why it was proposed, why it is waiting, how each attempt
+ended, and how the sweep reacted. Everything comes from the ledger, in sentences and as JSON.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ from trials.spec import ScriptModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptExplanation:
-    """One launch of the trial, how it ended, and what followed from that."""
+    """One launch of the trial, how it ended, and the consequences."""
 
     number: int
     attempt: Attempt
     duration_s: float
     """From launch to verified release; of a running one, until now."""
     folder: Path
-    """Where its ranks work, on each of its nodes."""
+    """The working folder of its ranks, on each of its nodes."""
     consequences: tuple[str, ...]
-    """What the sweep did about its end, in sentences; empty while it runs."""
+    """How the sweep reacted to its end, in sentences; empty while it is running."""
 
     @property
     def is_blameless(self) -> bool:
-        """Whether it was ended on purpose, so that its node and rank are only where it ran."""
+        """Whether it was ended on purpose: its node and rank are then not the cause."""
         return isinstance(self.attempt.outcome, GangLost) and not self.attempt.outcome.is_counted
 
     @property
     def evidence(self) -> Evidence | None:
-        """Where and how it failed; None while it runs and where it was measured."""
+        """Where and how it failed; None while it is running, or if it was measured."""
         return getattr(self.attempt.outcome, "evidence", None)
 
     @property
@@ -112,24 +112,24 @@ class AttemptExplanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Everything there is to say about one trial."""
+    """The full explanation of one trial."""
 
     sweep: str
     virtual: Virtual | None
-    """How its numbers came about where nothing was measured, since the cluster does not exist."""
+    """The origin of its numbers on a simulated cluster."""
     figures: str
-    """How fast it was, in words; empty where it was not measured."""
+    """Its speed in words; empty if it was not measured."""
     trial: Trial
     changed: Mapping[str, tuple[Any, Any]]
-    """Knobs in which it differs from the baseline: (baseline's value, its value)."""
+    """Knobs that differ from the baseline: (baseline's value, its value)."""
     pending: tuple[str, ...]
-    """Why it was not launched yet, or not again; empty where it does not wait."""
+    """Why it was not launched yet, or not again; empty if it is not waiting."""
     attempts: tuple[AttemptExplanation, ...]
-    """In the order of the launches."""
+    """In launch order."""
     proof: tuple[str, ...]
-    """What the last proof found out about it, in sentences; empty where it was no finalist."""
+    """The results of the last proof for it, in sentences; empty if it was not a finalist."""
     ruled_out: Mapping[str, int]
-    """Rule to the number of candidates that are not tried because this trial ran out of memory or its program refused
+    """Rule to the number of candidates that are not tried because this trial ran out of memory or its program rejected
     a knob."""
 
     @property
@@ -138,17 +138,17 @@ class Explanation:
 
     @property
     def expected(self) -> str:
-        """The step time and memory expected when it was proposed; empty where nothing was predicted."""
+        """The step time and memory expected when it was proposed; empty without a prediction."""
         expected = self.trial.expected
         if expected is None:
             return ""
         step = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f}%)"
         peak = "" if expected.peak_bytes is None else f"peak {units.num_bytes(expected.peak_bytes)}, "
-        return f"{step}, {peak}fits with a probability of {units.chance(expected.probability_fits)}"
+        return f"{step}, {peak}probability of fitting {units.chance(expected.probability_fits)}"
 
     @property
     def surprise(self) -> float | None:
-        """Measured over expected step time; None where one of them is unknown."""
+        """Measured over expected step time; None if one of them is unknown."""
         if self.measurement is None or self.trial.expected is None:
             return None
         return self.measurement.step_time_s / self.trial.expected.step_time_s
@@ -181,7 +181,7 @@ def explain(name: str, text: str, home: Home) -> Explanation:
     """Explain the trial of the sweep ``name`` that ``text`` means; see :func:`orchestrator.sweep.state.find_trial`.
 
     Raises:
-        ConfigError: there is no such sweep or trial.
+        ConfigError: the sweep or trial does not exist.
     """
     sweep = home.read(name)
     trial = find_trial(sweep.state, text, sweep.name)
@@ -201,25 +201,25 @@ def explain(name: str, text: str, home: Home) -> Explanation:
 
 
 def _pending_reasons(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
-    """Why the trial was not launched yet, the deciding reason first; empty where it does not wait."""
+    """Why the trial was not launched yet, decisive reason first; empty if it is not waiting."""
     if trial.number not in sweep.state.waiting:
         return ()
     phase, reason = sweep.phase, f": {sweep.reason}" if sweep.reason else ""
     if phase == "waiting":
         return (f"the sweep has no nodes yet{reason}", *_queue(sweep))
     if phase != "running":
-        remedy = "; `resume` goes on with it" if phase in ("paused", "interrupted") else ""
+        remedy = "; `resume` continues it" if phase in ("paused", "interrupted") else ""
         return (f"the sweep {'is' if phase not in AT_REST or phase == 'paused' else 'was'} {phase}{reason}{remedy}",)
     state = sweep.at_present
     if failing := failure(state):
         return (f"the sweep is about to fail: {failing.reason}",)
     if spent := spent_budget(state):
-        return (f"{spent}: nothing is launched any more",)
+        return (f"{spent}: no more trials are launched",)
     return (_devices(sweep, trial), *_lease(sweep), *_queue(sweep), *_avoided(trial))
 
 
 def _devices(sweep: Snapshot, trial: Trial) -> str:
-    """How many devices the trial needs, how many the sweep holds, and which trials have them."""
+    """Devices that the trial needs, devices that the sweep holds, and the trials that use them."""
     state, needed, devices = sweep.state, trial.candidate.layout.world_size, sweep.state.sweep.devices
     nodes = [node for node in sweep.lease.nodes if node not in state.quarantined]
     busy = sum(state.trials[number].attempts[-1].num_devices for number in state.running)
@@ -232,26 +232,26 @@ def _devices(sweep: Snapshot, trial: Trial) -> str:
 
 
 def _lease(sweep: Snapshot) -> list[str]:
-    """Nodes that the sweep does not get, or does not use any more."""
+    """Nodes that the sweep did not get, or no longer uses."""
     lease, quarantined = sweep.lease, sorted(sweep.state.quarantined)
     missing = f"{len(lease.nodes)} of {lease.wanted} nodes are held: {lease.waiting}" if lease.waiting else ""
-    out = f"nothing is placed on {' '.join(quarantined)} any more: in quarantine" if quarantined else ""
+    out = f"{' '.join(quarantined)} is no longer used: in quarantine" if quarantined else ""
     return [line for line in (missing, out) if line]
 
 
 def _queue(sweep: Snapshot) -> list[str]:
-    """How important the sweep is among those that share the nodes."""
+    """The priority of the sweep among those that share the nodes."""
     return [f"priority {sweep.lease.priority}"] if sweep.lease.priority else []
 
 
 def _avoided(trial: Trial) -> list[str]:
     """Nodes on which earlier attempts failed."""
     avoided = nodes_to_avoid(trial)
-    return [f"other nodes than {' '.join(avoided)} are preferred: it failed there"] if avoided else []
+    return [f"nodes other than {' '.join(avoided)} are preferred: it failed there"] if avoided else []
 
 
 def _attempts(sweep: Snapshot, trial: Trial, home: Home) -> list[AttemptExplanation]:
-    """The trial's attempts. All events are folded again: what an end led to shows in the states around it."""
+    """The trial's attempts. Folds all events again: the states before and after an end show its consequences."""
     with home.open(sweep.name, begun=False) as ledger:
         ends = _ends(ledger.events(), trial.number) if trial.attempts else {}
     now_s = sweep.at_present.now_s
@@ -269,7 +269,7 @@ def _attempts(sweep: Snapshot, trial: Trial, home: Home) -> list[AttemptExplanat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """When an attempt ended, and what followed from it."""
+    """When an attempt ended, and the consequences."""
 
     at_s: float
     consequences: tuple[str, ...] = ()
@@ -286,7 +286,7 @@ def _ends(events: Iterable[LedgerEvent], number: int) -> dict[str, _End]:
                 ends[token] = _End(at_s=event.at_s, consequences=_consequences(before, state, number, event.outcome))
                 last = token
             case TrialsRetried(trials=trials) if number in trials and last:
-                relaunch_reason = f"launched again because {plain(event.by)} asked for it"
+                relaunch_reason = f"launched again, as requested by {plain(event.by)}"
                 ends[last] = replace(ends[last], consequences=(*ends[last].consequences, relaunch_reason))
             case _:
                 pass
@@ -294,15 +294,15 @@ def _ends(events: Iterable[LedgerEvent], number: int) -> dict[str, _End]:
 
 
 _LOSSES = {
-    "infrastructure": "a fault of the infrastructure: says nothing about the candidate",
-    "controller": "ended by its controller: says nothing about the candidate, and counts for nothing",
-    "preempted": "made room for another sweep: says nothing about the candidate, and counts for nothing",
-    "killed": "killed by a signal from outside the trial: says nothing about the candidate",
+    "infrastructure": "an infrastructure fault, not caused by the candidate",
+    "controller": "ended by its controller; not counted",
+    "preempted": "preempted by another sweep; not counted",
+    "killed": "killed by a signal from outside the trial, not caused by the candidate",
 }
 
 
 def _consequences(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> tuple[str, ...]:
-    """What followed from the end of an attempt of trial ``number``, by the states before and after it."""
+    """The consequences of the end of an attempt of trial ``number``, from the states before and after it."""
     return (
         *_search_effect(before, after, number, outcome),
         *_goes_again(after, number, outcome),
@@ -311,28 +311,31 @@ def _consequences(before: SweepState, after: SweepState, number: int, outcome: O
 
 
 def _search_effect(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
-    """What the search learned, or whose fault it was."""
+    """What the search learned, or the cause of the failure."""
     is_result = outcome.consequence in ("objective", "constraint") and not isinstance(outcome, StoppedEarly)
     if after.trials[number].check is not None and is_result:
-        return ["a check: not told to the search"]
+        return ["a check: not used by the search"]
     match outcome:
         case Measured():
             is_best = after.best_trial == number != before.best_trial
-            return ["told to the search", *(["the fastest until then"] if is_best and number else [])]
+            return ["reported to the search", *(["the fastest so far"] if is_best and number else [])]
         case StoppedEarly():
             saved = units.device_time(outcome.saved_device_seconds)
-            return [f"told to the search as slower than {units.trial_id(outcome.incumbent)}", f"{saved} saved at least"]
+            return [
+                f"reported to the search as slower than {units.trial_id(outcome.incumbent)}",
+                f"at least {saved} saved",
+            ]
         case NotBelieved() if after.baseline is after.trials[number]:
-            return ["nothing can be compared with it: the sweep ends"]
+            return ["nothing can be compared with the baseline: the sweep ends"]
         case OutOfMemory() | Infeasible() | Diverged() | NotBelieved():
-            return ["told to the search as a constraint: infeasible here"]
+            return ["reported to the search as a constraint: infeasible"]
         case GangLost():
             return [_LOSSES[outcome.cause]]
         case HostOutOfMemory():
-            return ["the host's memory ran out, not the device's: not told to the search"]
+            return ["host memory ran out, not device memory: not used by the search"]
         case TimedOut() | Crashed():
             limit = after.sweep.budget.consecutive_failures
-            return [f"a fault of the candidate: not told to the search; {limit} in a row stop the sweep"]
+            return [f"a fault of the candidate: not used by the search; {limit} in a row stop the sweep"]
 
 
 def _goes_again(after: SweepState, number: int, outcome: Outcome) -> list[str]:
@@ -345,22 +348,22 @@ def _goes_again(after: SweepState, number: int, outcome: Outcome) -> list[str]:
     else:
         return []
     if number not in after.waiting:
-        return [f"given up: that was number {number_of} of {limit}"]
+        return [f"given up: that was failure {number_of} of {limit}"]
     is_counted = isinstance(outcome, HostOutOfMemory) or outcome.is_counted
-    return ["to be launched again" + (f": that was number {number_of} of {limit}" if is_counted else "")]
+    return ["will be launched again" + (f": that was failure {number_of} of {limit}" if is_counted else "")]
 
 
 def _strikes(before: SweepState, after: SweepState) -> list[str]:
-    """Faults that are held against a node, and what that means for it."""
+    """Faults counted against a node, and the consequences."""
     limit = after.sweep.budget.strikes_per_node
     struck = [node for node, count in after.strikes.items() if count > before.strikes.get(node, 0)]
     lines = [f"strike {after.strikes[node]} of {limit} against {node}" for node in struck]
     out = sorted(after.quarantined - before.quarantined)
-    return [*lines, *(f"{node} is in quarantine since: nothing is placed there any more" for node in out)]
+    return [*lines, *(f"{node} is now in quarantine and no longer used" for node in out)]
 
 
 def _proof(state: SweepState, number: int) -> Iterator[str]:
-    """What rounds, loss gate and evaluation came to for the trial of this number."""
+    """The results of rounds, loss gate and evaluation for this trial."""
     for one in curves.finalists(state):
         if one.trial == number:
             speed = f"{units.ratio(one.overall.value, one.overall)} against the baseline, " if one.overall else ""
@@ -395,14 +398,14 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
     }
 
 
-# The logs of a trial's ranks, and of the controller: where they lie, and how they end.
+# The logs of a trial's ranks: their locations and last lines.
 #
-# Every rank writes ``sweeps/NAME/attempts/ID/rank<r>.log`` on its own node. On other nodes it is the same path there.
+# Every rank writes ``sweeps/NAME/attempts/ID/rank<r>.log`` on its own node, under the same path.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLog:
-    """The log of one rank. ``lines`` is empty where the file is not on this host."""
+    """The log of one rank. ``lines`` is empty if the file is not on this host."""
 
     rank: int
     node: str
@@ -411,7 +414,7 @@ class RankLog:
     is_root_cause: bool
     lines: tuple[str, ...] = ()
     is_whole: bool = True
-    """Whether nothing stands before ``lines``."""
+    """Whether ``lines`` is the full log."""
     end: int = 0
     """Byte after the last line read."""
 
@@ -421,7 +424,7 @@ class RankLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptLogs:
-    """The logs of one attempt; the rank that caused a failure comes first."""
+    """The logs of one attempt; the rank that failed first comes first."""
 
     sweep: str
     trial: int
@@ -430,7 +433,7 @@ class AttemptLogs:
     """Its kind; ``running`` while there is none."""
     ranks: tuple[RankLog, ...]
     evidence: Evidence | None
-    """What the ledger keeps of a failure, wherever the logs lie."""
+    """The ledger's evidence of a failure, independent of the logs."""
 
     def to_json(self) -> dict[str, Any]:
         ranks = [log.to_json() for log in self.ranks]
@@ -443,10 +446,10 @@ def attempt_logs(
     """The logs of an attempt, the last one by default, or of one ``rank`` of it.
 
     Raises:
-        ConfigError: there is no such attempt or rank, or the cluster is a simulated one.
+        ConfigError: the attempt or rank does not exist, or the cluster is simulated.
     """
     if sweep.is_virtual:
-        raise ConfigError(f"the sweep {sweep.name!r} runs on no real cluster: its trials write no logs")
+        raise ConfigError(f"the sweep {sweep.name!r} runs on a simulated cluster: its trials have no logs")
     index = _attempt_index(trial, attempt)
     found = trial.attempts[index]
     nodes = _log_nodes(sweep, found)
@@ -477,7 +480,7 @@ def _log_nodes(sweep: Snapshot, attempt: Attempt) -> list[str]:
 
 def _attempt_index(trial: Trial, attempt: int | None) -> int:
     if not trial.attempts:
-        raise ConfigError(f"{trial_id(trial.number)} was not launched yet, so it has no log")
+        raise ConfigError(f"{trial_id(trial.number)} has not been launched yet, so it has no log")
     if attempt is None:
         return len(trial.attempts) - 1
     if 0 <= attempt < len(trial.attempts):

@@ -1,4 +1,4 @@
-"""A sweep seen from outside: its controller, lease, budgets, what it runs, what it has lost; in words and as the
+"""The state of a sweep seen from outside: controller, lease, budgets, running trials, losses; in words and as the
 documented JSON of ``ps --json`` (a list of :func:`overview`) and ``status --json`` (:func:`detail`).
 """
 
@@ -32,7 +32,7 @@ from trials.outcome import Outcome
 logger = logging.getLogger(__name__)
 
 MAX_NODES = 8
-"""Node names shown in one line."""
+"""Maximum number of node names in one line."""
 
 BUDGET_LABELS = {
     "trials": "trials",
@@ -44,7 +44,7 @@ BUDGET_LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """How much of one budget is used. Without a limit, ``limit`` is None."""
+    """The used part of one budget. Without a limit, ``limit`` is None."""
 
     name: str
     used: float
@@ -52,7 +52,7 @@ class Spent:
 
 
 def budgets(sweep: Snapshot) -> list[Spent]:
-    """Every budget of a sweep that was created, in the order of its file."""
+    """Every budget of a sweep, in the order of its file."""
     state = sweep.at_present
     if state.created is None:
         return []
@@ -66,7 +66,7 @@ def budgets(sweep: Snapshot) -> list[Spent]:
 
 
 def failures(state: SweepState) -> list[tuple[Trial, int, Outcome]]:
-    """(trial, attempt, outcome) of the latest attempts that ended unmeasured; the latest first."""
+    """(trial, attempt, outcome) of the latest attempts that ended unmeasured, latest first."""
     found = ((state.trials[number], index) for number, index in state.last_failures)
     return [(trial, index, outcome) for trial, index in found if (outcome := trial.attempts[index].outcome)]
 
@@ -80,7 +80,7 @@ def summary_of(sweep: Snapshot, home: Home) -> Summary | None:
 
 
 def overview(sweep: Snapshot, home: Home) -> dict[str, Any]:
-    """A sweep in short: what ``report --json`` says, as seen from outside, and who is at work on it."""
+    """A sweep in short: the content of ``report --json``, and its controller."""
     summary = summary_of(sweep, home)
     body: dict[str, Any] = (
         {**summary.to_json()} if summary else {"winner": None, "best_of_search": None, "baseline": None, "trials": {}}
@@ -102,7 +102,7 @@ def overview(sweep: Snapshot, home: Home) -> dict[str, Any]:
 
 
 def detail(sweep: Snapshot, home: Home) -> dict[str, Any]:
-    """:func:`overview`, and what the sweep holds, runs, waits for and has lost."""
+    """:func:`overview`, plus lease, running and waiting trials, and losses."""
     return {
         **overview(sweep, home),
         "lease": to_json(sweep.lease),
@@ -120,12 +120,12 @@ def detail(sweep: Snapshot, home: Home) -> dict[str, Any]:
 
 
 PROGRESS = ("phase", "step", "step_time_s")
-"""What documents hold of a running trial's progress."""
+"""A running trial's progress in documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningTrial:
-    """A trial or check that runs now."""
+    """A running trial or check."""
 
     trial: int
     short_name: str
@@ -136,7 +136,7 @@ class RunningTrial:
     num_devices: int
     launched_at_s: float
     what: str
-    """What a check does; empty for a trial of the search."""
+    """Description of a check; empty for a trial of the search."""
     running_s: float
     """Seconds since its launch."""
 
@@ -150,7 +150,7 @@ class RunningTrial:
 
 
 def running_trials(sweep: Snapshot) -> list[RunningTrial]:
-    """Trials and checks that run now."""
+    """Running trials and checks."""
     return [
         RunningTrial(
             trial=trial.number,
@@ -179,7 +179,7 @@ RUNNING_COLUMNS = (
 
 
 def running_table(sweep: Snapshot) -> ShownTable:
-    """Trials and checks that run now, a row each."""
+    """Running trials and checks, one row each."""
     return ShownTable(
         columns=RUNNING_COLUMNS,
         rows=[
@@ -207,17 +207,17 @@ def _last_step(progress: GangProgress | None) -> Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A fact about the work on a sweep."""
+    """A labelled fact about a sweep's state."""
 
     label: str
     text: str
     mood: Mood = ""
     share: float | None = None
-    """How much of a limit is used, 0 to 1; None for other facts."""
+    """Used share of a limit, 0 to 1; None for other facts."""
 
 
 def facts(sweep: Snapshot) -> list[Fact]:
-    """Who works on the sweep, what it holds, has spent, waits for and avoids."""
+    """Controller, lease, budgets, pending requests and avoided nodes of the sweep."""
     state = sweep.state
     found = [Fact(label="controller", text=controller_text(sweep)), Fact(label="lease", text=lease_text(sweep))]
     if queue := queue_text(sweep):
@@ -232,8 +232,8 @@ def facts(sweep: Snapshot) -> list[Fact]:
         found.append(Fact(label="strikes", text=node_names(f"{node} {count}" for node, count in strikes.items())))
     for request in sweep.requests:
         since = age_text(sweep.at_s - request.at_s)
-        text = f"{request.body['action']} by {plain(request.by)}, {since} ago, not yet taken in"
-        found.append(Fact(label="asked for", text=text, mood="doubt"))
+        text = f"{request.body['action']} by {plain(request.by)}, {since} ago, pending"
+        found.append(Fact(label="requests", text=text, mood="doubt"))
     return found
 
 
@@ -249,20 +249,20 @@ def _faults_in_a_row(state: SweepState) -> int:
 
 
 def all_sweeps(home: Home) -> list[Snapshot]:
-    """Every sweep of the home: first those at work, then the others; the latest first. What cannot be read is left
-    out with a warning."""
+    """Every sweep of the home: running ones first, then the others, latest first. Unreadable ones are skipped with a
+    warning."""
     found = []
     for name in home.all_names():
         try:
             found.append(home.read(name))
         except (ConfigError, LedgerError) as error:
-            logger.warning("%s is left out: %s", name, error)
+            logger.warning("skipped %s: %s", name, error)
     known = [sweep for sweep in found if sweep.state.created or sweep.controller]
     return sorted(known, key=lambda sweep: (sweep.phase in AT_REST, -(sweep.began_at_s or 0.0)))
 
 
 def eta_s(state: SweepState, now_s: float) -> float | None:
-    """Seconds the search has left at the pace so far, within every budget; None before the first trial has ended."""
+    """Seconds left for the search at the current pace, within every budget; None before the first trial has ended."""
     budget, num_ended = state.sweep.budget, len(state.end_order)
     if not num_ended or state.is_over or state.proof is not None:
         return None
@@ -285,13 +285,13 @@ def age_text(seconds: float) -> str:
 
 
 def controller_text(sweep: Snapshot) -> str:
-    """Who is at work on the sweep, where, and for how long."""
+    """The controller of the sweep, its host, and since when it is running."""
     controller = sweep.controller
     if not sweep.is_held:
-        where = f"; the last one was process {controller.pid} on {controller.host}" if controller else ""
-        return f"none at work{where}"
+        where = f"; last: process {controller.pid} on {controller.host}" if controller else ""
+        return f"none running{where}"
     if controller is None:
-        return "at work"
+        return "running"
     what = f"Ray job {controller.job}" if controller.job else controller.mode
     at = f", {plain(controller.address)}" if controller.address else ""
     since = f", for {age_text(sweep.at_s - controller.started_at_s)}" if controller.started_at_s else ""
@@ -299,7 +299,7 @@ def controller_text(sweep: Snapshot) -> str:
 
 
 def lease_text(sweep: Snapshot) -> str:
-    """The nodes that the sweep holds, and why not more."""
+    """The nodes of the sweep, and why it does not have more."""
     lease = sweep.lease
     if not sweep.is_held:
         return "none"
@@ -310,13 +310,13 @@ def lease_text(sweep: Snapshot) -> str:
 
 
 def queue_text(sweep: Snapshot) -> str:
-    """``priority 3`` of a sweep that is not over; empty for the default priority."""
+    """``priority 3`` for a sweep that is not over; empty for the default priority."""
     priority = sweep.lease.priority
     return f"priority {priority}" if priority and sweep.phase not in AT_REST else ""
 
 
 def spent_text(spent: Spent) -> str:
-    """How much of a budget is used: ``5 of 12``, ``20 s, no limit``."""
+    """The used part of a budget: ``5 of 12``, ``20 s, no limit``."""
 
     def words(value: float) -> str:
         if spent.name == "wall_time_s":
@@ -329,29 +329,29 @@ def spent_text(spent: Spent) -> str:
 
 
 def node_names(names: Iterable[str]) -> str:
-    """The first of ``names`` in one line, and how many there are besides."""
+    """The first ``names`` in one line, and the number of others."""
     shown = list(names)
     return " ".join(shown[:MAX_NODES]) + (f" +{len(shown) - MAX_NODES}" if len(shown) > MAX_NODES else "")
 
 
-# Follows a sweep whose controller runs elsewhere, by reading its ledger again and again (``watch``).
+# Follows a sweep with a controller elsewhere, by polling its ledger (``watch``).
 
 
 POLL_S = 0.5
 """Time between two snapshots."""
 GONE_S = 20.0
-"""For how long a sweep may be without a controller, and without anybody who starts it again, before it is left."""
+"""How long to keep following a sweep without controller or supervisor."""
 
 
 def follow(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Snapshot]:
-    """One snapshot after another, until the sweep has ended, is paused, or has had no controller for :data:`GONE_S`."""
+    """Snapshots until the sweep has ended, is paused, or has had no controller for :data:`GONE_S`."""
     seen: Snapshot | None = None
     gone_at_s: float | None = None
     while True:
         seen = read_snapshot(ledger, seen)
         yield seen
         if not ledger.path.exists():
-            return  # withdrawn while it waited for its first nodes
+            return  # cancelled while it was waiting for its first nodes
         if seen.phase in ENDED or (seen.phase in AT_REST and not seen.is_held):
             return
         if seen.is_held or is_at_work(home, seen.name):
@@ -364,14 +364,14 @@ def follow(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Snaps
 
 
 def phase_change(sweep: Snapshot, before: Snapshot | None) -> str:
-    """A line like ``busy: paused, paused by anna@desk`` where the phase is another than before; else an empty one."""
+    """A line like ``busy: paused, paused by anna@desk`` if the phase has changed; else empty."""
     if before is not None and before.phase == sweep.phase:
         return ""
     return plain(f"{sweep.name}: {sweep.phase}" + (f", {sweep.reason}" if sweep.reason else ""))
 
 
 def show(view: Observer, sweep: Snapshot, before: Snapshot | None) -> None:
-    """Tell ``view`` what has changed since ``before``, the snapshot that was shown last; None: nothing was."""
+    """Pass the changes since ``before``, the last shown snapshot or None, to ``view``."""
     if sweep.is_held:
         view.on_lease(sweep.lease.nodes, sweep.lease.waiting)
     view.on_state(sweep.at_present)
@@ -381,9 +381,9 @@ def show(view: Observer, sweep: Snapshot, before: Snapshot | None) -> None:
 
 
 def changes(sweep: Snapshot, before: Snapshot | None) -> Iterator[dict[str, Any]]:
-    """The lines of ``watch --json``: each names in ``change`` what it tells of: sweep, lease, trial or progress.
+    """The lines of ``watch --json``: ``change`` is the kind of each: sweep, lease, trial or progress.
 
-    Without ``before``, everything is told as it is; with it, only what is new since.
+    Without ``before``, all of the current state; with it, only the changes since.
     """
     lease = to_json(sweep.lease) | {"at_s": sweep.at_s}
     if before is None or lease != to_json(before.lease) | {"at_s": sweep.at_s}:
@@ -406,7 +406,7 @@ def changes(sweep: Snapshot, before: Snapshot | None) -> Iterator[dict[str, Any]
 
 
 def _sweep_line(sweep: Snapshot) -> dict[str, Any]:
-    """Phase, numbers of trials and the best one, as ``watch --json`` tells them."""
+    """Phase, numbers of trials and the best one, for ``watch --json``."""
     best = sweep.state.best
     figures = sweep.state.figures(best) if best else None
     noun = noun_of(sweep.state.unit) if best else ""
@@ -425,8 +425,8 @@ def _sweep_line(sweep: Snapshot) -> dict[str, Any]:
 
 
 def _subject(state: SweepState, event: LedgerEvent) -> tuple[int, int, bool] | None:
-    """(trial, attempt, whether that has ended) that ``event`` is about; attempt -1 before the first launch. None for
-    events about no trial."""
+    """(trial, attempt, whether it has ended) of ``event``; attempt -1 before the first launch. None for events without
+    a trial."""
     match event:
         case TrialProposed():
             return event.trial, -1, False
@@ -440,7 +440,7 @@ def _subject(state: SweepState, event: LedgerEvent) -> tuple[int, int, bool] | N
 
 
 def _trial_line(sweep: Snapshot, number: int, index: int, has_ended: bool, at_s: float) -> dict[str, Any]:
-    """What ``watch --json`` tells about one attempt of a trial; ``index`` -1 before the first launch."""
+    """One attempt of a trial in ``watch --json``; ``index`` -1 before the first launch."""
     trial = sweep.state.trials[number]
     attempt = trial.attempts[index] if index >= 0 else None
     outcome = attempt.outcome if attempt and has_ended else None

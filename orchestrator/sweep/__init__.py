@@ -1,2 +1,2 @@
-"""A sweep as its ledger tells it: events, the state they fold to, and snapshots read from outside. Knows the values of
-`cluster` and `trials` that events hold, and no other room but the ground floor."""
+"""A sweep in its ledger: events, the state they fold to, and snapshots for readers. Uses the values of `cluster` and
+`trials` that events contain, and otherwise only the lowest layer."""

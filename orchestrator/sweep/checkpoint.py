@@ -1,7 +1,7 @@
-"""A copy of a sweep's folded state, kept in its ledger now and then: who reads a long sweep decodes only later events.
+"""A copy of a sweep's folded state, saved in its ledger from time to time: readers then decode only later events.
 
-The events stay the one source of truth. A copy that other code made is not looked at, and nothing but time is lost
-when there is none. Trials are kept in blocks of their own, which are decoded when somebody asks for one of them.
+The events remain the only source of truth. Copies made by other code are ignored, and a missing copy only costs time.
+Trials are saved in separate blocks, which are decoded on first use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from orchestrator.sweep.state import Block, LazyBlock, SweepState, Trial, Vector
 from trials.files import from_json, to_json
 
 MIN_EVENTS = 256
-"""New events that are worth another copy; fewer are quickly decoded."""
+"""Number of new events that justify another copy; fewer are quickly decoded."""
 
 CODE = (
     *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "state")),
@@ -38,12 +38,12 @@ CODE = (
     *(f"trials.{name}" for name in ("files", "health", "outcome", "reports", "spec")),
     "cluster.hardware.topology",
 )
-"""Modules that say what a state is and what events make of it. A copy holds for their very text."""
+"""Modules whose source invalidates a checkpoint."""
 
 
 def read(ledger: Ledger) -> tuple[int, SweepState]:
-    """The number of the last event in the copy, and the state after it; 0 and an empty state where there is none, or
-    where it is damaged.
+    """The number of the last event in the copy, and the state after it; 0 and an empty state if it is missing or
+    damaged.
 
     Raises:
         LedgerError: the ledger cannot be read.
@@ -72,12 +72,12 @@ class CheckpointWriter:
         self._seq: int | None = None
         self._state = SweepState()
         self._written: tuple[Block[Trial], ...] = ()
-        """Blocks as they are in the ledger."""
+        """Blocks as stored in the ledger."""
         self._bodies: dict[int, bytes] = {}
-        """What was written last of blocks that the state holds unpacked."""
+        """Last written content of blocks that the state holds unpacked."""
 
     def write_if_due(self, min_events: int = MIN_EVENTS) -> None:
-        """Write a new copy where at least ``min_events`` events have come since the last one.
+        """Write a new copy if there are at least ``min_events`` events since the last one.
 
         Raises:
             LedgerError: the ledger cannot be read or written.
@@ -93,7 +93,7 @@ class CheckpointWriter:
         self._write()
 
     def _write(self) -> None:
-        """Write the header, and the blocks that events have changed since the copy before."""
+        """Write the header, and the blocks changed since the last copy."""
         blocks, written = self._state.trials.blocks, self._written
         changed = [i for i, block in enumerate(blocks) if i >= len(written) or block is not written[i]]
         bodies = {i: _packed(blocks[i]) for i in changed}
@@ -105,7 +105,7 @@ class CheckpointWriter:
         }
         parts = {0: json.dumps(header).encode(), **{i + 1: body for i, body in bodies.items()}}
         self._ledger.put_checkpoint(parts, 1 + len(blocks))
-        # Blocks that have come to rest are held packed from here on: memory would hold their trials twice.
+        # Blocks that no longer change are held packed from here on, to avoid holding their trials twice.
         unchanged = {i: body for i, body in self._bodies.items() if i not in bodies}
         kept = [_lazy(len(block), unchanged[i]) if i in unchanged else block for i, block in enumerate(blocks)]
         self._state = replace(self._state, trials=Vector.of_blocks(kept))
@@ -152,7 +152,7 @@ def _code_version() -> str:
     return found.hexdigest()
 
 
-_code_version()  # now: later, an update may have put other files in the place of those that were imported
+_code_version()  # now: later, an update may have replaced the imported files
 
 
 # Delivery of the ledger's entries to another system, in order, at that system's pace.
@@ -162,14 +162,14 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 2.0, 120.0
 _TURN_S = 5.0
-"""A delivery that is not urgent gives way after this time: the sweep has to be looked after."""
+"""A delivery that is not urgent yields after this time, so that the sweep is not delayed."""
 
 
 class Outbox:
-    """Hands on every entry behind the ledger's cursor ``name``, and moves the cursor only after success.
+    """Delivers every entry behind the ledger's cursor ``name``, and moves the cursor only after success.
 
     Args:
-        on_outage: told of the first error of an outage, for a message to people.
+        on_outage: receives the first error of an outage, for a message to people.
     """
 
     def __init__(self, name: str, on_outage: Callable[[Exception], None]) -> None:
@@ -180,10 +180,10 @@ class Outbox:
         self._retry_at_s = 0.0
 
     def deliver(self, ledger: Ledger, write: Callable[[LedgerEntry, SweepState], None], *, urgent: bool) -> int:
-        """Call ``write`` with each entry and the fold up to and including it; return how many it took.
+        """Call ``write`` with each entry and the fold up to and including it; return how many succeeded.
 
         Its first error ends the delivery; the next calls do nothing until a growing pause is over, unless ``urgent``.
-        A slow system gets some entries at a time, unless ``urgent``.
+        A slow system gets a few entries at a time, unless ``urgent``.
         """
         if time.monotonic() < self._retry_at_s and not urgent:
             return 0
@@ -205,7 +205,7 @@ class Outbox:
         return num_delivered
 
     def _fold_to(self, ledger: Ledger, entry: LedgerEntry) -> SweepState:
-        """From the last state where that is the one before the entry, else from the checkpoint or the beginning."""
+        """From the last state if it directly precedes the entry, else from the checkpoint or the beginning."""
         if self._folded and self._folded[0] == entry.seq - 1:
             return apply(self._folded[1], entry.event)
         seq, state = read(ledger)
@@ -222,11 +222,11 @@ class Outbox:
         self._num_failures += 1
 
 
-# What people ask of a sweep while it runs: left in its ledger by anybody, taken in by whoever writes its events.
+# Requests to a running sweep: left in its ledger by any process, processed by the writer of its events.
 
 
 FAULTS = ("crashed", "timed_out", "gang_lost", "host_oom")
-"""Kinds of outcomes that another launch may well turn out otherwise."""
+"""Kinds of outcomes that may differ in another launch."""
 RequestEvent = ActionRequested | TrialsRetried | ChecksRequested | BudgetChanged
 RETRIABLE = (*FAULTS, "oom", "infeasible", "diverged", "not_believed", "stopped_early")
 
@@ -247,22 +247,22 @@ def checks(*, confirm: Collection[int] = (), profile: Collection[int] = ()) -> d
 
 
 def budget(limits: Budget) -> dict[str, Any]:
-    """The request to go on with this budget."""
+    """The request to continue with this budget."""
     return {"action": "budget", "budget": to_json(limits)}
 
 
 def requester() -> str:
-    """Who asks: user and host."""
+    """Requester: user and host."""
     return f"{user_name()}@{platform.node()}"
 
 
 def last_request(ledger: Ledger) -> int:
-    """Number of the latest request; 0 where there is none."""
+    """Number of the latest request; 0 if there is none."""
     return max((request.id for request in ledger.requests(0)), default=0)
 
 
 def new_events(ledger: Ledger, state: SweepState, at_s: float, *, up_to: int | None = None) -> Iterator[RequestEvent]:
-    """What has been asked since ``state``, as events; with ``up_to`` no request that is later than that one."""
+    """Requests since ``state``, as events; with ``up_to``, only up to that one."""
     for request in ledger.requests(state.num_requests):
         if up_to is None or request.id <= up_to:
             yield _event(request, state, at_s)

@@ -1,4 +1,4 @@
-"""What can happen to a sweep, and what its controller can be told to do next. Events are what the ledger stores."""
+"""Events of a sweep, which the ledger stores, and commands for its controller."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trials.files import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
 
-# Values that the ledger's events are made of: checks, proofs, verdicts, predictions, hardware, why a sweep ended.
+# Values in the ledger's events: checks, proofs, verdicts, predictions, hardware, why a sweep ended.
 #
-# A *check* is a trial that tests something known instead of searching: it runs the candidate of an earlier trial
-# again. The search never learns from checks, and they do not count as its trials.
+# A *check* is a trial that tests instead of searching: it runs the candidate of an earlier trial again. The search
+# never learns from checks, and they do not count as its trials.
 
 
 class FinishCause(StrEnum):
-    """Why a sweep ended. The event's ``reason`` says it in words, with numbers."""
+    """Why a sweep ended. The event's ``reason`` has it in words, with numbers."""
 
     BUDGET_TRIALS = "budget_trials"
     BUDGET_DEVICE_HOURS = "budget_device_hours"
@@ -30,7 +30,7 @@ class FinishCause(StrEnum):
     PATIENCE = "patience"
     """None of the last trials was faster than the best one."""
     EXHAUSTED = "exhausted"
-    """The search has nothing left that it would measure."""
+    """The search has no further candidates to measure."""
     SAME_ERROR = "same_error"
     """The first attempts all failed with the same error."""
     BASELINE_NOT_BELIEVED = "baseline_not_believed"
@@ -45,13 +45,13 @@ class FinishCause(StrEnum):
 
     @property
     def is_limit(self) -> bool:
-        """Whether a larger budget, or more patience, lets the search go on."""
+        """Whether a larger budget, or more patience, would continue the search."""
         return self.is_budget or self == self.PATIENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Why a sweep or its search ends: for programs, and in words for people."""
+    """Why a sweep or its search ends: as a value for programs, and in words for people."""
 
     cause: FinishCause
     reason: str
@@ -68,7 +68,7 @@ class Hardware:
 
     @classmethod
     def of(cls, topology: Topology) -> Self:
-        """What ``topology`` is made of, by its first node."""
+        """Hardware of ``topology``, from its first node."""
         first = topology.nodes[0]
         return cls(
             num_nodes=len(topology.nodes),
@@ -79,8 +79,8 @@ class Hardware:
 
 
 GateRole = Literal["baseline", "twin", "finalist", "reference", "finalist_reference", "reference_twin"]
-"""Who trains in a gate run. The references are the baseline and the finalist in fp32 (O0). A twin is the baseline, or
-what the finalist's reference is compared with, whose initial weights are off by rounding errors."""
+"""The role of a gate run. The references are the baseline and the finalist in fp32 (O0). A twin is the baseline, or the
+counterpart of the finalist's reference, with initial weights perturbed by rounding errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,29 +94,29 @@ class ConfirmationRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRun:
-    """The gate's fixed number of steps, trained by trial ``of`` (for the reference: by what it is derived from)."""
+    """The gate's fixed number of steps, trained by trial ``of`` (for a reference: the trial it is derived from)."""
 
     kind: ClassVar[str] = "gate"
     of: int
     role: GateRole
     perturbation: float = 0.0
-    """How far initial weights are off, see :attr:`trials.spec.TrialSpec.perturbation`; 0 unless it is a twin."""
+    """Perturbation of the initial weights, see :attr:`trials.spec.TrialSpec.perturbation`; 0 unless it is a twin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakRun:
-    """One longer run of ``finalist`` or of the baseline, to see whether its speed lasts."""
+    """One longer run of ``finalist`` or of the baseline, to check whether its speed lasts."""
 
     kind: ClassVar[str] = "soak"
     of: int
-    """Who runs: the finalist or the baseline."""
+    """The trial to run: the finalist or the baseline."""
     finalist: int
-    """Whose soak it belongs to."""
+    """The finalist of the soak."""
     number: int
     """Pair of runs, from 0."""
     num_steps: int
     expected_s: float
-    """Seconds that the steps take at the speed of the rounds."""
+    """Expected duration at the speed of the rounds, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,16 +133,16 @@ Check = ConfirmationRun | GateRun | SoakRun | ProfileRun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromotedRounds:
-    """Rounds of the confirmation that a configuration was promoted with; a verification compares its own with them."""
+    """Rounds of the confirmation of a promoted configuration, the reference of a verification."""
 
     own: tuple[float, ...]
     """Speed of the configuration in each round, in tokens/s/p."""
     baseline: tuple[float, ...]
-    """Speed of its baseline in the same rounds; empty where it was not measured."""
+    """Speed of its baseline in the same rounds; empty if not measured."""
     tolerance: float
-    """Relative loss of speed that does not count."""
+    """Tolerated relative slowdown."""
     hardware: Mapping[str, str] = field(default_factory=dict)
-    """Entries of the fingerprint that have to be the same for speeds to be compared."""
+    """Entries of the fingerprint that must be equal for speeds to be comparable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +153,14 @@ class ConfirmSettings:
     min_rounds: int = 3
     max_rounds: int = 8
     budget_share: float = 0.2
-    """Share of device-hours and wall time, 0 to 1, that the search leaves over for the proof."""
+    """Share of device-hours and wall time, 0 to 1, that the search reserves for the proof."""
     always: bool = False
-    """Whether the fastest trials are finalists even where the search saw none that may be faster than the baseline."""
+    """Whether the fastest trials are finalists even if the search found none that may be faster than the baseline."""
     soak_s: float | None = None
     """Length of the longer run before a winner is confirmed, in seconds; None: as long as the rounds together, see
     :data:`orchestrator.proof.confirmation.MIN_SOAK_S`; 0: no such run."""
     promoted: PromotedRounds | None = None
-    """Set in a verification: rounds go on until they show whether the finalist has lost speed since then."""
+    """Set in a verification: rounds continue until they show whether the finalist has become slower since then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class GateSettings:
     loss_tolerance: float | None = None
     grad_norm_tolerance: float | None = None
     command: tuple[str, ...] = ()
-    """The user's evaluation, run without a shell; exit code 0 passes. Empty: none."""
+    """The user's evaluation command, run without a shell; exit code 0 passes. Empty: none."""
     command_timeout_s: float = 600.0
 
 
@@ -184,52 +184,52 @@ class ProofSettings:
 
 
 GateAnswer = Literal["passed", "failed", "inconclusive"]
-"""It trains the same model; it does not; that could not be told."""
+"""It trains the same model; it does not; unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsJudged:
-    """How the steps of a gate run compare with their limits, which differ by step."""
+    """Comparison of the steps of a gate run with their limits, which differ by step."""
 
     median: float
-    """Median relative deviation of the steps that can be compared."""
+    """Median relative deviation of the comparable steps."""
     num_compared: int
     num_beyond: int
     """Steps beyond their limit."""
     num_allowed: int
-    """Steps that may be beyond their limit: because rounding alone goes as far, or by the rule for gradient norms."""
+    """Allowed number of steps beyond their limit: due to rounding alone, or by the rule for gradient norms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateReport:
-    """What the gate found about finalist ``trial``."""
+    """The gate's result for finalist ``trial``."""
 
     trial: int
     passed: bool
     reasons: tuple[str, ...]
     """Why it does not train the same model, each a sentence for people; empty unless it failed."""
     precision_class: str
-    """Names the tolerances, e.g. ``bfloat16 O1 against float32``."""
+    """Name of the tolerances, e.g. ``bfloat16 O1 against float32``."""
     compared_with: Literal["baseline", "reference"]
     num_steps: int
     loss_tolerance: float
     grad_norm_tolerance: float
     loss_deviation: float | None
-    """Relative, in the step that decides, as the tolerance is; None where there is none (not finite, run failed)."""
+    """Relative, in the deciding step, like the tolerance; None if there is none (not finite, run failed)."""
     grad_norm_deviation: float | None
     notes: tuple[str, ...] = ()
-    """What people should know although it passed, e.g. that no reference could be trained."""
+    """Notes although it passed, e.g. that no reference could be trained."""
     doubts: tuple[str, ...] = ()
-    """Why it could not be told, each a sentence for people; empty unless it is inconclusive."""
+    """Why it is inconclusive, each a sentence for people; else empty."""
     remedy: str = ""
-    """What makes the gate tell more, a sentence; empty where it told."""
+    """How to make the gate conclusive, a sentence; empty if it is."""
     twin_loss_deviation: float | None = None
-    """How far the losses of the run compared with and its twin lie apart, relative, at most; None without a twin."""
+    """Maximum relative difference of losses between the reference run and its twin; None without a twin."""
     twin_grad_norm_deviation: float | None = None
     loss: StepsJudged | None = None
-    """Losses step by step; None where the mean alone was judged, or nothing was."""
+    """Losses step by step; None if only the mean was judged, or nothing."""
     grad_norm: StepsJudged | None = None
-    """Gradient norms step by step; None where there are none, or nothing was judged."""
+    """Gradient norms step by step; None if there are none, or nothing was judged."""
 
     @property
     def answer(self) -> GateAnswer:
@@ -239,13 +239,13 @@ class GateReport:
 
     @property
     def objections(self) -> tuple[str, ...]:
-        """Why it did not pass: the reasons, or where there are none, the doubts."""
+        """Why it did not pass: the reasons, or else the doubts."""
         return self.reasons or self.doubts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """How the user's evaluation of finalist ``trial`` ended."""
+    """The result of the user's evaluation of finalist ``trial``."""
 
     trial: int
     passed: bool
@@ -256,7 +256,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioInterval:
-    """Speed over the baseline's, with its 95% interval."""
+    """Speed-up over the baseline, with its 95% CI."""
 
     value: float
     low: float | None
@@ -265,47 +265,47 @@ class RatioInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakMemory:
-    """What the last longer run of a finalist showed of its memory, on the fullest rank of each step."""
+    """Memory in the last longer run of a finalist, on the fullest rank of each step."""
 
     first_bytes: int
     """Median peak of a step in the first third of the run."""
     last_bytes: int
     """The same in the last third."""
     growth_bytes: float = 0.0
-    """Growth per step, where memory went on growing to the end; else 0."""
+    """Growth per step, if memory kept growing to the end; else 0."""
     limit_bytes: int | None = None
-    """What a rank has; None where it is not known."""
+    """Memory of a rank; None if unknown."""
     full_at_step: int | None = None
-    """The step in which memory would be full if it grew on like this."""
+    """The step in which memory would be full at this growth."""
     fragmentation: float | None = None
-    """Share of what the allocator reserved that no tensor used at the peak; None on CPUs."""
+    """Share of the allocator's reserved memory that no tensor used at the peak; None on CPUs."""
     longest_sample: int = 0
-    """Tokens of the longest samples in the run; 0: not known."""
+    """Tokens of the longest samples in the run; 0: unknown."""
     longest_measured: int = 0
     """The same in the run of the search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakReport:
-    """What the longer runs of finalist ``trial`` and of the baseline showed."""
+    """The result of the longer runs of finalist ``trial`` and of the baseline."""
 
     trial: int
     answer: Literal["passed", "failed", "inconclusive"]
-    """``inconclusive``: a run was lost, which says nothing about the finalist, or steps varied too much to tell."""
+    """``inconclusive``: a run was lost, not caused by the finalist, or steps varied too much."""
     num_steps: int = 0
     """Steps of the finalist's runs."""
     seconds: float = 0.0
     """Seconds of these steps."""
     first: RatioInterval | None = None
-    """Speed over the baseline's in the first third of the steps; intervals cover the noise between steps."""
+    """Speed-up over the baseline in the first third of the steps; intervals cover the noise between steps."""
     last: RatioInterval | None = None
     """The same in the last third, which decides."""
     reason: str = ""
     """Why it did not pass, as a sentence without its subject; empty if it passed."""
     notes: tuple[str, ...] = ()
-    """What else the runs showed, such as memory that grows."""
+    """Further findings of the runs, such as growing memory."""
     memory: SoakMemory | None = None
-    """None where the memory of single steps is not known."""
+    """None if the memory of single steps is unknown."""
 
 
 DisqualifiedBy = Literal["gate", "evaluation", "soak", "failure"]
@@ -314,7 +314,7 @@ DisqualifiedBy = Literal["gate", "evaluation", "soak", "failure"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disqualified:
-    """A finalist that cannot win, whatever its speed."""
+    """A finalist that cannot win, regardless of its speed."""
 
     trial: int
     by: DisqualifiedBy
@@ -323,8 +323,8 @@ class Disqualified:
 
 
 Conclusion = Literal["confirmed", "keep", "unconfirmed", "rehearsed"]
-"""A finalist is shown faster and trains the same; none is: keep what you have; it could not be settled; on a cluster
-that does not exist one came out faster, which proves nothing."""
+"""A finalist is faster with matching loss; none is: keep the current configuration; inconclusive; on a simulated
+cluster, one is predicted to be faster, which proves nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,9 +337,9 @@ class Verdict:
     reason: str
     """One sentence for people."""
     speedup: RatioInterval | None = None
-    """How much faster the winner is, or the fastest finalist where none won."""
+    """Speed-up of the winner, or of the fastest finalist without a winner."""
     tied_with: tuple[int, ...] = ()
-    """Finalists whose speed is equal to the winner's as far as the rounds show."""
+    """Finalists tied with the winner."""
     num_rounds: int = 0
     gates: tuple[GateReport, ...] = ()
     evaluations: tuple[Evaluation, ...] = field(default=())
@@ -349,7 +349,7 @@ class Verdict:
     """Settings (``knob=value``) that all disqualified trials have and the baseline does not: candidates with all of
     them were not confirmed."""
     left_out: tuple[int, ...] = ()
-    """Measured trials that have all values which the disqualified ones share, and were left out for it."""
+    """Measured trials with all values shared by the disqualified ones, and excluded for that reason."""
 
     def soak(self, trial: int) -> SoakReport | None:
         """The report on the longer runs of ``trial``; None without any."""
@@ -358,14 +358,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedResult:
-    """What was expected of a candidate, by the cost model or what knobs usually do, corrected by the trials known when
-    it was proposed."""
+    """Prediction for a candidate, by the cost model or typical effects of knobs, corrected by the trials known when it
+    was proposed."""
 
     step_time_s: float
     log_spread: float
     """Standard deviation of log(measured / expected step time)."""
     peak_bytes: float | None
-    """Peak memory of the fullest rank; None where no cost model tells."""
+    """Peak memory of the fullest rank; None without a cost model."""
     probability_fits: float
     """Probability that it does not run out of memory, 0 to 1."""
 
@@ -378,13 +378,13 @@ class Suggestion:
     reason: str
     """For people."""
     expected: PredictedResult | None = None
-    """None where nothing was predicted."""
+    """None without a prediction."""
 
 
 Origin = Literal["baseline", "sampler", "check"]
 SweepEnd = Literal["finished", "failed", "cancelled"]
 Action = Literal["pause", "drain", "cancel"]
-"""What people ask of a sweep: stop now and go on later; finish what runs, go on later; stop for good."""
+"""Requests to a sweep: stop now and resume later; finish running trials and resume later; stop for good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,14 +398,14 @@ class Budget:
     lost_attempts_per_trial: int = 3
     host_ooms_per_trial: int = 2
     strikes_per_node: int = 3
-    """Faults in a row that are blamed on a node, before nothing is placed there any more."""
+    """Consecutive faults attributed to a node before it is no longer used."""
     patience: int | None = None
     """Trials that ended one after another without any being the best so far (:attr:`SweepState.best_trial`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepCreated:
-    """First event: everything that stays the same for the life of the sweep; in a state, with the present budget."""
+    """First event: all constants of the sweep; in a state, with the current budget."""
 
     kind: ClassVar[str] = "sweep_created"
     at_s: float
@@ -418,10 +418,10 @@ class SweepCreated:
     hardware: str
     """The topology's label, e.g. ``1x8 NVIDIA H200``, for people."""
     devices: Hardware
-    """What ``hardware`` names."""
+    """The nodes of ``hardware``."""
     cluster_kind: ClusterKind
     fingerprint: Mapping[str, str]
-    """Environment: library versions, driver, host kind. Trials are comparable only where it is equal."""
+    """Environment: library versions, driver, host kind. Trials are comparable only if it is equal."""
     num_earlier_trials: int = 0
     """Number of trials of earlier sweeps from which the search learned before its first trial."""
     num_earlier_sweeps: int = 0
@@ -430,15 +430,15 @@ class SweepCreated:
     """Trials to be profiled at the end: a number, ``baseline`` or ``winner``."""
     profile: ProfileSpec = field(default_factory=ProfileSpec)
     rank_memory_bytes: int | None = None
-    """Memory of a rank: of its device, on CPUs its share of the host's; None where it is not known."""
+    """Memory of a rank: of its device, on CPUs its share of the host's; None if unknown."""
     is_profile_auto: bool = False
-    """Whether they are profiled only where that costs little of what the sweep has cost."""
+    """Whether they are profiled only if that is cheap compared with the sweep."""
     objective: Objective = field(default_factory=Objective)
-    """What counts as faster."""
+    """The objective."""
 
     @property
     def virtual(self) -> Virtual | None:
-        """How the numbers came about where the cluster does not exist; None where trials are run."""
+        """The origin of the numbers on a simulated cluster; None for real trials."""
         return "simulated" if self.cluster_kind == "simulated" else None
 
     @property
@@ -447,7 +447,7 @@ class SweepCreated:
         return self.devices.num_nodes * self.devices.devices_per_node
 
     def trial_key(self, candidate: Candidate) -> str:
-        """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys compare."""
+        """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys are comparable."""
         return digest([candidate.config_key, to_json(self.workload), dict(self.fingerprint)])
 
 
@@ -461,12 +461,12 @@ class ControllerStarted:
     pid: int
     host: str
     is_restart: bool = False
-    """Its supervisor started it, asked by nobody: what was asked of the one before still counts."""
+    """It was started by its supervisor, not a person: requests to the one before remain in effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionRequested:
-    """Somebody asked something of the sweep: row ``request`` of the ledger's requests, taken in once."""
+    """A request to the sweep: row ``request`` of the ledger's requests, processed once."""
 
     kind: ClassVar[str] = "action_requested"
     at_s: float
@@ -478,7 +478,7 @@ class ActionRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialsRetried:
-    """These ended trials are to be launched again. A sweep that was finished or failed is open again."""
+    """These ended trials are to be launched again. Reopens a finished or failed sweep."""
 
     kind: ClassVar[str] = "trials_retried"
     at_s: float
@@ -489,7 +489,7 @@ class TrialsRetried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetChanged:
-    """The sweep has this budget from now on. One that had ended because the former was spent is open again."""
+    """The sweep's new budget. Reopens a sweep that ended because the former one was spent."""
 
     kind: ClassVar[str] = "budget_changed"
     at_s: float
@@ -500,7 +500,7 @@ class BudgetChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseChanged:
-    """The sweep holds these nodes from now on; none while it waits."""
+    """The sweep's new nodes; none while it is waiting."""
 
     kind: ClassVar[str] = "lease_changed"
     at_s: float
@@ -519,7 +519,7 @@ class TrialProposed:
     reason: str
     """Why it was proposed, for people."""
     expected: PredictedResult | None = None
-    """What was predicted of it; None where nothing was."""
+    """Its prediction, if any."""
     check: Check | None = None
     """Set exactly when ``origin`` is ``check``."""
 
@@ -535,7 +535,7 @@ class FinalistsChosen:
     first_check: int
     """Number of the next trial: checks before it belong to an earlier proof."""
     cause: FinishCause
-    """Why the search ended; ``reason`` says it in words."""
+    """Why the search ended; ``reason`` has it in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -558,19 +558,19 @@ class VerdictReached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistsDisqualified:
-    """No finalist is left and at least one was disqualified: the proof is set aside, and the next best follow."""
+    """No finalist is left and at least one was disqualified: the proof is replaced by one of the next best trials."""
 
     kind: ClassVar[str] = "finalists_disqualified"
     at_s: float
     verdict: Verdict
-    """What the proof that is set aside showed."""
+    """The result of the replaced proof."""
     reopened: tuple[int, ...]
     """Trials to launch again: they were stopped early because they were slower than a disqualified one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChecksRequested:
-    """Somebody wants these trials confirmed, or profiled. A finished sweep is open again."""
+    """A request to confirm or profile these trials. Reopens a finished sweep."""
 
     kind: ClassVar[str] = "checks_requested"
     at_s: float
@@ -582,7 +582,7 @@ class ChecksRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promoted:
-    """A configuration of this sweep became, or stopped being, the one in production: see the promotion's own record."""
+    """A configuration of this sweep was put into, or removed from, production: see the promotion's record."""
 
     kind: ClassVar[str] = "promoted"
     at_s: float
@@ -642,7 +642,7 @@ class CandidatesPruned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchExhausted:
-    """The sampler has no further candidate that it would measure; ``reason`` says why."""
+    """The sampler has no further candidate to measure; ``reason`` has the cause."""
 
     kind: ClassVar[str] = "search_exhausted"
     at_s: float
@@ -651,7 +651,7 @@ class SearchExhausted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPaused:
-    """Nothing runs and nothing is held any more; the next controller goes on."""
+    """Nothing is running or held; the next controller continues."""
 
     kind: ClassVar[str] = "sweep_paused"
     at_s: float
@@ -706,14 +706,14 @@ Event = LedgerEvent | Tick
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Propose:
-    """Ask the search for the candidate of this trial."""
+    """Request the candidate of this trial from the search."""
 
     trial: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChooseFinalists:
-    """Begin the proof with these trials; none: there is nothing to confirm."""
+    """Begin the proof with these trials; none: nothing to confirm."""
 
     finalists: tuple[int, ...]
     reason: str
@@ -732,7 +732,7 @@ class ProposeCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Start the user's evaluation of finalist ``trial``, or look whether it has ended."""
+    """Start the user's evaluation of finalist ``trial``, or check whether it has ended."""
 
     trial: int
 
@@ -761,7 +761,7 @@ class Launch:
     avoid: tuple[str, ...] = ()
     """Nodes that earlier attempts of the trial failed on: others are preferred."""
     within: Layout | None = None
-    """Only on nodes that this layout would be given, so that what is compared runs on the same ones."""
+    """Only on the nodes of this layout, so that compared trials run on the same nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -775,7 +775,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """Give everything back: no further command follows until the sweep is resumed."""
+    """Release everything: no further command follows until the sweep is resumed."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""The fold: what an event makes of a sweep's state. Pure; the state after a crash is that before it."""
+"""The fold: the effect of an event on a sweep's state. Pure; the state after a crash is the one before it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def fold(events: Iterable[Event]) -> SweepState:
 
 
 def apply(state: SweepState, event: Event) -> SweepState:
-    """The state after ``event``. Events about unknown or stale attempts change nothing but the time."""
+    """The state after ``event``. Events about unknown or stale attempts only change the time."""
     state = _advance_clock(state, event)
     if isinstance(event, TrialEvent):
         return _apply_to_trial(state, event)
@@ -149,7 +149,7 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
 
 
 def _apply_disqualified(state: SweepState, event: FinalistsDisqualified) -> SweepState:
-    """The search is open again where a disqualified trial had ended it; the trials it had stopped wait again."""
+    """Reopens the search if a disqualified trial had ended it; the trials it had stopped wait again."""
     assert state.proof is not None, "finalists belong to a proof"
     again = tuple(number for number in event.reopened if is_retriable(state, number))
     kept = Vector(number for number in state.end_order if number not in again) if again else state.end_order
@@ -189,8 +189,8 @@ def _advance_clock(state: SweepState, event: Event) -> SweepState:
 
 
 def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
-    """A new controller goes on with a paused sweep: starting it overrules what was asked before. A cancellation stands:
-    nobody may undo it by accident."""
+    """A new controller resumes a paused sweep: starting it overrides earlier requests. A cancellation remains: it must
+    not be undone by accident."""
     status: SweepStatus = "running" if state.status == "paused" else state.status
     return replace(
         state,
@@ -204,7 +204,7 @@ def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
 
 
 def _apply_action(state: SweepState, event: ActionRequested) -> SweepState:
-    """Nothing overrules a cancellation."""
+    """Nothing overrides a cancellation."""
     if state.is_over or state.requested_action == "cancel":
         return state
     return replace(state, requested_action=event.action, requested_by=event.by)
@@ -225,13 +225,13 @@ def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepSt
 
 
 def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
-    """Ended, unmeasured trials wait again; what they ruled out is open again."""
+    """Ended, unmeasured trials wait again, and the candidates they ruled out are available again."""
     again = tuple(number for number in event.trials if is_retriable(state, number))
     if not again or state.status == "cancelled" or spent_by_search(state):
         return state
     return replace(
         _opened(state),
-        proof=None,  # what the trials show now may be faster than the finalists
+        proof=None,  # these trials may now be faster than the finalists
         set_aside=(),
         waiting=tuple(sorted({*_without_proof(state), *again})),
         end_order=(kept := Vector(number for number in state.end_order if number not in again)),
@@ -242,7 +242,7 @@ def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
 
 
 def _without_proof(state: SweepState) -> tuple[int, ...]:
-    """The trials that wait, without checks of a proof that is over: nobody would look at those."""
+    """The waiting trials, without checks of a finished proof."""
     over = ConfirmationRun | GateRun | SoakRun
     return tuple(number for number in state.waiting if not isinstance(state.trials[number].check, over))
 
@@ -258,8 +258,8 @@ def _apply_checks_requested(state: SweepState, event: ChecksRequested) -> SweepS
 
 
 def _apply_budget(state: SweepState, event: BudgetChanged) -> SweepState:
-    """Where the former budget ended the search and this one does not, the search goes on, and is proven again; where
-    it cut the proof short, the proof goes on."""
+    """If the former budget ended the search and this one does not, the search continues, with a new proof; if it cut
+    the proof short, the proof continues."""
     if state.status == "cancelled":
         return state
     changed = replace(state, created=replace(state.sweep, budget=event.budget))
@@ -281,7 +281,7 @@ def _is_cut_short(state: SweepState, proof: ProofState) -> bool:
 
 
 def _opened(state: SweepState) -> SweepState:
-    """A sweep that is over goes on."""
+    """Reopens a sweep that is over."""
     if not state.is_over:
         return state
     return replace(state, status="running", finish_reason="", finish_cause=None, ended_at_s=None)
@@ -319,7 +319,7 @@ def _apply_launched(state: SweepState, event: AttemptLaunched) -> SweepState:
     before = state.trials[event.trial]
     trial = replace(before, attempts=(*before.attempts, attempt))
     state = _with_trial(state, before, trial)
-    if isinstance(before.outcome, StoppedEarly):  # what it had saved is spent now
+    if isinstance(before.outcome, StoppedEarly):  # its savings are now spent
         state = replace(state, saved_device_seconds=_saved_device_seconds(state))
     return replace(
         state,
@@ -369,7 +369,7 @@ def _with_trial(state: SweepState, before: Trial, trial: Trial) -> SweepState:
 
 
 def _note_outcome(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
-    """Take down what people ask for at every look: busy machines, the latest failures, what stopping early saved."""
+    """Update frequently read values: busy machines, the latest failures, savings of early stops."""
     if isinstance(outcome, Measured):
         return _note_disturbance(state, trial.number, outcome.measurement)
     failure = (trial.number, len(trial.attempts) - 1)
@@ -412,7 +412,7 @@ def _is_lost(outcome: Outcome) -> bool:
 
 
 def _strike(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
-    """Faults in a row that are blamed on a node put it into quarantine; a measurement there clears it."""
+    """Consecutive faults attributed to a node put it into quarantine; a measurement there clears them."""
     if isinstance(outcome, Measured):
         cleared = state.strikes.keys() & {device.node for device in trial.attempts[-1].ranks}
         left = {node: count for node, count in state.strikes.items() if node not in cleared}
@@ -430,7 +430,7 @@ def _strike(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
 
 
 def blamed_node(outcome: Outcome) -> str | None:
-    """The node whose fault the outcome may be: lost nodes, and those on which a rank hung."""
+    """The node that may have caused the outcome: lost nodes, and those on which a rank hung."""
     match outcome:
         case GangLost(cause="infrastructure") | TimedOut():
             return outcome.evidence.node
@@ -439,7 +439,7 @@ def blamed_node(outcome: Outcome) -> str | None:
 
 
 def _rank(state: SweepState, trial: Trial) -> SweepState:
-    """The state in which a trial that has just ended has its place among the fastest, if it deserves one."""
+    """The state with a newly ended trial ranked among the fastest, if it is one."""
     if trial.check is not None or trial.measurement is None or state.is_disqualified(trial.number):
         return state
     key = -state.objective.score(trial.measurement), trial.number

@@ -1,8 +1,8 @@
-"""The ledger: a sweep's events, append-only, in SQLite. The one source of truth.
+"""The ledger: a sweep's events, append-only, in SQLite. The only source of truth.
 
 Everything else is a projection: the state is a fold over the events, Optuna's study is rebuilt from the state, and
-MLflow is fed from the events behind a cursor, so that neither being away loses a result. Every row has a checksum and
-events have no gaps: damage is reported with its place, and never folded.
+MLflow is fed from the events behind a cursor, so that an outage of either loses no result. Every row has a checksum and
+events have no gaps: damage is reported with its location, and never folded.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ CREATE TRIGGER IF NOT EXISTS events_keep BEFORE DELETE ON events BEGIN SELECT RA
 FILE_NAME = "ledger.sqlite"
 _LOCK_NAME = "controller.lock"
 _BUSY_S = 30.0
-"""For how long to wait while another process writes."""
+"""How long to wait while another process writes."""
 MAX_RECENT = 4096
-"""Entries the writer keeps at hand for whoever follows closely: they need not be read and decoded again."""
+"""Number of recent entries that the writer caches, to avoid reading and decoding them again."""
 
 _SELECT_EVENTS = "SELECT seq, kind, body, checksum FROM events"
 _PAGE_SIZE = 64
@@ -76,7 +76,7 @@ WHERE ?3 IS NULL OR epoch = ?3
 
 
 class LedgerError(RuntimeError):
-    """The ledger cannot be read or written; nothing recorded before is lost."""
+    """The ledger cannot be read or written; earlier records are not lost."""
 
 
 class SweepBusyError(LedgerError):
@@ -88,11 +88,11 @@ class FencedError(LedgerError):
 
 
 class LedgerGoneError(LedgerError):
-    """The file was deleted or replaced while it was open: what is written to it now is lost."""
+    """The file was deleted or replaced while it was open: new writes to it are lost."""
 
 
 class DiskFullError(LedgerError):
-    """There is no space for what is to be written; nothing of it was."""
+    """There is no space for the write; nothing was written."""
 
 
 class DamagedError(LedgerError):
@@ -107,7 +107,7 @@ class DamagedError(LedgerError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody outside the controller wants of it. ``id`` starts at 1 and grows by one."""
+    """A request from outside the controller. ``id`` starts at 1 and grows by one."""
 
     id: int
     at_s: float
@@ -125,8 +125,8 @@ class LedgerEntry:
 
 
 class Ledger:
-    """A sweep's ledger in ``folder``. One writer of events at a time, see :meth:`hold`; any number of readers, and
-    anybody may leave a request."""
+    """A sweep's ledger in ``folder``. One writer of events at a time, see :meth:`hold`; any number of readers, and any
+    process may leave a request."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self.folder = folder
@@ -149,7 +149,7 @@ class Ledger:
 
     @classmethod
     def open_existing(cls, folder: Path, *, read_only: bool = False) -> Self:
-        """Open what must be there already. Reading works on a read-only disk, too.
+        """Open an existing ledger. Reading also works on a read-only disk.
 
         Raises:
             LookupError: there is no ledger in ``folder``, or its first event was never written.
@@ -162,12 +162,12 @@ class Ledger:
         raise LookupError(f"no sweep in {folder}")
 
     def is_held(self) -> bool:
-        """Whether a controller is at work on the sweep."""
+        """Whether the sweep has a running controller."""
         return process_support.is_held(self.folder / _LOCK_NAME)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Be the only writer while inside; the lock goes with the process, however it ends.
+        """Be the only writer while inside; the lock ends with the process.
 
         Raises:
             SweepBusyError: another process holds it.
@@ -176,10 +176,10 @@ class Ledger:
             if not process_support.take(lock):
                 name = self.folder.name
                 raise SweepBusyError(
-                    f"another controller runs the sweep {name}: process {_holder(lock)}. Follow it with"
+                    f"another controller is running the sweep {name}: process {_holder(lock)}. Follow it with"
                     f" `tune-cluster watch {name}`, or stop it with `tune-cluster pause {name}`"
                 )
-            with contextlib.suppress(OSError):  # a full disk: the lock counts, the number is for people
+            with contextlib.suppress(OSError):  # a full disk: only the lock matters, the number is for people
                 lock.truncate(0)
                 os.write(lock.fileno(), f"{os.getpid()}\n".encode())
             yield
@@ -194,7 +194,7 @@ class Ledger:
             is_there = self._file is None or _identity(self.path) == self._file
         except (FileNotFoundError, NotADirectoryError):
             is_there = False
-        except OSError:  # a file system that does not answer: the next write reports it
+        except OSError:  # a file system that does not respond: the next write reports it
             is_there = True
         if not is_there:
             raise LedgerGoneError(
@@ -220,13 +220,13 @@ class Ledger:
         self.require_in_place()
         entry = LedgerEntry(cursor.lastrowid, event)
         if self._recent and self._recent[-1].seq != entry.seq - 1:
-            self._recent.clear()  # somebody else has written in between
+            self._recent.clear()  # another process has written in between
         self._recent.append(entry)
         return entry
 
     @contextmanager
     def _atomic(self, is_several: bool) -> Iterator[None]:
-        """All statements inside or none: an epoch without its event would shut out every later controller."""
+        """All statements inside or none: an epoch without its event would lock out every later controller."""
         if not is_several:
             yield
             return
@@ -241,11 +241,11 @@ class Ledger:
     def _begin_epoch(self, epoch: int) -> None:
         """From here on, appends of controllers of earlier epochs are refused."""
         if self._db.execute("UPDATE fence SET epoch = ? WHERE epoch < ?", (epoch, epoch)).rowcount != 1:
-            raise FencedError(f"another controller has begun epoch {epoch} of the sweep in {self.folder} already")
+            raise FencedError(f"another controller has already begun epoch {epoch} of the sweep in {self.folder}")
         self._epoch = epoch
 
     def _fenced(self) -> FencedError:
-        return FencedError(f"another controller has taken over the sweep in {self.folder}; this one ends")
+        return FencedError(f"another controller has taken over the sweep in {self.folder}; this one exits")
 
     def add_request(self, body: Any, *, by: str, at_s: float) -> int:
         """Leave a request for the controller; return its id. Needs no lock."""
@@ -285,7 +285,7 @@ class Ledger:
             raise DamagedError(self.path, f"event {after + len(rows) + 1} is missing")
 
     def backwards(self, before: int) -> Iterator[LedgerEntry]:
-        """Stored events with a number below ``before``, the last one first; read as far as somebody asks."""
+        """Stored events with a number below ``before``, newest first; read lazily."""
         while before > 1:
             with self._errors("read"):
                 rows = self._db.execute(
@@ -296,7 +296,7 @@ class Ledger:
             before = rows[-1][0] if rows else 0
 
     def following(self, after: int) -> Sequence[LedgerEntry]:
-        """As :meth:`entries`, without reading again what this object has just stored."""
+        """As :meth:`entries`, without reading again events just stored by this object."""
         recent = self._recent
         if recent and recent[0].seq <= after + 1 and recent[-1].seq == self.last_seq():
             return [entry for entry in recent if entry.seq > after]
@@ -307,7 +307,7 @@ class Ledger:
         return (entry.event for entry in self.entries())
 
     def document(self, name: str) -> Any:
-        """A JSON document kept beside the events, or None."""
+        """A JSON document stored with the events, or None."""
         with self._errors("read"):
             row = self._db.execute("SELECT body, checksum FROM documents WHERE name = ?", (name,)).fetchone()
         if row is None:
@@ -323,7 +323,7 @@ class Ledger:
             self._db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", row)
 
     def checkpoint(self) -> list[bytes]:
-        """The parts of what was last kept by :meth:`put_checkpoint`, in order; none where one of them is damaged."""
+        """The parts last stored by :meth:`put_checkpoint`, in order; none if one of them is damaged."""
         with self._errors("read"):
             rows = self._db.execute("SELECT part, body, checksum FROM checkpoint ORDER BY part").fetchall()
         is_whole = all(
@@ -332,7 +332,7 @@ class Ledger:
         return [body for _, body, _ in rows] if is_whole else []
 
     def put_checkpoint(self, parts: Mapping[int, bytes], num_parts: int) -> None:
-        """Replace these parts, and keep ``num_parts`` in all; all of it happens or nothing.
+        """Replace these parts, and keep ``num_parts`` in total, atomically.
 
         Raises:
             FencedError: another controller has begun a later epoch: its parts and these would not fit together.
@@ -347,22 +347,22 @@ class Ledger:
             self._db.execute("DELETE FROM checkpoint WHERE part >= ?", (num_parts,))
 
     def cursor(self, name: str) -> int:
-        """How far the projection ``name`` has come: the number of the last event it holds, 0 at first."""
+        """Progress of the projection ``name``: the number of its last event, 0 at first."""
         with self._errors("read"):
             row = self._db.execute("SELECT seq FROM cursors WHERE name = ?", (name,)).fetchone()
         return int(row[0]) if row else 0
 
     def advance(self, name: str, seq: int) -> None:
-        """Note that the projection ``name`` holds every event up to ``seq``."""
+        """Record that the projection ``name`` includes every event up to ``seq``."""
         with self._errors("write"):
             self._db.execute("INSERT OR REPLACE INTO cursors VALUES (?, ?)", (name, seq))
 
     def discard(self) -> None:
-        """Close it and remove its files: nothing was ever begun. What others put into the folder stays."""
+        """Close it and remove its files, if the sweep never started. Other files in the folder are kept."""
         self.close()
         for name in (FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm", _LOCK_NAME):
             (self.folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # something else lies there
+        with contextlib.suppress(OSError):  # the folder has other files
             self.folder.rmdir()
 
     def close(self) -> None:
@@ -380,7 +380,7 @@ class Ledger:
         return self.last_seq() > 0
 
     def last_seq(self) -> int:
-        """Number of the last event; 0 where there is none."""
+        """Number of the last event; 0 if there is none."""
         with self._errors("read"):
             row = self._db.execute("SELECT max(seq) FROM events").fetchone()
         return int(row[0] or 0)
@@ -405,10 +405,10 @@ class Ledger:
         try:
             yield
         except (sqlite3.OperationalError, OSError) as error:
-            if isinstance(error, sqlite3.Error) and not hasattr(error, "sqlite_errorcode"):  # text that is no UTF-8
+            if isinstance(error, sqlite3.Error) and not hasattr(error, "sqlite_errorcode"):  # text that is not UTF-8
                 raise DamagedError(self.path, f"cannot {action} it: {error}") from error
             if "no such column" in str(error):
-                raise LedgerError(f"{self.path} was written by another version; read it with that one") from error
+                raise LedgerError(f"{self.path} was written by another version; use that version to read it") from error
             kind = DiskFullError if _is_for_space(error, self.folder) else LedgerError
             raise kind(
                 f"cannot {action} {self.path}: {error}; free space or fix the folder's permissions, then submit again"
@@ -435,8 +435,8 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A read-only connection. SQLite needs room for an index beside the file: on a disk that is full or read-only, a
-    ledger that no controller holds is read from a copy in memory."""
+    """A read-only connection. SQLite needs space for an index next to the file: on a full or read-only disk, a ledger
+    that no controller holds is read from a copy in memory."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=_BUSY_S)
     try:
         db.execute("SELECT max(seq) FROM events")
@@ -449,8 +449,8 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 def _read_into_memory(path: Path) -> sqlite3.Connection:
-    """The database with its write-ahead log, copied. The way leads through a file system in memory: a full disk has no
-    room for another file."""
+    """A copy of the database with its write-ahead log, through a file system in memory: a full disk has no space for
+    another file."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="tune-", dir=shared if os.access(shared, os.W_OK) else None) as folder:
         copy = Path(folder) / path.name
@@ -468,14 +468,14 @@ def _holder(lock: IO[str]) -> str:
     return lock.read().strip() or "unknown"
 
 
-# What a ledger keeps beside its events: typed values, each under a name of its own, the latest one only.
+# Documents of a ledger in addition to events: typed values, each under its own name, the latest one only.
 #
-# ``spec`` (the sweep file written out) and ``plan`` stay plain JSON here: they belong to :mod:`orchestrator.config`
-# and :mod:`orchestrator.planning`, which stand above this room.
+# ``spec`` (the expanded sweep file) and ``plan`` remain plain JSON here: they belong to :mod:`orchestrator.config`
+# and :mod:`orchestrator.planning`, which are higher layers.
 
 
 SPEC, PLAN = "spec", "plan"
-"""Names of the documents that their owners read: the sweep file written out, and the plan."""
+"""Names of the documents read by their owners: the expanded sweep file, and the plan."""
 
 MODE_VARIABLE, JOB_VARIABLE = "TUNE_CLUSTER_CONTROLLER_MODE", "TUNE_CLUSTER_JOB"
 """Set for controllers that run in the background: the :data:`Mode`, and the Ray job's id."""
@@ -493,10 +493,10 @@ class Document:
 
     @classmethod
     def read(cls, ledger: Ledger) -> Self | None:
-        """The document as last written; None where there is none.
+        """The document as last written; None if there is none.
 
         Raises:
-            LedgerError: another version of this program wrote it, and it is not understood.
+            LedgerError: it was written by another version of this program and cannot be parsed.
         """
         body = ledger.document(cls.name)
         if not body:
@@ -504,11 +504,11 @@ class Document:
         try:
             return from_json(cls, body)
         except CodecError as error:
-            problem = f"{cls.name} of {ledger.path} is not understood, another version wrote it: {error}"
+            problem = f"{cls.name} of {ledger.path} cannot be parsed; it was written by another version: {error}"
             raise LedgerError(problem) from None
 
     def put(self, ledger: Ledger) -> None:
-        """Store it in place of an older one.
+        """Store it, replacing an older one.
 
         Raises:
             LedgerError: the ledger cannot be written.
@@ -518,7 +518,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controller(Document):
-    """The controller that was last at work."""
+    """The last controller."""
 
     name: ClassVar[str] = "controller"
     host: str = "?"
@@ -526,7 +526,7 @@ class Controller(Document):
     mode: Mode = "foreground"
     job: str | None = None
     address: str | None = None
-    """Address of its Ray cluster; None where it uses none."""
+    """Address of its Ray cluster, if any."""
     started_at_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -542,14 +542,14 @@ class HeldNodes(Document):
     name: ClassVar[str] = "lease"
     nodes: tuple[str, ...] = ()
     waiting: str = ""
-    """What is waited for; empty where nothing is."""
+    """What it is waiting for; may be empty."""
     at_s: float | None = None
     """When it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveProgress(Document):
-    """How far the running trials are."""
+    """Progress of the running trials."""
 
     name: ClassVar[str] = "live"
     trials: Mapping[str, GangProgress] = field(default_factory=dict)
@@ -566,7 +566,7 @@ class SweepFile(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProgram(Document):
-    """The source of the user's training program when the sweep was created."""
+    """The source of the custom training program when the sweep was created."""
 
     name: ClassVar[str] = "measured_program"
     sha256: str
@@ -577,7 +577,7 @@ class MeasuredProgram(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracking(Document):
-    """The MLflow store that the sweep's file named when the sweep was created."""
+    """The MLflow store in the sweep's file when the sweep was created."""
 
     name: ClassVar[str] = "tracking"
     uri: str | None = None
@@ -586,7 +586,7 @@ class Tracking(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded(Document):
-    """Where MLflow holds a sweep: the experiment and the sweep's own run. Written when it first is in MLflow."""
+    """Location of a sweep in MLflow: the experiment and the sweep's run. Written when it is first recorded."""
 
     name: ClassVar[str] = "mlflow"
     experiment_id: str
@@ -594,6 +594,6 @@ class Recorded(Document):
 
 
 def tracking_uri(ledger: Ledger, home: Home) -> str:
-    """Where the sweep is recorded: the store its file named when it was created, else that of the home."""
+    """The store of the sweep's records: from its file when it was created, else that of the home."""
     tracking = Tracking.read(ledger)
     return (tracking.uri if tracking else None) or home.default_tracking_uri

@@ -1,6 +1,6 @@
-"""A sweep seen from outside at one moment: what its ledger says, and whether a controller is at work on it.
+"""A sweep seen from outside at one time: the content of its ledger, and whether it has a running controller.
 
-Reading needs no lock and no right to write, and may happen while a controller writes.
+Reading requires no lock and no write permission, and may happen while a controller writes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Phase = Literal[
     "failed",
     "cancelled",
 ]
-"""Status as people see it: a sweep that runs may be waiting for its lease, or have lost its controller."""
+"""Status for people: a running sweep may be waiting for its lease, or have lost its controller."""
 
 
 ENDED: tuple[Phase, ...] = ("finished", "failed", "cancelled")
@@ -71,39 +71,38 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Where a sweep is at one moment: read by :meth:`orchestrator.sweep.snapshot.Home.read`."""
+    """The state of a sweep at one time, read by :meth:`orchestrator.sweep.snapshot.Home.read`."""
 
     name: str
     folder: Path
     at_s: float
     """When it was taken."""
     is_held: bool
-    """Whether a controller is at work."""
+    """Whether a controller is running."""
     state: SweepState
-    """Empty while the first lease is waited for."""
+    """Empty while waiting for the first lease."""
     last_seq: int = 0
     """Number of the last event in ``state``."""
     news: tuple[LedgerEvent, ...] = ()
-    """Events that were decoded for it: those since the snapshot that it follows."""
+    """Events decoded for it: those since the snapshot that it follows."""
     controller: Controller | None = None
     lease: Lease = field(default_factory=Lease)
     live: dict[int, GangProgress] = field(default_factory=dict)
-    """What the slowest rank of each running trial was last seen doing."""
+    """Last progress of the slowest rank of each running trial."""
     requests: tuple[Request, ...] = ()
-    """What people have asked for and the controller has not taken in yet."""
+    """Requests that the controller has not processed yet."""
     is_virtual: bool = False
-    """Whether it runs on no real cluster, so that there are no processes and no logs."""
+    """Whether its cluster is simulated, so that there are no processes and no logs."""
     spec: Mapping[str, Any] | None = None
-    """The sweep file written out, as :meth:`orchestrator.config.sweep.SweepSpec.from_json` reads it; None: there is
-    none."""
+    """The expanded sweep file, for :meth:`orchestrator.config.sweep.SweepSpec.from_json`; None: there is none."""
     tracking_uri: str | None = None
-    """MLflow store that the sweep's file names; None: the home's own."""
+    """MLflow store in the sweep's file; None: the home's own."""
     recorded: Recorded | None = None
-    """Where MLflow holds it; None until something has been written there."""
+    """Its location in MLflow; None until something has been recorded."""
 
     @property
     def phase(self) -> Phase:
-        """Where it is, in one word; see :attr:`reason` for why."""
+        """Its state in one word; see :attr:`reason` for why."""
         state = self.state
         if self._is_waiting:
             return "waiting"
@@ -116,21 +115,21 @@ class Snapshot:
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether a controller is at work without nodes; one that goes on with a paused sweep says so later."""
+        """Whether a controller is running without nodes; one that resumes a paused sweep reports it later."""
         if not self.is_held or self.state.status not in ("running", "paused") or self.state.requested_action:
             return False
         return self.state.created is None or (bool(self.lease.waiting) and not self.lease.nodes)
 
     @property
     def reason(self) -> str:
-        """Why it waits, rests or has ended; empty where there is nothing to say."""
+        """Why it is waiting, paused or has ended; may be empty."""
         match self.phase:
             case "waiting":
                 return self.lease.waiting or "for its first nodes"
             case "interrupted":
-                return "its controller is gone" if self.state.created else "its controller ended before it had nodes"
+                return "its controller is gone" if self.state.created else "its controller exited before it had nodes"
             case "pausing" | "draining" | "cancelling":
-                return f"asked by {self.state.requested_by}" if self.state.requested_by else ""
+                return f"requested by {self.state.requested_by}" if self.state.requested_by else ""
             case "running":
                 return self.lease.waiting
             case _:
@@ -145,12 +144,12 @@ class Snapshot:
 
     @property
     def device_seconds(self) -> float:
-        """Device time charged, with what running attempts hold until now."""
+        """Device time charged, including running attempts until now."""
         return self.at_present.budgeted_device_seconds
 
     @property
     def at_present(self) -> SweepState:
-        """The state with its clock set to this moment, as long as a controller lets time pass."""
+        """The state with its clock set to now, while a controller is running."""
         now_s = max(self.state.now_s, self.at_s) if self.is_held else self.state.now_s
         active_s = self.state.active_s + (now_s - self.state.now_s if self.phase == "running" else 0.0)
         return replace(self.state, now_s=now_s, active_s=active_s)
@@ -169,12 +168,12 @@ class Snapshot:
 
 
 def read_snapshot(ledger: Ledger, since: Snapshot | None = None) -> Snapshot:
-    """What ``ledger`` says now; with ``since``, an earlier snapshot of it, only later events are read.
+    """The current state in ``ledger``; with ``since``, an earlier snapshot of it, only later events are read.
 
     Raises:
         LedgerError: it cannot be read.
     """
-    is_held = ledger.is_held()  # before the events: a controller that ends now has written its last one
+    is_held = ledger.is_held()  # before the events: a controller that exits now has written its last one
     seq, state = (since.last_seq, since.state) if since else checkpoint.read(ledger)
     entries = list(ledger.entries(seq))
     news = tuple(entry.event for entry in entries)
@@ -202,7 +201,7 @@ def read_snapshot(ledger: Ledger, since: Snapshot | None = None) -> Snapshot:
 
 
 def _lease(held: HeldNodes, cluster: Mapping[str, Any], state: SweepState, *, is_held: bool) -> Lease:
-    """``cluster`` is the sweep file's section. Without a controller nothing is held and nothing waited for, whatever
+    """``cluster`` is the sweep file's section. Without a controller nothing is held or waited for, regardless of what
     the last one wrote."""
     wanted = cluster.get("num_nodes")
     if not is_held:
@@ -217,28 +216,28 @@ def _lease(held: HeldNodes, cluster: Mapping[str, Any], state: SweepState, *, is
 
 
 def _live(state: SweepState, live: LiveProgress) -> dict[int, GangProgress]:
-    """What the trials that still run were last seen doing, by number."""
+    """Last progress of the running trials, by number."""
     return {int(key): seen for key, seen in live.trials.items() if int(key) in state.running}
 
 
 class Observer(Protocol):
-    """Called by the controller as it works, or by :func:`orchestrator.status.overview.show`; must not raise."""
+    """Called by the running controller, or by :func:`orchestrator.status.overview.show`; must not raise."""
 
     def on_state(self, state: SweepState) -> None:
         """The sweep is in this state now."""
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:
-        """The running trial of this number has got so far."""
+        """Progress of the running trial of this number."""
 
     def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
-        """The sweep holds these nodes; ``waiting`` says why not more, empty where nothing is waited for."""
+        """The sweep holds these nodes; ``waiting`` is why not more, empty if it is not waiting."""
 
 
-# Where sweeps are kept on disk.
+# Location of sweeps on disk.
 
 
 CONTROLLER_LOG = "controller.log"
-"""In the sweep's folder: what a detached controller writes."""
+"""In the sweep's folder: the output of a detached controller."""
 
 logger = logging.getLogger(__name__)
 
@@ -253,19 +252,19 @@ def check_name(name: str, what: str) -> str:
     """Return ``name`` if it is safe to become a path.
 
     Raises:
-        ConfigError: it holds a slash, a space, an upper-case letter or the like.
+        ConfigError: it contains a slash, a space, an upper-case letter or the like.
     """
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise ConfigError(
-            f"{name!r} is no valid {what}",
-            remedy="Use lower-case letters, digits, '.', '_' and '-', beginning with a letter or digit, at most 63.",
+            f"{name!r} is not a valid {what}",
+            remedy="Use up to 63 lower-case letters, digits, '.', '_' and '-', starting with a letter or digit.",
         )
     return name
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The folder that holds all sweeps and, unless the file names another, the MLflow store."""
+    """The folder of all sweeps and, unless the file sets another, the MLflow store."""
 
     path: Path
 
@@ -292,7 +291,7 @@ class Home:
         return self.path / "sweeps" / check_name(name, "sweep name")
 
     def sweeps(self) -> list[str]:
-        """Names of all sweeps, the most recently written first."""
+        """Names of all sweeps, most recently written first."""
         ledgers = sorted(self.path.glob(f"sweeps/*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
         return [path.parent.name for path in ledgers if _is_begun(path.parent)]
 
@@ -300,7 +299,7 @@ class Home:
         """The ledger of an existing sweep; with ``begun=False`` also of one that waits for its first nodes.
 
         Raises:
-            ConfigError: there is no such sweep here.
+            ConfigError: the sweep does not exist here.
         """
         folder = self.sweep_folder(name)
         if not begun and (folder / FILE_NAME).exists():
@@ -313,29 +312,29 @@ class Home:
             raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=seen)
         known = self.sweeps() if begun else self.all_names()
         near = nearest(name, known)
-        remedy = f"Did you mean {near}?" if near else f"Sweeps there: {', '.join(known[:5]) or 'none'}."
-        raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=f"{remedy} --home names another folder.")
+        remedy = f"Did you mean {near}?" if near else f"Existing sweeps: {', '.join(known[:5]) or 'none'}."
+        raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=f"{remedy} Use --home for another folder.")
 
     def read(self, name: str, since: Snapshot | None = None, *, begun: bool = False) -> Snapshot:
-        """Where the sweep is now; with ``since``, an earlier snapshot of it, only later events are read.
+        """The current state of the sweep; with ``since``, an earlier snapshot of it, only later events are read.
 
         Args:
-            begun: refuse a sweep that waits for its first nodes.
+            begun: reject a sweep that is waiting for its first nodes.
 
         Raises:
-            ConfigError: there is no such sweep here; the message tells the nearest names.
+            ConfigError: the sweep does not exist here; the message has the nearest names.
             LedgerError: its ledger cannot be read.
         """
         with self.open(name, begun=begun) as ledger:
             return read_snapshot(ledger, since)
 
     def all_names(self) -> list[str]:
-        """Names of all sweeps, those included that wait for their first nodes."""
+        """Names of all sweeps, including those waiting for their first nodes."""
         return sorted(path.parent.name for path in self.path.glob(f"sweeps/*/{FILE_NAME}"))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Up to three of ``known`` that look like ``name``, in words; empty where none does."""
+    """Up to three of ``known`` that resemble ``name``, in words; may be empty."""
     return " or ".join(difflib.get_close_matches(name, list(known), n=3, cutoff=0.5))
 
 
@@ -346,23 +345,23 @@ def _is_begun(folder: Path) -> bool:
     except LookupError:
         return False
     except LedgerError as error:
-        logger.warning("%s is left out: %s", folder.name, error)
+        logger.warning("skipped %s: %s", folder.name, error)
         return False
     return True
 
 
 def is_at_work(home: Home, name: str) -> bool:
-    """Whether a controller runs the sweep, or a detached one waits until it can be started again."""
+    """Whether a controller is running the sweep, or a detached one is waiting to be restarted."""
     folder = home.sweep_folder(name)
     if process_support.is_held(folder / CONTROLLER_LOG):
         return True
     try:
         with home.open(name, begun=False) as ledger:
             return ledger.is_held()
-    except (ConfigError, LedgerError):  # there is none, or not any more
+    except (ConfigError, LedgerError):  # it does not exist, or no longer
         return False
 
 
 def attempt_folder(sweep_folder: Path, trial: int, attempt: int, token: str) -> Path:
-    """Where the ranks of an attempt work, on every node."""
+    """The working folder of an attempt's ranks, on every node."""
     return sweep_folder.absolute() / "attempts" / attempt_id(trial, attempt, token)

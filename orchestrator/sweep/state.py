@@ -1,19 +1,19 @@
-"""Where a sweep stands: what the events of the ledger fold into.
+"""The state of a sweep: the fold of the ledger's events.
 
 ::
 
     trial:    proposed --> running --> measured
-                 ^            |------> stopped_early                    (told as slower than the best)
+                 ^            |------> stopped_early                    (reported as slower than the best)
                  |            |------> oom | infeasible | diverged | not_believed   (constraints for the search)
-                 |            |------> crashed | timed_out              (a fault of the candidate; not told)
+                 |            |------> crashed | timed_out              (a fault of the candidate; not reported)
                  +------------+        gang_lost | host_oom             (launched again, each on its own budget)
 
-    sweep:    running <-> paused       (asked to pause or drain; the next controller goes on)
+    sweep:    running <-> paused       (pause or drain requested; the next controller continues)
                  |------> finished     (budget spent, or nothing left worth trying)  <- open again when
                  |------> failed       (the same error first, or too many in a row)  <- trials are retried
-                 |------> cancelled    (asked to; for good)
+                 |------> cancelled    (requested; for good)
 
-State is a fold over events and nothing else, so replaying the ledger after a crash gives the state before it.
+The state depends only on the events, so replaying the ledger after a crash gives the state before it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ from trials.outcome import (
 )
 from trials.spec import Candidate
 
-# ---- Immutable sequences for states that are folded from long ledgers: they share what they have in common, and
-# parts of
-# them may be read only when somebody asks for them.
+# ---- Immutable sequences for states of long ledgers: they share common parts, some of which are loaded lazily.
 
 T = TypeVar("T")
 
@@ -70,7 +68,7 @@ BLOCK_SIZE = 128
 
 
 class LazyBlock(Sequence[T], Generic[T]):
-    """A block of ``size`` items that ``load`` makes when the first of them is asked for. Equal to the tuple of them."""
+    """A block of ``size`` items that ``load`` creates on first access. Equal to the tuple of them."""
 
     __slots__ = ("_items", "_load", "_size")
 
@@ -135,14 +133,14 @@ class Vector(Sequence[T], Generic[T]):
         return _of_blocks((*self._blocks[:-1], (*self._blocks[-1], item)))
 
     def with_item(self, index: int, item: T) -> Vector[T]:
-        """With ``item`` in place of the one at ``index``, which is not negative."""
+        """With ``item`` replacing the one at ``index``, which is not negative."""
         number, within = divmod(index, BLOCK_SIZE)
         block = self._blocks[number]
         new = (*block[:within], item, *block[within + 1 :])
         return _of_blocks((*self._blocks[:number], new, *self._blocks[number + 1 :]))
 
     def starts_with(self, other: Vector[T]) -> bool:
-        """Whether the first items are those of ``other``; quick where one was made from the other."""
+        """Whether the first items are those of ``other``; fast if one was made from the other."""
         if not other._blocks:
             return True
         *whole, last = other._blocks
@@ -225,13 +223,13 @@ class Attempt:
     ranks: tuple[Device, ...]
     num_devices: int
     stopped: StoppedEarly | None = None
-    """What its end will mean, once it was told to end."""
+    """The meaning of its end, once it is being ended."""
     outcome: Outcome | None = None
     device_seconds: float = 0.0
 
 
 def attempt_id(trial: int, attempt: int, token: str) -> str:
-    """Names the attempt's folder, on every node: ``t0003-a1-`` and the beginning of the token."""
+    """Name of the attempt's folder on every node: ``t0003-a1-`` and the beginning of the token."""
     return f"t{trial:04d}-a{attempt}-{token[:8]}"
 
 
@@ -245,16 +243,16 @@ class Trial:
     reason: str
     proposed_at_s: float
     expected: PredictedResult | None = None
-    """What was predicted of it; None where nothing was."""
+    """Its prediction, if any."""
     num_ended: int = 0
     """Length of the state's ``end_order`` when it was proposed."""
     check: Check | None = None
-    """What it tests; None for the search's own trials."""
+    """The check; None for the search's own trials."""
     attempts: tuple[Attempt, ...] = ()
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome of the last attempt; None while it runs or has none."""
+        """The outcome of the last attempt; None while it is running or has none."""
         return self.attempts[-1].outcome if self.attempts else None
 
     @property
@@ -290,7 +288,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofState:
-    """A proof: begun, and what it came to."""
+    """A proof and its result."""
 
     finalists: tuple[int, ...]
     """Fastest first."""
@@ -300,19 +298,19 @@ class ProofState:
     """Number from which on checks belong to it."""
     cause: FinishCause
     end_check: int | None = None
-    """Number from which on they no longer do; None unless it was set aside."""
+    """Number from which on they no longer do; None unless it was replaced."""
     gate_from: int = 0
-    """Number from which on gate runs count: those of the proof whose finalists it replaces serve it, too."""
+    """Number from which on gate runs count: includes those of the proof whose finalists it replaces."""
     is_requested: bool = False
-    """Whether a person asked for it, so that the sweep's budget does not bound it."""
+    """Whether it was requested by a person, so that the sweep's budget does not limit it."""
     evaluations: tuple[Evaluation, ...] = ()
     verdict: Verdict | None = None
-    """None while it goes on."""
+    """None while it is running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedTrial:
-    """A measured trial and its score, so that comparing needs no other trial."""
+    """A measured trial and its score, for comparisons without other data."""
 
     number: int
     score: float
@@ -322,13 +320,13 @@ class RankedTrial:
 
     @property
     def key(self) -> tuple[float, int]:
-        """Sorts the best first, the lower number first on a tie."""
+        """Sorts best first, lower number first on a tie."""
         return -self.score, self.number
 
 
 def rank(number: int, measurement: Measurement, objective: Objective) -> RankedTrial:
-    """Its place is by its score. That at the end of its interval takes a bootstrap: rank none but the fastest."""
-    from orchestrator.statistics import slowest_likely_step_s  # numpy, which few commands need
+    """Ranked by its score. The score at the end of its interval requires a bootstrap: use only for the fastest."""
+    from orchestrator.statistics import slowest_likely_step_s  # imports numpy, which few commands need
 
     step_s = slowest_likely_step_s(measurement)
     sure_score = objective.score_of(measurement.tokens_per_step, step_s, measurement.world_size)
@@ -347,9 +345,9 @@ MAX_FAILURES, MAX_FASTEST = 5, 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepState:
-    """Everything known about a sweep. Trials are in order of their numbers.
+    """The full state of a sweep. Trials are in order of their numbers.
 
-    What is asked for at every event is kept up to date by the fold rather than derived from all trials.
+    The fold maintains frequently needed values incrementally rather than deriving them from all trials.
     """
 
     created: SweepCreated | None = None
@@ -358,23 +356,23 @@ class SweepState:
     finish_reason: str = ""
     """Why it finished, failed, was cancelled or paused."""
     finish_cause: FinishCause | None = None
-    """The same for programs; None while it is not over."""
+    """The reason for programs; None while it is not over."""
     requested_action: Action | None = None
-    """What somebody wants done and is not done yet."""
+    """A pending request."""
     requested_by: str = ""
     num_requests: int = 0
-    """Requests of the ledger taken in so far."""
+    """Number of processed requests of the ledger."""
     nodes: tuple[str, ...] | None = None
-    """Nodes held now; None before anything was said about them."""
+    """Nodes held now; None before they are known."""
     strikes: Mapping[str, int] = field(default_factory=dict)
-    """Node to faults in a row that are blamed on it."""
+    """Node to consecutive faults attributed to it."""
     quarantined: frozenset[str] = frozenset()
-    """Nodes with so many strikes that nothing is placed there any more."""
+    """Nodes with too many strikes, no longer used."""
     trials: Vector[Trial] = field(default_factory=Vector)
     waiting: tuple[int, ...] = ()
     """Numbers of the trials to be launched, or launched again; in order."""
     running: frozenset[int] = frozenset()
-    """Numbers of the trials that run."""
+    """Numbers of the running trials."""
     fastest: tuple[RankedTrial, ...] = ()
     """The measured trials with the highest scores, checks and disqualified ones left out, the lower number first on a
     tie; :data:`MAX_FASTEST` at most."""
@@ -384,39 +382,39 @@ class SweepState:
     check_numbers: Vector[int] = field(default_factory=Vector)
     """Numbers of the trials that test an earlier one, in order."""
     proof: ProofState | None = None
-    """The proof that was begun last."""
+    """The latest proof."""
     set_aside: tuple[ProofState, ...] = ()
     """Proofs without a finalist left, each with its verdict, whose finalists were replaced by the next best."""
     disqualified: tuple[Disqualified, ...] = ()
     """Trials that a proof ruled out: never the best, never an incumbent, nothing is learned from their speed."""
     left_out: tuple[int, ...] = ()
-    """Trials that have all that the disqualified ones share, and are treated like them."""
+    """Trials with all values shared by the disqualified ones, treated like them."""
     patience_from: int = 0
     """Index in ``end_order`` from which on patience counts: before, the best trial was one since disqualified."""
     to_confirm: tuple[int, ...] = ()
-    """Trials that somebody wants to have confirmed."""
+    """Trials requested to be confirmed."""
     to_profile: tuple[int, ...] = ()
-    """Trials that somebody wants to have profiled."""
+    """Trials requested to be profiled."""
     promotions: tuple[Promoted, ...] = ()
     now_s: float = 0.0
     active_s: float = 0.0
-    """Seconds during which some controller was at work and held nodes."""
+    """Seconds with a running controller that held nodes."""
     ended_at_s: float | None = None
-    """When it finished, or was paused; None while it goes on."""
+    """When it finished, or was paused; None while it is running."""
     device_seconds: float = 0.0
     """Device time charged so far, ended attempts only."""
     end_order: Vector[int] = field(default_factory=Vector)
-    """Trial numbers in the order in which their attempts ended, those launched again left out."""
+    """Trial numbers in the order of their attempts' ends, without those launched again."""
     num_by_status: Mapping[str, int] = field(default_factory=dict)
-    """Number of trials per status, checks left out; statuses that no trial has now may be missing or 0."""
+    """Number of trials per status, without checks; statuses without trials may be missing or 0."""
     saved_device_seconds: float = 0.0
-    """Device time that trials stopped early would have taken besides, at least."""
+    """Minimum device time saved by stopping trials early."""
     disturbed: Vector[int] = field(default_factory=Vector)
-    """Numbers of the trials, checks among them, that were measured on a busy machine; in the order of their ends."""
+    """Numbers of the trials, including checks, that were measured on a busy machine; in the order of their ends."""
     most_disturbed: int | None = None
-    """The one of them whose machine was busiest."""
+    """The most disturbed of them."""
     last_failures: tuple[tuple[int, int], ...] = ()
-    """(trial, attempt) of the latest attempts that ended unmeasured, the latest first; :data:`MAX_FAILURES` at most."""
+    """(trial, attempt) of the latest attempts that ended unmeasured, latest first; at most :data:`MAX_FAILURES`."""
     judged_from: int = 0
     """Index in ``end_order`` from which on failures count against the sweep: those before were retried."""
 
@@ -433,7 +431,7 @@ class SweepState:
 
     @property
     def virtual(self) -> Virtual | None:
-        """How the numbers came about where the cluster does not exist: nothing was measured, nothing is proven."""
+        """The origin of the numbers on a simulated cluster, where nothing is measured or proven."""
         return self.created.virtual if self.created else None
 
     @property
@@ -447,11 +445,11 @@ class SweepState:
         return self.objective.unit(self.sweep.workload.speed_unit)
 
     def score(self, trial: Trial) -> float:
-        """How good a measured trial is by the objective; 0 where it was not measured."""
+        """The score of a measured trial by the objective; 0 if it was not measured."""
         return self.objective.score(trial.measurement) if trial.measurement else 0.0
 
     def figures(self, trial: Trial) -> Figures | None:
-        """How fast a trial was, in every unit; None where it was not measured."""
+        """The speed of a trial in every unit; None if it was not measured."""
         found = trial.measurement
         if found is None:
             return None
@@ -464,18 +462,18 @@ class SweepState:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first event to the end, or to now: whatever controllers came and went, pauses included."""
+        """Seconds from the first event to the end, or to now, including pauses and time without a controller."""
         end_s = self.now_s if self.ended_at_s is None else self.ended_at_s
         return max(0.0, end_s - self.sweep.at_s)
 
     @property
     def paused_s(self) -> float:
-        """Seconds of :attr:`duration_s` in which no controller was at work, or none held nodes."""
+        """Seconds of :attr:`duration_s` without a running controller, or without nodes."""
         return max(0.0, self.duration_s - self.active_s)
 
     @property
     def budgeted_device_seconds(self) -> float:
-        """Device time charged so far, with what running attempts hold until now."""
+        """Device time charged so far, including running attempts until now."""
         running = (self.trials[number].attempts[-1] for number in self.running)
         return self.device_seconds + sum(
             max(0.0, self.now_s - attempt.launched_at_s) * attempt.num_devices for attempt in running
@@ -501,25 +499,25 @@ class SweepState:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What the last proof came to; None while there is none."""
+        """The verdict of the last proof, if any."""
         return self.proof.verdict if self.proof else None
 
     def is_disqualified(self, number: int) -> bool:
-        """Whether a proof ruled the trial out, or it has all that those share which a proof ruled out."""
+        """Whether a proof ruled the trial out, or it has all values shared by the ruled-out ones."""
         return number in self.left_out or any(one.trial == number for one in self.disqualified)
 
     @property
     def winner(self) -> Trial | None:
-        """The trial to use: the confirmed finalist; the baseline where none is; where nothing was to be confirmed or it
-        was not settled, the best."""
+        """The trial to use: the confirmed finalist; the baseline if none is; without a proof or a conclusion, the
+        best."""
         if self.verdict is None or self.verdict.conclusion == "unconfirmed":
             return self.best
         return self.baseline if self.verdict.winner is None else self.trials[self.verdict.winner]
 
     @property
     def best_trial(self) -> int | None:
-        """Number of the best trial: of the fastest, that with the highest score at the lower end of its interval, so
-        that a trial which was lucky once is not it. None while nothing was measured."""
+        """Number of the best trial: among the fastest, the one with the highest score at the lower end of its interval,
+        which excludes lucky measurements. None while nothing was measured."""
         found = min(self.fastest, key=lambda one: (-one.sure_score, one.number), default=None)
         return None if found is None else found.number
 
@@ -529,18 +527,18 @@ class SweepState:
 
     @property
     def best(self) -> Trial | None:
-        """The measured trial that is surely the fastest, see :attr:`best_trial`."""
+        """The measured trial that is certainly the fastest, see :attr:`best_trial`."""
         number = self.best_trial
         return None if number is None else self.trials[number]
 
     @property
     def last_output(self) -> tuple[str, ...]:
-        """Last log lines of the failing rank of the last attempt that ended; empty where it was measured."""
+        """Last log lines of the failing rank of the last ended attempt; empty if it was measured."""
         outcome = self.trials[self.end_order[-1]].outcome if self.end_order else None
         return () if outcome is None or isinstance(outcome, Measured) else outcome.evidence.log_tail
 
     def counts(self) -> dict[TrialStatus, int]:
-        """Number of trials per status, checks left out, in the order of the statuses; none that no trial has."""
+        """Number of trials per status, without checks, in the order of the statuses, without zeros."""
         statuses: tuple[TrialStatus, ...] = get_args(TrialStatus)
         return {status: count for status in statuses if (count := self.num_by_status.get(status, 0))}
 
@@ -564,13 +562,13 @@ def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:
 
 
 def weighted_step_s(trial: Trial, objective: Objective) -> float:
-    """Step time of a measured trial times the objective's weight, in seconds: the less, the better."""
+    """Step time of a measured trial times the objective's weight, in seconds: lower is better."""
     assert trial.measurement is not None
     return trial.measurement.step_time_s * objective.weight(trial.measurement.world_size)
 
 
 TRIAL_ALIASES = ("baseline", "best", "winner")
-"""Words for trials, besides their numbers."""
+"""Words for trials, in addition to their numbers."""
 
 
 def is_trial(text: str) -> bool:
@@ -579,10 +577,10 @@ def is_trial(text: str) -> bool:
 
 
 def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
-    """The trial that ``text`` means: ``3``, ``t003``, ``baseline``, ``best`` or ``winner``.
+    """The trial of ``text``: ``3``, ``t003``, ``baseline``, ``best`` or ``winner``.
 
     Raises:
-        ConfigError: there is none; the message tells which there are.
+        ConfigError: it does not exist; the message has the existing ones.
     """
     match = re.fullmatch(r"[tT]?(\d{1,9})", text)
     winner = state.winner.number if state.winner else None
@@ -590,27 +588,27 @@ def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
     if number is not None and number < len(state.trials):
         return state.trials[number]
     last = len(state.trials) - 1
-    known = {-1: "It has none yet.", 0: "It has t000 only."}.get(last, f"It has t000 to {trial_id(last)}.")
-    words = "nothing was measured yet" if text in ("best", "winner") else f"no trial {text!r}"
-    raise ConfigError(f"{words} in the sweep {sweep!r}", remedy=f"{known} Write 3, t003, baseline, best or winner.")
+    known = {-1: "It has no trials yet.", 0: "It has t000 only."}.get(last, f"It has t000 to {trial_id(last)}.")
+    words = "nothing was measured yet" if text in ("best", "winner") else f"unknown trial {text!r}"
+    raise ConfigError(f"{words} in the sweep {sweep!r}", remedy=f"{known} Use 3, t003, baseline, best or winner.")
 
 
 def nodes_of(attempt: Attempt) -> tuple[str, ...]:
-    """The nodes its ranks are on, in the order of the ranks."""
+    """The nodes of its ranks, in rank order."""
     return tuple(dict.fromkeys(device.node for device in attempt.ranks))
 
 
-# When and why a sweep ends: budgets, patience, and failures that will not stop. Pure functions of its state.
+# When and why a sweep ends: budgets, patience, and persistent failures. Pure functions of its state.
 
 
-CONVERGED = "no candidate left is expected to beat the best one"
-"""Why nothing more is proposed where the search has converged."""
+CONVERGED = "no remaining candidate is expected to beat the best one"
+"""Why nothing more is proposed after the search has converged."""
 SAME_ERROR_LIMIT = 3
-"""The same deterministic error on this many first attempts stops the sweep."""
+"""The same deterministic error in this many first attempts stops the sweep."""
 
 
 def spent_budget(state: SweepState, share: float = 1.0) -> str:
-    """Which budget of time is spent, or this share of it, in words; empty while some is left."""
+    """The time budget that is spent, or this share of it, in words; else empty."""
     return _reason(_spent_budget(state, share))
 
 
@@ -630,7 +628,7 @@ def _reason(end: End | None) -> str:
 
 
 def reason_not_to_launch(state: SweepState, trial: Trial) -> str:
-    """Which budget forbids to launch the trial; empty where none does. What a person has asked for is not bounded."""
+    """The budget that forbids launching the trial, if any. Requests by people are not limited."""
     if trial.check is None:
         return spent_by_search(state)
     proof = state.proof
@@ -639,12 +637,12 @@ def reason_not_to_launch(state: SweepState, trial: Trial) -> str:
 
 
 def launchable(state: SweepState) -> tuple[int, ...]:
-    """Numbers of the trials that wait and that no budget keeps from being launched."""
+    """Numbers of the waiting trials within all budgets."""
     return tuple(number for number in state.waiting if not reason_not_to_launch(state, state.trials[number]))
 
 
 def spent_by_search(state: SweepState) -> str:
-    """Which budget the search has spent, in words; it leaves the proof its share."""
+    """The budget that the search has spent, in words; it reserves the proof's share."""
     return _reason(_spent_by_search(state))
 
 
@@ -654,7 +652,7 @@ def _spent_by_search(state: SweepState) -> End | None:
 
 
 def end_of_search(state: SweepState) -> End | None:
-    """Why nothing more is to be proposed; None while something is. With its finalists chosen the search is over."""
+    """Why nothing more is to be proposed, if so. The search is over once its finalists are chosen."""
     if state.proof is not None:
         return End(cause=state.proof.cause, reason=state.proof.reason)
     limit = state.sweep.budget.max_trials
@@ -675,8 +673,8 @@ def _spent_patience(state: SweepState) -> End | None:
 
 
 def failure(state: SweepState) -> End | None:
-    """Why the sweep fails: a baseline that is not believed, the same error at first, or too many faults in a row; None
-    where it does not."""
+    """Why the sweep fails, if so: a baseline that is not believed, the same first error, or too many consecutive
+    faults."""
     baseline = state.baseline
     if baseline is not None and isinstance(baseline.outcome, NotBelieved) and baseline.number not in state.waiting:
         why = describe_failure(baseline.outcome)
@@ -704,7 +702,7 @@ def _outcome(state: SweepState, number: int) -> Outcome:
 
 
 def _signature(outcome: Outcome) -> tuple[str, ...] | None:
-    """What makes two deterministic errors the same; None for outcomes that are no such error."""
+    """The identity of a deterministic error; None for other outcomes."""
     match outcome:
         case Crashed() | Infeasible():
             lines = outcome.evidence.message.strip().splitlines()

@@ -30,18 +30,17 @@ from orchestrator.text import one_line, plain
 from orchestrator.units import count
 from trials.outcome import Evidence
 
-# The explanation of a sweep on the terminal: where the time goes, what holds it back, which knob matters, how good
-# the predictions were.
+# The explanation of a sweep on the terminal: step time, bottlenecks, importance of knobs, accuracy of predictions.
 
 
 MAX_EFFECTS = 8
 MAX_OTHERS = 4
 BAR_WIDTH = 10
-"""Characters of a bar of the whole step."""
+"""Characters of the bar for the full step."""
 ROUGH = 0.3
-"""Error of the cost model, as a share, from which on people are warned."""
+"""Relative error of the cost model from which on a warning is shown."""
 WIDE = 10.0
-"""High over low of an interval from which on only its lower end is shown."""
+"""Ratio of an interval's ends from which on only its lower end is shown."""
 MIN_SHARE = 0.001
 """Share of the step below which a part has no line."""
 
@@ -63,10 +62,10 @@ def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
         head,
         section("Where the step time goes", _parts(explained)),
     ]
-    sections.append(section("What holds it back", _diagnoses(explained)))
+    sections.append(section("Bottlenecks", _diagnoses(explained)))
     sections.append(
         section(
-            "Which knob matters",
+            "Effect of each knob",
             Group(_effects(explained.effects, explained.unit), *_left_out(explained)),
         )
     )
@@ -75,11 +74,11 @@ def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
 
 
 def _left_out(explained: SweepExplanation) -> list[RenderableType]:
-    """That the sweep is too long to look at every trial, where it is."""
+    """A note if the sweep is too long to examine every trial."""
     if explained.num_examined >= explained.num_trials:
         return []
     numbers = f"{explained.num_examined:,} of {explained.num_trials:,} trials"
-    return [Text(f"from {numbers}: those most like the ones above, and some of all others", style="dim")]
+    return [Text(f"from {numbers}: those most similar to the ones above, and a sample of the others", style="dim")]
 
 
 def _parts(explained: SweepExplanation) -> RenderableType:
@@ -118,11 +117,11 @@ def _mark(parts: Iterable[Part]) -> str:
 
 def _part_notes(explained: SweepExplanation, sides: Iterable[Diagnosis]) -> list[RenderableType]:
     sources = {part.source for side in sides for part in side.parts.parts}
-    whole = f"the {explained.virtual} step" if explained.virtual else "what the clock measured"
+    whole = f"the {explained.virtual} step" if explained.virtual else "the measured step"
     legend = {
-        "measured": "unmarked: measured by the trial's own clock",
-        "profiled": f"p: a profile's share of {whole}",
-        "modelled": f"~: the cost model's share of {whole}",
+        "measured": "unmarked: measured by the trial",
+        "profiled": f"p: {whole}, split by a profile",
+        "modelled": f"~: {whole}, split by the cost model",
     }
     lines = [words for source, words in legend.items() if source in sources]
     if "modelled" in sources:
@@ -141,9 +140,9 @@ def _percent(share: float) -> str:
 
 def _trust(error: float | None) -> str:
     if error is None:
-        return "too few trials tell how far off it is"
-    rough = ", so take its split as a guess" if error > ROUGH else ""
-    return f"it is typically {_percent(error)} off in this sweep{rough}"
+        return "its error is unknown: too few trials"
+    rough = ": the split is a rough estimate" if error > ROUGH else ""
+    return f"its typical error in this sweep is {_percent(error)}{rough}"
 
 
 def _diagnoses(explained: SweepExplanation) -> RenderableType:
@@ -157,12 +156,12 @@ def _diagnoses(explained: SweepExplanation) -> RenderableType:
 def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableType]:
     name = f"{side.role} {units.trial_id(side.trial)}"
     if side.bottleneck is None:
-        advice = f"; measure it: {_profile_command(explained, side)}"
-        return [Text.assemble((name, "bold"), f": what holds it back is not known: {explained.unmodelled}{advice}")]
+        advice = f"; to measure it: {_profile_command(explained, side)}"
+        return [Text.assemble((name, "bold"), f": bottleneck unknown: {explained.unmodelled}{advice}")]
     first, *others = side.bottlenecks
     words = Text.assemble((f"{name}: ", "bold"))
     if _is_guess(first, explained):
-        words.append("not known without a profile", "bold yellow")
+        words.append("unknown without a profile", "bold yellow")
     else:
         words.append(first.title, "bold yellow").append(f", {_cost(first)}")
     lines: list[RenderableType] = [words, _bottleneck_grid(first, explained, side)]
@@ -178,7 +177,7 @@ def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableT
 
 
 def _is_guess(one: Bottleneck, explained: SweepExplanation) -> bool:
-    """Whether nothing but the cost model puts the step in computation: it does not see all of what a profile does."""
+    """Whether only the cost model attributes the step to computation: it misses parts that a profile shows."""
     return one.kind == "compute" and one.source == "modelled" and explained.virtual is None
 
 
@@ -197,10 +196,12 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
         estimate = f"{one.share:.0%} of the step, {units.milliseconds(one.seconds)}, by the cost model"
         grid.add_row(
             "compute",
-            Text(f"{estimate}, which counts no waiting for the host or for other ranks that it does not know"),
+            Text(f"{estimate}, which does not model all waiting for the host or other ranks"),
         )
     if one.kind == "passes":
-        grid.add_row("", Text("computation, or waiting for the host or other ranks: only a profile can separate them"))
+        grid.add_row(
+            "", Text("computation, or waiting for the host or other ranks: only a profile can distinguish them")
+        )
     for i, line in enumerate(one.evidence):
         grid.add_row(("seen" if is_guess or one.kind == "passes" else "because") if i == 0 else "", Text(line))
     is_open = one.source == "modelled" or one.kind == "passes"
@@ -212,9 +213,9 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
         if memory := memory_text(one.remedy, explained.limit_bytes):
             grid.add_row("memory", Text(memory))
     else:
-        grid.add_row("change", Text(one.note or "none is known to be faster"))
+        grid.add_row("change", Text(one.note or "no faster alternative known"))
     if one.at_most is not None:
-        grid.add_row("at most", Text(f"{units.ceil(one.at_most)}x from this alone, if all of it went"))
+        grid.add_row("at most", Text(f"{units.ceil(one.at_most)}x from this alone, if it is fully eliminated"))
     if one.fixed:
         grid.add_row("fixed", Text(_fixed(one, explained)))
     return indented(grid)
@@ -231,27 +232,27 @@ def _others(bottlenecks: Iterable[Bottleneck]) -> RenderableType:
     grid = label_grid("dim")
     for one in bottlenecks:
         found = one.remedy
-        words = f"{change_text(found)}: {_gain(one)}" if found else "no change is known to be faster"
+        words = f"{change_text(found)}: {_gain(one)}" if found else "no faster alternative known"
         grid.add_row(one.title, Text(f"{one.share:.0%}  {words}"))
     return indented(grid)
 
 
 def _gain(one: Bottleneck) -> str:
-    """What may be claimed of the remedy: the lower end of what was measured, and no more than the bottleneck costs."""
+    """The gain to claim for the remedy: the lower end of the measurement, at most the cost of the bottleneck."""
     remedy, gain = one.remedy, one.gain
     assert remedy is not None and gain is not None
     if remedy.source == "modelled" or remedy.trial is None:
-        spread = f" (give or take {100 * remedy.log_spread:.0f}%)" if remedy.log_spread else ""
+        spread = f" (± {100 * remedy.log_spread:.0f}%)" if remedy.log_spread else ""
         return f"{units.floor(gain)}x expected{spread}, not tried"
     trial = units.trial_id(remedy.trial)
     how = f"in {units.count(remedy.num_rounds, 'round')}" if remedy.num_rounds else "once"
-    more = "; it is faster than this alone explains" if one.is_exceeded else ""
-    return f"at least {units.floor(gain)}x, {trial} was measured {how}{more}"
+    more = "; this alone does not explain its speed" if one.is_exceeded else ""
+    return f"at least {units.floor(gain)}x; {trial} was measured {how}{more}"
 
 
 def _effects(effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
     if not effects:
-        return Text("no two trials show what a single knob did")
+        return Text("no two trials differ in a single knob only")
     columns = (
         Column(title="", name="change", min_width=24),
         Column(title="", name="speed", is_number=True),
@@ -262,8 +263,10 @@ def _effects(effects: tuple[KnobEffect, ...], unit: str) -> RenderableType:
     for effect in effects[:MAX_EFFECTS]:
         pairs = units.count(effect.num_pairs, "pair") if effect.num_pairs else "regression"
         grid.add_row(_contrast(effect), units.short_ratio(effect.ratio, effect), _interval(effect), pairs)
-    more = [Text(f"and {len(effects) - MAX_EFFECTS} smaller", style="dim")] if len(effects) > MAX_EFFECTS else []
-    return Group(Text(f"speed in {unit}, all else equal; 95% interval:", style="dim"), grid, *more)
+    more = (
+        [Text(f"and {len(effects) - MAX_EFFECTS} smaller effects", style="dim")] if len(effects) > MAX_EFFECTS else []
+    )
+    return Group(Text(f"speed in {unit}, all else equal; 95% CI:", style="dim"), grid, *more)
 
 
 def _interval(effect: KnobEffect) -> str:
@@ -286,23 +289,21 @@ def _contrast(effect: KnobEffect) -> Text:
 
 def _predictions(predictions: Predictions) -> RenderableType:
     if not predictions.trials or predictions.mape is None:
-        return Text("nothing was predicted of the measured trials")
-    lines = [f"step times: {_percent(predictions.mape)} off on average over {len(predictions.trials)} trials"]
+        return Text("no predictions for the measured trials")
+    lines = [f"step time: mean error {_percent(predictions.mape)} over {len(predictions.trials)} trials"]
     if predictions.rank_correlation is not None:
-        lines[0] += f", order of trials: rank correlation {predictions.rank_correlation:.2f}"
+        lines[0] += f", rank correlation {predictions.rank_correlation:.2f}"
     if predictions.within_spread is not None:
-        lines.append(
-            f"{predictions.within_spread:.0%} lay within two of their predicted standard deviations (ideal: 95%)"
-        )
+        lines.append(f"{predictions.within_spread:.0%} were within two predicted standard deviations (ideal: 95%)")
     if predictions.memory_mape is not None:
-        lines.append(f"peak memory: {_percent(predictions.memory_mape)} off on average")
+        lines.append(f"peak memory: mean error {_percent(predictions.memory_mape)}")
     if predictions.num_memory_surprises:
-        lines.append(f"{predictions.num_memory_surprises} ran out of memory although expected to fit")
+        lines.append(f"{predictions.num_memory_surprises} ran out of memory despite being expected to fit")
     by_trial = {predicted.trial: predicted for predicted in predictions.trials}
     for number in predictions.outliers:
         found = by_trial[number]
         took, expected = units.milliseconds(found.step_time_s), units.milliseconds(found.expected_step_time_s)
-        lines.append(f"{units.trial_id(number)} took {took} where {expected} were expected ({found.ratio:.2f}x)")
+        lines.append(f"{units.trial_id(number)} took {took} instead of the expected {expected} ({found.ratio:.2f}x)")
     if predictions.in_common:
         lines.append(f"these have in common: {', '.join(predictions.in_common)}")
     return Group(*[Text(line) for line in lines])
@@ -317,7 +318,7 @@ MAX_NODES = 8
 
 
 def render_explanation(explained: Explanation) -> RenderableType:
-    """What happened to the trial, from its proposal to what it ruled out."""
+    """The history of the trial, from its proposal to the candidates it ruled out."""
     trial = explained.trial
     head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), status_text(trial.status))
     parts: list[RenderableType] = [*mark(explained.virtual), head, Text(short_name(trial.candidate)), _spelled(trial)]
@@ -331,13 +332,13 @@ def render_explanation(explained: Explanation) -> RenderableType:
     if explained.ruled_out:
         total = sum(explained.ruled_out.values())
         rules = ", ".join(f"{rule} {number}" for rule, number in explained.ruled_out.items())
-        why = "have a knob that the program refuses" if trial.status == "infeasible" else "need no less memory"
+        why = "use a knob that the program rejects" if trial.status == "infeasible" else "need at least as much memory"
         parts += [_heading("Ruled out"), *_lines([f"{total} candidates that {why}: {rules}"])]
     return Group(*parts)
 
 
 def _spelled(trial: Trial) -> RenderableType:
-    """What each sign of the configuration's name says."""
+    """The meaning of each sign in the configuration's name."""
     grid = label_grid()
     for sign, meaning in spelled(trial.candidate):
         grid.add_row(Text(sign), Text(meaning, style="dim"))
@@ -353,7 +354,7 @@ def _proposed(explained: Explanation) -> RenderableType:
     if explained.expected:
         grid.add_row("expected", Text(explained.expected))
     if measured:
-        ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
+        ratio = f"; {explained.surprise:.2f}x the expected step time" if explained.surprise is not None else ""
         peak = f", peak {peak_memory(measured)}" if measured.peak_bytes else ""
         grid.add_row("measured", Text(f"{explained.figures}{peak}{ratio}"))
         if parts := peak_memory_parts(measured):

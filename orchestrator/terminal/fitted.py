@@ -1,4 +1,4 @@
-"""What everything on the terminal shares: its width, sections, grids of labels, and tables that fit it."""
+"""Shared terminal layout: width, sections, grids of labels, and tables that fit."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from orchestrator.report.view import ALWAYS, Cell, Column, Mood, ShownTable
 from orchestrator.text import plain
 from orchestrator.units import Virtual, watermark_line
 
-# Layout that everything on the terminal shares: its width, sections, indentation, grids of labels.
+# Shared layout: width, sections, indentation, grids of labels.
 
 
 PIPED_WIDTH = 100
-"""Characters of a line where the output is no terminal and COLUMNS says nothing else."""
+"""Characters per line if the output is not a terminal and COLUMNS is not set."""
 INDENT = 2
-"""Columns by which what belongs to a heading stands to the right of it."""
+"""Indentation below a heading."""
 
 
 def print_for_people(content: RenderableType) -> None:
-    """Print on stdout: in the terminal's width, and into files and pipes in a fixed width, without colours and without
-    blanks at the ends of lines. Strings stand as they are, whatever brackets they hold."""
+    """Print on stdout: in the terminal's width; for files and pipes in a fixed width, without colours and trailing
+    blanks. Strings are printed verbatim, without markup."""
     content = Text(content) if isinstance(content, str) else content
     if sys.stdout.isatty():
         SafeConsole().print(content)
@@ -48,7 +48,7 @@ def print_for_people(content: RenderableType) -> None:
 
 
 class Phases:
-    """Shows on stderr what a command is doing and since when: one line on a terminal, a line per phase elsewhere."""
+    """Shows a command's current phase and time on stderr: one line on a terminal, a line per phase elsewhere."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or SafeConsole(stderr=True)
@@ -68,7 +68,7 @@ class Phases:
             self._bar.stop()
 
     def begin(self, what: str) -> None:
-        """The next phase begins."""
+        """Start the next phase."""
         if self._bar is not None:
             self._bar.update(TaskID(0), description=what)
             return
@@ -77,7 +77,7 @@ class Phases:
 
 
 def mark(virtual: Virtual | None) -> list[RenderableType]:
-    """The watermark of a sweep on a cluster that does not exist, above all that is shown of it; empty for others."""
+    """The watermark above all output of a sweep on a simulated cluster; empty for others."""
     word, colon, meaning = watermark_line(virtual).partition(":")
     return [Text.assemble((word, "bold reverse yellow"), colon, meaning)] if virtual else []
 
@@ -88,12 +88,12 @@ def section(heading: str, body: RenderableType) -> RenderableType:
 
 
 def indented(content: RenderableType) -> RenderableType:
-    """The content two columns to the right."""
+    """Indent the content by two columns."""
     return _Indented(content)
 
 
 class _Indented:
-    """Content to the right of a margin; unlike rich's padding it leaves the ends of lines as they are."""
+    """Content to the right of a margin; unlike rich's padding it adds no trailing blanks."""
 
     def __init__(self, content: RenderableType) -> None:
         self._content = content
@@ -112,7 +112,7 @@ class _Indented:
 
 
 def label_grid(style: str = "") -> Table:
-    """A grid of labels in ``style``, which stay on one line, beside text that is folded."""
+    """A grid of labels in ``style``, which stay on one line, next to text that wraps."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style=style)
     grid.add_column(overflow="fold", ratio=1)
@@ -120,7 +120,7 @@ def label_grid(style: str = "") -> Table:
 
 
 def render_legend(signs: Iterable[tuple[str, str]]) -> Text:
-    """The short notation, each sign with its meaning, one after another in dim lines."""
+    """The short notation: each sign with its meaning, in dim lines."""
     text = Text(style="dim")
     for i, (sign, meaning) in enumerate(signs):
         text.append(" · " if i else "notation: ").append(sign, style="not dim").append(f" {meaning}")
@@ -128,7 +128,7 @@ def render_legend(signs: Iterable[tuple[str, str]]) -> Text:
 
 
 class NextCommands:
-    """A command a line with what it is for behind it, or above it where there is no room: never cut."""
+    """One command per line, followed by its purpose, or below its purpose if it does not fit; never cut."""
 
     def __init__(self, commands: Mapping[str, str]) -> None:
         self._commands = commands
@@ -143,32 +143,32 @@ class NextCommands:
                 yield Group(Text(f"{why}:", style="dim"), indented(Text(command, overflow="fold")))
 
 
-# Tables that fit the terminal: a row is a line, columns go before anything is cut; and the table of trials.
+# Tables that fit the terminal: one line per row, columns are left out before anything is cut; and the table of trials.
 
 
 EXTRA = 5
 """Columns of lower priority are left out before text gets shorter than ``COMFORTABLE``."""
 COMFORTABLE = 40
-"""Characters of text that are worth more than columns of low priority."""
+"""Characters of text that take precedence over columns of low priority."""
 GAP = 2
 """Blanks between two columns."""
 
 
 @dataclass(kw_only=True)
 class FittedTable:
-    """A table that never folds: it leaves out columns, lowest priority first, until every row fits on one line, then
-    cuts text with an ellipsis, and says in a dim line what it left out.
+    """A table that never wraps: it leaves out columns, lowest priority first, until every row fits on one line, then
+    cuts text with an ellipsis, and lists in a dim line the columns it left out.
 
-    Columns of a priority below ``EXTRA`` go before text gets shorter than ``COMFORTABLE``, others before it gets
-    shorter than its column's ``min_width``.
+    Columns of a priority below ``EXTRA`` are left out before text gets shorter than ``COMFORTABLE``, others before it
+    gets shorter than its column's ``min_width``.
     """
 
     columns: Sequence[Column]
     title: str = ""
     has_json: bool = True
-    """Whether ``--json`` shows columns that do not fit."""
+    """Whether ``--json`` includes the columns that do not fit."""
     rows: list[tuple[list[Text], str]] = field(default_factory=list)
-    """Cells and style of every row; a row without cells is a line across."""
+    """Cells and style of every row; a row without cells is a rule."""
 
     def add_row(self, *cells: str | Text, style: str = "") -> None:
         """Add a row; missing cells at its end are empty."""
@@ -179,7 +179,7 @@ class FittedTable:
         self.rows.append((found, style))
 
     def add_section(self) -> None:
-        """Add a line across."""
+        """Add a rule."""
         self.rows.append(([], ""))
 
     def fit(self, room: int) -> dict[int, int]:
@@ -200,7 +200,7 @@ class FittedTable:
             more = min(max(0, spare), whole[i] - widths[i])
             widths[i] += more
             spare -= more
-        for i in reversed(ordered):  # no column can be left out any more
+        for i in reversed(ordered):  # no further column can be left out
             less = 0 if self.columns[i].is_number else min(max(0, -spare), widths[i] - 1)
             widths[i] -= less
             spare += less
@@ -302,7 +302,7 @@ def fitted(table: ShownTable, *, has_json: bool = True) -> FittedTable:
 
 
 def render_trials(table: TrialTable, *, has_json: bool = True) -> RenderableType:
-    """The rows in their order; what all their configurations share is said once, above the table."""
+    """The rows in order; what all their configurations share is shown once, above the table."""
     parts: list[RenderableType] = [fitted(table, has_json=has_json)]
     if table.common:
         parts.insert(0, Text(f"every trial: {table.common}", style="dim", overflow="ellipsis", no_wrap=True))

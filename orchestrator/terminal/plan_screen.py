@@ -1,4 +1,4 @@
-"""What is known before a sweep, on the terminal: its plan, dry runs, a probe, the doctor's findings, a short run."""
+"""Before a sweep, on the terminal: its plan, dry runs, a probe, the doctor's findings, a short run."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from trials.dryrun.estimate import DryRunEstimate, RunFailure, StageEstimate
 from trials.outcome import Measurement
 from trials.spec import Candidate
 
-# ---- What is known before a sweep, on the terminal: its plan, and dry runs of candidates
+# ---- Plans and dry runs of candidates on the terminal
 
 # A plan with its predictions on the terminal.
 
 
 MAX_CANDIDATES = 20
-"""Candidates of a plan that are shown."""
+"""Maximum number of candidates of a plan to show."""
 SURELY_FITS = 0.995
-"""Probability of fitting into memory from which on it is not told."""
+"""Probability of fitting into memory from which on it is not shown."""
 MAX_PREDICTIONS = 10
-"""Candidates expected to be fastest that are shown."""
+"""Number of candidates shown that are expected to be fastest."""
 
 
 def render_planned_file(planned: PlannedFile) -> RenderableType:
-    """The ranking, then how it came about; of one candidate only, where one was asked for."""
+    """The ranking, then its derivation; for one candidate only, if requested."""
     if planned.explanation is not None:
         return render_explanation(planned.explanation)
     if planned.predictions is None and planned.usual is not None and planned.usual.top:
@@ -61,10 +61,10 @@ def render_planned_file(planned: PlannedFile) -> RenderableType:
 
 
 def render_plan(plan: Plan, *, is_ranked: bool = False, has_baseline: bool = False) -> RenderableType:
-    """How many candidates there are, the first of them, and what was ruled out by which rule.
+    """The number of candidates, the first of them, and what was ruled out by which rule.
 
-    ``is_ranked``: the candidates were listed before, the baseline among them unless ``has_baseline``; only what a dry
-    run predicted of some is told here.
+    ``is_ranked``: the candidates were listed before, including the baseline unless ``has_baseline``; only predictions
+    of dry runs are shown here.
     """
     parts: list[RenderableType] = [_head(plan)]
     if plan.too_large:
@@ -77,10 +77,10 @@ def render_plan(plan: Plan, *, is_ranked: bool = False, has_baseline: bool = Fal
     if plan.balances:
         parts.append(Text(f"{len(plan.balances)} of them balanced by the cost model: layers and recompute per stage"))
     if plan.unbalanced:
-        parts.append(Text(f"nothing was balanced: {plan.unbalanced}", style="yellow"))
+        parts.append(Text(f"not balanced: {plan.unbalanced}", style="yellow"))
     if plan.num_rejected:
         parts += [Text(""), _rejected(plan)]
-    if plan.env or len(plan.defaults) > 1:  # on one host of cores it is loopback for gloo, and nothing to choose
+    if plan.env or len(plan.defaults) > 1:  # on a single CPU host it is loopback for gloo: no choice to show
         parts += [Text(""), *_environment(plan)]
     if plan.notes:
         parts += [Text(""), *(Text(f"note: {note}", style="yellow") for note in plan.notes)]
@@ -88,12 +88,12 @@ def render_plan(plan: Plan, *, is_ranked: bool = False, has_baseline: bool = Fal
 
 
 def _environment(plan: Plan) -> list[Text]:
-    """What ranks get by the file, and by default."""
-    given = assignments(plan.env) or "nothing"
+    """Environment variables of ranks from the file, and defaults."""
+    given = assignments(plan.env) or "none"
     kept = [f"{one.name}={one.value}" for one in plan.defaults if one.name not in plan.env]
     return [
         Text(f"environment of every rank  {given}"),
-        Text(f"and unless their host says otherwise  {' '.join(kept) or 'nothing'}", style="dim"),
+        Text(f"defaults, unless set on the host  {' '.join(kept) or 'none'}", style="dim"),
     ]
 
 
@@ -107,16 +107,16 @@ def _head(plan: Plan) -> Text:
     rejected = f"{sum(plan.num_rejected.values()):,} rejected"
     if plan.too_large:
         drawn = (f"{len(plan.candidates):,} legal candidates drawn", "bold green")
-        return Text.assemble(drawn, f"; {rejected} on the way")
+        return Text.assemble(drawn, f"; {rejected} while drawing")
     return Text.assemble(
         (f"{len(plan.candidates):,} legal candidates", "bold green"),
         f" of {plan.product_size:,} combinations; {rejected}, "
-        f"{plan.num_duplicates:,} alike after removing knobs without effect",
+        f"{plan.num_duplicates:,} duplicates after removing knobs without effect",
     )
 
 
 def _has_memory(plan: Plan) -> bool:
-    """Whether a dry run told the memory of a candidate that is shown."""
+    """Whether a dry run predicted the memory of a shown candidate."""
     return any(map(plan.estimates.to_json, plan.candidates[:MAX_CANDIDATES]))
 
 
@@ -135,7 +135,7 @@ def _candidates(plan: Plan) -> RenderableType:
 
 
 def _memory(plan: Plan, candidate: Candidate) -> tuple[str, str]:
-    """Predicted peak, and with margin; empty where they are unknown."""
+    """Predicted peak, and with margin; empty if unknown."""
     estimate = plan.estimates.by_candidate.get(candidate)
     if estimate is None:
         return "", ""
@@ -157,11 +157,11 @@ def _rejected(plan: Plan) -> RenderableType:
 
 
 NUM_TIME_TERMS, NUM_MEMORY_TERMS = 2, 1
-"""Largest terms shown per figure; explaining one candidate, or JSON, gives all."""
+"""Number of largest terms shown per figure; the explanation of one candidate and JSON have all."""
 
 
 def render_predictions(predictions: PlanPredictions) -> RenderableType:
-    """The candidates expected to be fastest, with what their time and memory consist of."""
+    """The candidates expected to be fastest, with the terms of their time and memory."""
     head = Text.assemble(
         (f"{predictions.num_fitting:,} of {predictions.num_candidates:,} candidates expected to fit", "bold"),
         f" on {predictions.hardware} (catalogue: {predictions.accelerator}{_probed(predictions)}); "
@@ -182,19 +182,19 @@ def render_predictions(predictions: PlanPredictions) -> RenderableType:
 
 
 def render_usual(ranking: UsualRanking, unpredicted: str) -> RenderableType:
-    """The candidates that come first by what knobs usually do, relative to the baseline."""
-    head = Text(f"no prediction: {unpredicted}; this is what the knobs do to most programs, not a model of this one")
+    """The best candidates by the knobs' typical effects, relative to the baseline."""
+    head = Text(f"no prediction: {unpredicted}; these are typical effects of the knobs, not a model of your program")
     has_limit = any(one.probability_fits < SURELY_FITS for one in ranking.top)
     columns = [Column(title="#", is_number=True), Column(title="configuration", min_width=24)]
     columns += [Column(title="speed-up", is_number=True), Column(title="two of three", priority=9)]
     columns += [Column(title="fits", priority=8, is_number=True)] if has_limit else []
-    table = FittedTable(title="usually the best", columns=columns)
+    table = FittedTable(title="typically the best", columns=columns)
     for one in ranking.top:
         fits = (f"{one.probability_fits:.0%}",) if has_limit else ()
         between = f"{one.low:.2f}x to {one.high:.2f}x"
         table.add_row(str(one.number), short_name(one.candidate), f"{one.gain:.2f}x", between, *fits)
     order = "; ordered by speed-up x probability of fitting" if has_limit else ""
-    note = f"speed-up over the baseline: the median over programs, and where two of three lie{order}"
+    note = f"speed-up over the baseline: median over programs, and range of two out of three{order}"
     return Group(
         head, Text(""), table, Text(note, style="dim"), render_legend(legend(one.candidate for one in ranking.top))
     )
@@ -219,15 +219,17 @@ def _probed(predictions: PlanPredictions) -> str:
 
 
 def render_explanation(explanation: CandidateExplanation) -> RenderableType:
-    """Legal or not, and the terms of the prediction one by one."""
+    """Whether it is legal, and each term of the prediction."""
     parts: list[RenderableType] = [Text(short_name(explanation.candidate), style="bold")]
     changed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in explanation.changed.items())
-    parts.append(Text(f"against the baseline: {changed or 'nothing differs'}"))
+    parts.append(Text(f"compared with the baseline: {changed or 'identical'}"))
     if explanation.violations:
         parts += [Text(f"not legal, rule {v.rule_id}: {v.reason}", style="red") for v in explanation.violations]
         return Group(*parts)
     where = (
-        f"candidate {explanation.number} of the plan" if explanation.number else "legal, but not in this file's space"
+        f"candidate {explanation.number} of the plan"
+        if explanation.number
+        else "legal, but not in the space of this file"
     )
     parts.append(Text(where, style="green" if explanation.number else "yellow"))
     if explanation.prediction is None:
@@ -242,13 +244,13 @@ def render_explanation(explanation: CandidateExplanation) -> RenderableType:
 def _usual(found: UsualGain) -> Text:
     fits = "" if found.probability_fits >= SURELY_FITS else f"; fits with {chance(found.probability_fits)}"
     return Text(
-        f"by what knobs usually do {found.gain:.2f}x the baseline, "
-        f"{found.low:.2f}x to {found.high:.2f}x in two programs of three{fits}"
+        f"typically {found.gain:.2f}x the speed of the baseline, "
+        f"{found.low:.2f}x to {found.high:.2f}x in two out of three programs{fits}"
     )
 
 
 def _balance(balance: Balance) -> RenderableType:
-    """Where the step time of a balanced pipeline goes, and what every stage holds."""
+    """The step time breakdown of a balanced pipeline, and the content of every stage."""
     where = ", ".join(
         f"{name} {milliseconds(value)} ({value / balance.step_s:.1%})" for name, value in balance.step_terms_s.items()
     )
@@ -282,7 +284,7 @@ def _row(prediction: Prediction, speedup: str, *, has_sizes: bool) -> tuple[str,
 def _terms(prediction: Prediction) -> RenderableType:
     speed = f"{rate(prediction.score)} {prediction.unit}"
     head = Text(
-        f"expected {speed}, within a factor of {math.exp(prediction.log_spread):.2f} two times out of three; "
+        f"expected {speed}, within a factor of {math.exp(prediction.log_spread):.2f} in two out of three cases; "
         f"{num_bytes(prediction.peak_bytes)} of {num_bytes(prediction.limit_bytes)} on stage "
         f"{prediction.fullest_stage}, fits with {chance(prediction.probability_fits)}"
     )
@@ -314,8 +316,8 @@ NEGLIGIBLE = 0.005
 
 
 TENSORS_ALONE = (
-    "CPU: tensors alone are counted. The peak of a trial is the growth of its resident set, which also holds buffers "
-    "and memory that was freed: 1.5 to 2 times as much was measured for small models."
+    "CPU: only tensors are counted. A trial's peak is the growth of its resident set, which also includes buffers "
+    "and freed memory: small models measured 1.5 to 2 times as much."
 )
 
 
@@ -365,14 +367,14 @@ def _block(verdict: DryRunVerdict) -> Iterator[RenderableType]:
     if result.host_bytes:
         yield Text(f"offloaded: up to {num_bytes(result.host_bytes)} of host memory per rank")
     yield _work(result)
-    how = "computed from smaller models" if result.extrapolated else "all layers simulated"
+    how = "extrapolated from smaller models" if result.extrapolated else "all layers simulated"
     yield Text(f"{how}; {result.cpu_s:.1f} CPU-seconds", style="dim")
 
 
 def _judgement(verdict: DryRunVerdict, estimate: DryRunEstimate) -> Text:
     needed = num_bytes(estimate.needed_bytes(verdict.fragmentation, verdict.context_bytes))
     if verdict.limit_bytes is None:
-        return Text(f"needs {needed} of device memory; name a limit with --max-device-memory")
+        return Text(f"needs {needed} of device memory; set a limit with --max-device-memory")
     what = f"{'tensors need' if verdict.on_cpu else 'needs'} {needed} of {num_bytes(verdict.limit_bytes)}"
     if verdict.fits:
         return Text.assemble(("fits", "bold green"), f": {what}")
@@ -430,15 +432,13 @@ def _traffic(stage: StageEstimate) -> str:
     )
 
 
-# ---- What is looked at before a sweep, on the terminal: what a probe measured of nodes and network, what the doctor
-# found
-# of this host, what a short run of the smallest candidate showed.
+# ---- The measurements of a probe, the doctor's findings, and the result of a short run on the terminal
 
 FORMATS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 COPIES = {"device": "copy", "to_device": "to device", "from_device": "from device"}
 FINDING_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 MAX_NODES = 32
-"""Nodes shown; slow ones come first, and JSON has all."""
+"""Maximum number of nodes shown; slow ones come first, and JSON has all."""
 _NODE = Column(title="node", min_width=12)
 
 VALUES = {
@@ -449,10 +449,10 @@ VALUES = {
     "allocated_bytes": ("memory allocated", "peak_allocated_bytes"),
     "reserved_bytes": ("memory reserved", "peak_reserved_bytes"),
 }
-"""What trials are shown by, in the order of the table: its title, and where a measurement has it."""
+"""The values shown of a trial, in table order: title and field of the measurement."""
 OF_PROCESS = {"rss_bytes": ("process memory", "peak_allocated_bytes")}
-"""What stands for the allocator's figure on CPUs."""
-SOURCES = {"report": "its own report", "hook": "seen from inside", "file": "a file that it writes", "log": "its output"}
+"""Title that replaces the allocator's figure on CPUs."""
+SOURCES = {"report": "its own report", "hook": "the hook", "file": "a file it writes", "log": "its output"}
 
 
 @contextlib.contextmanager
@@ -469,7 +469,7 @@ def progress() -> Iterator[Report]:
 
 
 def render_probe(probed: Probed) -> RenderableType:
-    """A line per node, what the network gives, and which nodes are slow by which figure."""
+    """One line per node, the network's rates, and the slow nodes with their slowest figure."""
     profile = probed.profile
     count = units.count(len(profile.nodes), "node")
     head = Text.assemble((count, "bold"), f" with {profile.hardware} each; a node counts with its slowest device")
@@ -481,11 +481,11 @@ def render_probe(probed: Probed) -> RenderableType:
     parts += [Text(f"{node.node} could not be measured: {node.failure}", style="red") for node in profile.failed]
     if profile.unfit:
         parts.append(Text(_advice(probed)))
-    return Group(*parts, Text(f"kept for `plan` and `submit` in {probed.file}", style="dim", overflow="fold"))
+    return Group(*parts, Text(f"saved for `plan` and `submit` in {probed.file}", style="dim", overflow="fold"))
 
 
 def _ranked(profile: Profile) -> list[NodeRates]:
-    """Nodes in the order in which they are shown: those that fell behind first."""
+    """Nodes in display order: slow ones first."""
     unfit = set(profile.unfit)
     return sorted(profile.nodes, key=lambda node: (node.node not in unfit, node.node))
 
@@ -517,7 +517,7 @@ def _links(profile: Profile) -> RenderableType:
     columns.append(Column(title="latency, us", priority=5, is_number=True))
     if has_others := any(node.transfer for node in profile.nodes):
         columns.append(Column(title="to other nodes, GB/s", priority=6, is_number=True))
-    table = FittedTable(title="links, per device, all at once", columns=columns)
+    table = FittedTable(title="links, per device, used concurrently", columns=columns)
     for node in _ranked(profile)[:MAX_NODES]:
         inside, outside = node.all_reduce, node.transfer
         cells = [_scaled(inside.bus_bytes_per_s, 1e9), _scaled(inside.latency_s, 1e-6)] if inside else ["", ""]
@@ -542,7 +542,7 @@ def _verdict(node: NodeRates, probed: Probed) -> Text:
 
 
 def _worst(profile: Profile) -> list[SlowFigure]:
-    """For each slow node, the figure by which it falls behind most."""
+    """For each slow node, its slowest figure."""
     worst: dict[str, SlowFigure] = {}
     for slow in profile.slow_figures:
         worst.setdefault(slow.node, slow)
@@ -558,7 +558,7 @@ def _flops_unit(nodes: Sequence[NodeRates]) -> tuple[float, str]:
 def _sentence(slow: SlowFigure, flops_unit: tuple[float, str]) -> str:
     scale, unit = flops_unit if slow.figure.startswith("matmul") else (1e9, "GB/s")
     return (
-        f"{slow.node} is slow: {slow.figure} {_scaled(slow.per_s, scale)} {unit}, {slow.ratio:.0%} of the usual "
+        f"{slow.node} is slow: {slow.figure} {_scaled(slow.per_s, scale)} {unit}, {slow.ratio:.0%} of the median "
         f"{_scaled(slow.usual_per_s, scale)}"
     )
 
@@ -566,13 +566,13 @@ def _sentence(slow: SlowFigure, flops_unit: tuple[float, str]) -> str:
 def _advice(probed: Probed) -> str:
     rule = f"Slow: below {SLOW_RATIO:.0%} of the median and more than {SLOW_DEVIATIONS:g} robust deviations from it."
     if set(probed.profile.unfit) <= probed.excluded:
-        return f"{rule} The sweep file leaves these nodes out."
+        return f"{rule} The sweep file excludes these nodes."
     names = ", ".join(probed.profile.unfit)
-    return f"{rule} cluster.exclude_slow_nodes: true, or exclude_nodes: [{names}], keeps trials off them."
+    return f"{rule} To exclude them: cluster.exclude_slow_nodes: true, or exclude_nodes: [{names}]."
 
 
 def _scaled(value: float, scale: float) -> str:
-    """A value with three digits, or with all before the point."""
+    """A value with three significant digits, or all digits before the decimal point."""
     scaled = value / scale
     return f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.3g}"
 
@@ -609,25 +609,25 @@ def render_checked(checked: Checked) -> RenderableType:
     if checked.measurement is not None and checked.seen.sources:
         parts += [Text(""), _sources(checked, checked.measurement)]
     if checked.log_tail:
-        parts += [Text(""), Text("the end of its output", style="bold")]
+        parts += [Text(""), Text("last lines of its output", style="bold")]
         parts += [Text(f"  | {plain(line)}", overflow="fold") for line in checked.log_tail]
     return Group(*parts)
 
 
 def check_line(checked: Checked) -> str:
-    """The same in one line, of a run that went well."""
+    """A successful run in one line."""
     seen = [title for name, (title, _) in VALUES.items() if checked.seen.source_of(name) is not None]
-    found = f"; seen: {', '.join(seen)}" if seen else ""
+    found = f"; observed: {', '.join(seen)}" if seen else ""
     late = checked.needed_starting_s
-    hint = f"; deadlines.starting_s is tight: {late} would leave room" if late is not None else ""
+    hint = f"; deadlines.starting_s is tight: use {late}" if late is not None else ""
     return f"{checked.candidate} runs; first step after {checked.starting_s or 0:.0f} s{found}{hint}"
 
 
 def expected_line(expected: ExpectedDuration) -> str:
-    """How long the sweep will take, in words."""
+    """The expected duration of the sweep, in words."""
     least, most = round(expected.least_s / 60), round(expected.most_s / 60)
     if most < 2:
-        took = "2 minutes at most"
+        took = "at most 2 min"
     elif most < 180:
         took = f"about {least} to {most} min" if least < most else f"about {most} min"
     else:
@@ -638,7 +638,7 @@ def expected_line(expected: ExpectedDuration) -> str:
 def _check_verdict(checked: Checked) -> Text:
     if checked.is_good:
         return Text(f"{checked.sweep}: its trials can be measured", style="bold green")
-    what = "a knob does not act" if checked.is_not_applied else "its trials cannot be measured"
+    what = "a knob has no effect" if checked.is_not_applied else "its trials cannot be measured"
     return Text(f"{checked.sweep}: {what}", style="bold red")
 
 
@@ -658,7 +658,7 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
         yield "start", _start(checked)
     if checked.measurement is not None:
         found = checked.measurement
-        yield "step", f"{units.milliseconds(found.step_time_s)}, the median of {len(found.counted_step_times_s)} steps"
+        yield "step", f"{units.milliseconds(found.step_time_s)}, median of {len(found.counted_step_times_s)} steps"
     if checked.expected is not None:
         yield "sweep", f"{expected_line(checked.expected)}; submit --max-trials N shortens it"
     if checked.facts:
@@ -684,17 +684,17 @@ def _inside(found: CheckedInside) -> str:
 
 
 def _start(checked: Checked) -> str:
-    took = f"the first step came {checked.starting_s:.0f} s after the launch"
+    took = f"first step {checked.starting_s:.0f} s after the launch"
     if checked.needed_starting_s is None:
         return f"{took}; deadlines.starting_s allows {checked.deadline_s:.0f}"
     allowed = f"deadlines.starting_s allows {checked.deadline_s:.0f}"
-    return f"{took}, and {allowed}: write deadlines: {{starting_s: {checked.needed_starting_s}}}"
+    return f"{took}, and {allowed}: set deadlines: {{starting_s: {checked.needed_starting_s}}}"
 
 
 def _sources(checked: Checked, found: Measurement) -> RenderableType:
-    """A line per value: the median step time, else the last one; where it comes from, and how finely it is told."""
+    """One line per value: the median of step times, else the last value; its source, and its precision."""
     columns = [Column(title="value"), Column(title="seen", is_number=True), Column(title="from", min_width=12)]
-    columns.append(Column(title="told to", is_number=True))
+    columns.append(Column(title="precision", is_number=True))
     table = FittedTable(columns=columns)
     sources = {source.name: source for source in checked.seen.sources}
     shown = VALUES if "allocated_bytes" in sources else {**VALUES, **OF_PROCESS}
@@ -733,7 +733,7 @@ def _last(found: Measurement, name: str) -> str:
 
 def _resolution(name: str, resolution: float) -> str:
     if not resolution:
-        return "all digits"
+        return "exact"
     if name.endswith("_bytes"):
         return units.num_bytes(int(resolution))
     return f"{resolution * 1000:.3g} ms" if name.endswith("_s") else f"{resolution:.3g}"

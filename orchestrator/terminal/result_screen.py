@@ -45,23 +45,23 @@ if TYPE_CHECKING:
 
 
 MAX_TRIALS = 20
-"""Trials shown, the fastest; the baseline is shown besides."""
+"""Number of fastest trials shown, in addition to the baseline."""
 
 STATE_STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
-"""Style of where the sweep stands; others are yellow."""
+"""Style of the sweep's state; others are yellow."""
 
 
 def render_report(report: Report) -> RenderableType:
-    """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
+    """The full result: winner and baseline, what changed, trials by speed, failures, next commands."""
     virtual = report.summary.virtual
-    heading, again = descriptions.confirmation_heading(virtual), "" if virtual else "measured again "
+    heading, again = descriptions.confirmation_heading(virtual), "" if virtual else "measured again, "
     parts: list[RenderableType] = [*mark(virtual), _title(report), _result_panel(report)]
     if report.change is not None:
         parts.append(section(descriptions.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
         f"Where the step time goes{_in_the_search(report, 'it')}": _step_times(report.shown),
-        "Found out": _findings(report.shown),
-        f"{heading} (speed over the baseline's, {again}side by side)": render_confirmation(report.proof),
+        "Findings": _findings(report.shown),
+        f"{heading} (speed-up over the baseline, {again}interleaved)": render_confirmation(report.proof),
         "Loss gate": render_gate(report.proof),
         f"Trials{_in_the_search(report, 'them')} ({report.cost})": _trials(report),
         "Not measured": _failures(report),
@@ -73,7 +73,7 @@ def render_report(report: Report) -> RenderableType:
 
 
 def _in_the_search(report: Report, what: str) -> str:
-    """What tells figures of the search from those of the confirmation above them; empty where there are none."""
+    """Marks figures of the search if figures of a confirmation are shown above them."""
     is_confirmed_real = any(one.is_confirmed for one in report.shown) and not report.summary.virtual
     return f", as the search measured {what}" if is_confirmed_real else ""
 
@@ -87,7 +87,7 @@ def _title(report: Report) -> RenderableType:
 
 def _result_panel(report: Report) -> RenderableType:
     lines: list[RenderableType] = [Text(report.headline, style="bold green" if report.is_faster else "bold")]
-    footnotes = () if report.summary.virtual else (report.confidence,)  # the watermark says it
+    footnotes = () if report.summary.virtual else (report.confidence,)  # the watermark states it
     lines += [Text(line, style="dim") for line in (*report.details, *footnotes) if line]
     if report.proof.caution:
         lines.append(Text(report.proof.caution, style="yellow"))
@@ -102,7 +102,7 @@ def _result_panel(report: Report) -> RenderableType:
 
 
 def _changes(change: Change) -> RenderableType:
-    return Group(fitted(change.knobs), Text(f"tried because: {change.reason}", style="dim"))
+    return Group(fitted(change.knobs), Text(f"proposed because: {change.reason}", style="dim"))
 
 
 def _step_times(shown: tuple[ShownTrial, ...]) -> RenderableType | None:
@@ -119,7 +119,7 @@ def _findings(shown: tuple[ShownTrial, ...]) -> RenderableType | None:
 
 
 def _trials(report: Report) -> RenderableType:
-    """The fastest, and the baseline, which is never left out."""
+    """The fastest trials, and always the baseline."""
     table = report.trials.first(MAX_TRIALS)
     left_out = len(report.trials.rows) - len(table.rows)
     more = f"{left_out} more in MLflow and in `report --json`" if left_out else ""
@@ -128,15 +128,16 @@ def _trials(report: Report) -> RenderableType:
 
 
 def _failures(report: Report) -> RenderableType | None:
-    """Trials that were not measured, by kind, with the evidence of the first of each, and what they rule out."""
+    """Trials that were not measured, by kind, with the evidence of the first of each, and the candidates they ruled
+    out."""
     parts: list[RenderableType] = []
     for group in report.failures:
         first = f"{units.trial_id(group.trials[0].number)}: " if len(group.trials) > 1 else ""
         parts.append(Text.assemble((units.status_label(group.status), "yellow"), f"  {_numbers(group.trials)}"))
         parts.append(indented(Text(f"{first}{group.trials[0].evidence}", style="dim")))
     for why, some in (
-        ("no less memory is needed than by a trial that ran out of it", [r for r in report.ruled_out if not r.refusal]),
-        ("the program refuses a knob of theirs", [r for r in report.ruled_out if r.refusal]),
+        ("need at least as much memory as a trial that ran out", [r for r in report.ruled_out if not r.refusal]),
+        ("the program rejects one of their knobs", [r for r in report.ruled_out if r.refusal]),
     ):
         if total := sum(sum(ruled.rules.values()) for ruled in some):
             parts.append(Text.assemble(("ruled out", "yellow"), f"  {total}", (f"  not tried: {why}", "dim")))
@@ -155,7 +156,7 @@ def _numbers(trials: tuple[FailedTrial, ...]) -> str:
 def _recorded(report: Report) -> RenderableType:
     uri = report.summary.tracking_uri
     if not report.is_recorded:
-        return Text(f"MLflow  {uri}  (nothing recorded there yet)", overflow="fold")
+        return Text(f"MLflow  {uri}  (nothing recorded yet)", overflow="fold")
     pages = [
         Text.assemble((f"{what:<8}", "dim"), (url, f"link {url}"), overflow="fold")
         for what, url in report.links.items()
@@ -164,14 +165,14 @@ def _recorded(report: Report) -> RenderableType:
 
 
 def _next(report: Report) -> RenderableType:
-    """Commands, each whole on a line of its own, ready to be copied."""
+    """Commands to copy, one per line."""
     left_out = {"rollback", "confirm"} if report.conclusion == "confirmed" else {"rollback"}
     chosen = [one for one in report.commands if one.purpose not in left_out]
     return NextCommands({one.command: descriptions.PURPOSE_LABELS[one.purpose] for one in chosen})
 
 
 def render_profile(tables: ProfileTables, found: Sequence[Path] = ()) -> RenderableType:
-    """One profiled trial; ``found`` are the files that can be read here."""
+    """One profiled trial; ``found``: its files on this host."""
     parts: list[RenderableType] = []
     for shown in shown_tables(tables, max_operators=MAX_OPERATORS):
         parts.append(fitted(shown))
@@ -183,7 +184,7 @@ def render_profile(tables: ProfileTables, found: Sequence[Path] = ()) -> Rendera
 
 
 def render_profiles(profiles: Sequence[Profiled]) -> RenderableType | None:
-    """All profiled trials of a sweep; None where there are none."""
+    """All profiled trials of a sweep; None if there are none."""
     parts: list[RenderableType] = []
     for one in profiles:
         heading = f"{units.trial_id(one.of)}, recorded as {units.trial_id(one.tables.trial)}"
@@ -192,28 +193,28 @@ def render_profiles(profiles: Sequence[Profiled]) -> RenderableType | None:
 
 
 def render_profiled(report: Report, number: int) -> RenderableType:
-    """The last profile of one trial alone, or why there is none."""
+    """The last profile of one trial, or why there is none."""
     mine = [one for one in report.profiles if one.of == number]
     if not mine:
         name = report.summary.sweep
-        words = f"there is no profile of {units.trial_id(number)}; `status {name}` tells what failed last"
+        words = f"no profile of {units.trial_id(number)}; `status {name}` shows recent failures"
         return Text(words, style="yellow")
     heading = Text.assemble((f"{report.summary.sweep} {units.trial_id(number)}", "bold"), ", profiled")
     return Group(heading, Text(""), render_profile(mine[-1].tables, mine[-1].files))
 
 
-# What is in production, on the terminal: promotions, rollbacks, history, differences, verification.
+# Production on the terminal: promotions, rollbacks, history, differences, verification.
 
 
 _STATE_STYLES = {"begun": "yellow", "void": "dim"}
-_STATE_LABELS = {"begun": "not ended: the next promote or rollback settles it", "void": "did not come about"}
+_STATE_LABELS = {"begun": "incomplete: the next promote or rollback resolves it", "void": "did not take effect"}
 
 
 def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
     """The outcome of a promotion, from its JSON form."""
     where = f"{promoted['name']}@{promoted['alias']}"
     if not promoted["is_new"]:
-        first = Text(f"{where} is this configuration already (version {promoted['version']}).")
+        first = Text(f"{where} is already this configuration (version {promoted['version']}).")
     else:
         first = Text(f"{where} is now version {promoted['version']}.", style="bold green")
     lines = [first, *_evidence(promoted["recipe"])]
@@ -229,23 +230,25 @@ def render_rollback(changed: Mapping[str, Any], invocation: Invocation = PLAIN) 
     source = f"{record['short_name']}, {_origin(record)}" if record["sweep"] else ""
     first = Text(f"{changed['name']}@production is version {changed['version']} again.", style="bold green")
     gone = ", ".join(changed["skipped"])
-    skipped = [Text(f"deleted in MLflow, so passed over: version {gone}", style="yellow")] if gone else []
+    skipped = [Text(f"skipped, as deleted in MLflow: version {gone}", style="yellow")] if gone else []
     back = [_way_back(changed, invocation)] if changed["previous_version"] else []
     return Group(first, *skipped, Text(source), *back)
 
 
 def _origin(record: Mapping[str, Any]) -> str:
-    """``t004 of quickstart``: the trial that a record of a change is about."""
+    """``t004 of quickstart``: the trial of a change record."""
     return f"{units.trial_id(int(record['trial']))} of {record['sweep']}"
 
 
 def _way_back(changed: Mapping[str, Any], invocation: Invocation) -> Text:
     back = invocation.command("rollback", changed["name"])
-    return Text(f"{changed['name']}@previous is version {changed['previous_version']}; back to it: {back}", style="dim")
+    return Text(
+        f"{changed['name']}@previous is version {changed['previous_version']}; to go back to it: {back}", style="dim"
+    )
 
 
 def render_recipe(shown: Mapping[str, Any]) -> RenderableType:
-    """A registered configuration: where it stands, why, and the configuration itself as YAML."""
+    """A registered configuration: its aliases, evidence, and the configuration as YAML."""
     aliases = " ".join(f"@{alias}" for alias in shown["aliases"])
     title = Text.assemble((f"{shown['name']} version {shown['version']}", "bold"), (f"  {aliases}", "green"))
     marked = mark(shown["evidence"].get("virtual"))
@@ -270,7 +273,7 @@ def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
 
 
 def render_history(found: Mapping[str, Any]) -> RenderableType:
-    """The records of a name, the newest first; below, why they were made."""
+    """The records of a name, newest first; below, the reasons."""
     columns = (
         Column(title="#", is_number=True),
         Column(title="when", priority=6),
@@ -292,12 +295,12 @@ def render_history(found: Mapping[str, Any]) -> RenderableType:
     ]
     if not found["is_settled"]:
         why = (
-            "The records do not say so (yet): a change was interrupted, or the alias was moved elsewhere. "
-            "The next promote or rollback settles that."
+            "This differs from the records: a change was interrupted, or the alias was moved outside tune-cluster. "
+            "The next promote or rollback resolves it."
         )
         parts.append(Text(why, style="yellow"))
     for number in found["gaps"]:
-        why = f"Record {number} does not begin where the one before it ended: a record is gone, or was altered."
+        why = f"Record {number} does not continue the one before it: a record is missing or was altered."
         parts.append(Text(why, style="yellow"))
     return Group(*parts, table, notes)
 
@@ -319,12 +322,12 @@ def _reasons(record: Mapping[str, Any]) -> str:
     what = "registered without proof" if record["action"] == "candidate" else "forced"
     forced = f"{what}: {'; '.join(record['missing'])}" if record["forced"] and record["missing"] else ""
     state = _STATE_LABELS.get(record["state"], "")
-    altered = "its tags in MLflow were edited; shown is what was recorded" if record["altered"] else ""
+    altered = "its tags in MLflow were edited; the recorded values are shown" if record["altered"] else ""
     return "; ".join(part for part in (record["reason"], forced, altered, state, record["note"]) if part)
 
 
 def render_difference(found: Difference) -> RenderableType:
-    """What differs, part by part."""
+    """The differences, part by part."""
     sides = (Column(title=label, min_width=12) for label in (found.a, found.b))
     table = FittedTable(columns=(Column(title="", name="part", min_width=12), *sides))
     for part, pairs in found.parts.items():
@@ -335,7 +338,7 @@ def render_difference(found: Difference) -> RenderableType:
 
 
 def render_verification(found: Verification) -> RenderableType:
-    """What was looked at, what has drifted, and what could not be told."""
+    """What was compared, what has drifted, and what is unknown."""
     style = {"no_drift": "green", "drift": "red", "could_not_verify": "yellow"}[found.answer]
     title = Text.assemble((f"{found.name} version {found.version}: ", "bold"), (plain(found.result), style))
     grid = Table.grid(padding=(0, 2))

@@ -1,4 +1,4 @@
-"""Sweeps on the terminal: one that runs, one in detail, all in a table."""
+"""Sweeps on the terminal: a running one, one in detail, all in a table."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from orchestrator.units import watermark, watermark_line
 
 
 def render_confirmation(proof: ProofResult) -> RenderableType | None:
-    """A line per finalist: its speed over the baseline's over all rounds and in each. None without finalists."""
+    """One line per finalist: its speed-up over the baseline in all rounds and in each. None without finalists."""
     table = finalist_table(proof)
     if table is None:
         return None
@@ -66,7 +66,7 @@ def render_confirmation(proof: ProofResult) -> RenderableType | None:
 
 
 def render_gate(proof: ProofResult) -> RenderableType | None:
-    """A line per finalist that trained for the gate or was evaluated; None without any."""
+    """One line per finalist that trained for the gate or was evaluated; None without any."""
     grid = label_grid()
     for one in judged(proof):
         what = "your evaluation: " if one.kind == "Your evaluation" else ""
@@ -76,21 +76,21 @@ def render_gate(proof: ProofResult) -> RenderableType | None:
     return grid if grid.rows else None
 
 
-# The sweep while it runs: a table that follows it on a terminal, plain lines everywhere else.
+# A running sweep: a live table on a terminal, plain lines everywhere else.
 
 
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 12
-"""Rows of ended trials shown live: the baseline, the fastest, then the latest failures."""
+"""Number of ended trials shown live: the baseline, the fastest, then the latest failures."""
 _REFRESH_S = 0.25
 
 
 def render_live(
     state: SweepState, progress: Mapping[int, GangProgress], now_s: float, waiting: str = ""
 ) -> RenderableType:
-    """The sweep at ``now_s`` (clock of the events); ``progress`` holds the latest report per running trial, ``waiting``
-    is why it has fewer nodes than it could use."""
+    """The sweep at ``now_s`` (clock of the events). ``progress``: the latest report per running trial. ``waiting``: why
+    it has fewer nodes than it could use."""
     if state.created is None:
         return Text(f"waiting for nodes: {waiting}" if waiting else "starting ...")
     pending = (state.trials[number] for number in sorted({*state.running, *state.waiting}))
@@ -112,7 +112,7 @@ def render_live(
 
 
 def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[RenderableType]:
-    """The confirmation so far, and the checks that run now."""
+    """The confirmation so far, and the running checks."""
     parts: list[RenderableType] = []
     if (confirmed := render_confirmation(proof_result(state))) is not None:
         parts += [Text(descriptions.confirmation_heading(state.virtual).lower(), style="bold"), indented(confirmed)]
@@ -129,7 +129,7 @@ class LiveView:
     def __init__(self, console: Console | None = None, opening: str = "") -> None:
         """
         Args:
-            opening: printed once, when the sweep is there.
+            opening: printed once, when the sweep exists.
         """
         self.console = console or SafeConsole(stderr=True)
         self._opening = opening
@@ -150,7 +150,7 @@ class LiveView:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._live:
-            self._live.transient = kind is not KeyboardInterrupt  # whoever goes away keeps what was seen last
+            self._live.transient = kind is not KeyboardInterrupt  # leaves the last state on the screen
             self._live.stop()
             self._live = None
 
@@ -194,7 +194,7 @@ class LiveView:
         return render_live(self._state, self._progress, self._state.now_s, self._waiting)
 
     def _announce(self) -> None:
-        """One line per trial that ended since the last look; those of an earlier controller count as seen."""
+        """One line per newly ended trial; those of an earlier controller are skipped."""
         if not self._is_marked and self._state.virtual is not None:
             self._is_marked = True
             self.console.print(watermark_line(self._state.virtual), highlight=False)
@@ -220,7 +220,7 @@ def trial_line(state: SweepState, trial: Trial) -> str:
         step = f"step {units.milliseconds(measurement.step_time_s)}"
         result = f"{step}, {units.rate(state.score(trial))} {unit} {descriptions.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
-            result = "recorded"  # its times are no measurement
+            result = "recorded"  # its times are not a measurement
         compared = descriptions.versus(versus_baseline(trial, state))
         versus = f"  {compared} vs baseline" if compared != units.DASH else ""
         tail = "  baseline" if trial.number == 0 else versus
@@ -235,7 +235,7 @@ def _has_ended(trial: Trial) -> bool:
 
 
 def _shown(state: SweepState) -> list[Trial]:
-    """Ended trials worth a row: the baseline, the fastest, then the latest failures."""
+    """Ended trials to show: the baseline, the fastest, then the latest failures."""
     if len(state.fastest) >= MAX_ROWS:
         return _fastest(state)
     ended = [trial for trial in state.searched() if _has_ended(trial)]
@@ -247,7 +247,7 @@ def _shown(state: SweepState) -> list[Trial]:
 
 
 def _fastest(state: SweepState) -> list[Trial]:
-    """The rows where enough was measured to fill them: the first trial that ended, and the fastest."""
+    """Rows that need measurements: the first trial that ended, and the fastest."""
     first = next(trial for trial in state.trials if trial.check is None and _has_ended(trial))
     numbers = list(dict.fromkeys((first.number, *(ranked.number for ranked in state.fastest))))[:MAX_ROWS]
     trials = [state.trials[number] for number in numbers]
@@ -306,7 +306,7 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     if sweep.state.created is not None and (confirmed := render_confirmation(proof_result(sweep.state))):
         parts += [_section(confirmation_heading(sweep.state.virtual)), indented(confirmed)]
     if lost := failures(sweep.state):
-        parts.append(_section("Not measured, the latest first"))
+        parts.append(_section("Not measured, latest first"))
         parts += [_failure(trial, index, describe_failure(outcome), outcome.kind) for trial, index, outcome in lost]
     if hint := _hint(sweep, invocation):
         parts += [Text(""), Text(hint, style="dim")]
@@ -319,14 +319,14 @@ def _title(sweep: Snapshot) -> Text:
         title.append(f" on {one_line(sweep.state.created.hardware)}", style="not bold")
     title.append(": ", style="not bold")
     title.append(sweep.phase, style=PHASE_STYLES.get(sweep.phase, "yellow"))
-    is_shown_below = sweep.phase == "running"  # why the lease is not what it could be
+    is_shown_below = sweep.phase == "running"  # why the lease is smaller than wanted
     return title.append(
         f", {one_line(plain(sweep.reason))}" if sweep.reason and not is_shown_below else "", style="not bold"
     )
 
 
 def _links(sweep: Snapshot) -> list[tuple[str, Text]]:
-    """Pages of the sweep on its tracking server; none where it has none, or nothing was recorded there yet."""
+    """Pages of the sweep on its tracking server; none without a server or before anything was recorded."""
     uri = sweep.tracking_uri or ""
     if not uri.startswith("http"):
         return []
@@ -348,12 +348,12 @@ def _section(title: str) -> RenderableType:
 
 def _hint(sweep: Snapshot, invocation: Invocation) -> str:
     if sweep.phase == "interrupted" and sweep.state.created is None:
-        return "submit its file again: it goes on from the beginning"
+        return "submit its file again to start over"
     if sweep.phase in ("paused", "interrupted"):
-        return f"{invocation.command('resume', sweep.name)}   goes on with it"
+        return f"{invocation.command('resume', sweep.name)}   resume it"
     if sweep.phase in AT_REST:
-        return f"{invocation.command('report', sweep.name)}   shows the result"
-    return f"{invocation.command('watch', sweep.name)}   follows it"
+        return f"{invocation.command('report', sweep.name)}   show the result"
+    return f"{invocation.command('watch', sweep.name)}   follow it"
 
 
 PHASE_STYLES = {
@@ -367,7 +367,7 @@ PHASE_STYLES = {
 
 
 def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
-    """One row per sweep; below, why some of them wait or have ended."""
+    """One row per sweep; below, why some are waiting or have ended."""
     if not sweeps:
         return Text(f"no sweeps in {home.path}")
     columns = (
@@ -409,7 +409,7 @@ def _row(sweep: Snapshot) -> list[Text]:
 
 
 def best_text(state: SweepState) -> Text:
-    """``1.42x t007``: the confirmed winner, before that the fastest; the baseline where nothing beat it."""
+    """``1.42x t007``: the confirmed winner, else the fastest; the baseline if nothing beat it."""
     verdict = state.verdict
     if verdict is not None and verdict.winner is not None and verdict.speedup is not None and not state.virtual:
         shown = units.short_ratio(verdict.speedup.value, verdict.speedup)
@@ -430,7 +430,7 @@ def _hours(sweep: Snapshot) -> str:
 
 
 def _note(sweep: Snapshot) -> Text | None:
-    """Who is at work on a sweep, and why it is where it is; None for one that has simply finished."""
+    """The controller of a sweep, and the reason for its state; None for a finished sweep."""
     virtual = watermark(sweep.state.virtual)
     reason = virtual if sweep.phase == "finished" else "; ".join(filter(None, (virtual, plain(sweep.reason))))
     parts = [part for part in (reason, queue_text(sweep)) if part]
@@ -442,7 +442,7 @@ def _note(sweep: Snapshot) -> Text | None:
 
 
 def _at_work(sweep: Snapshot) -> str:
-    """``controller: process 4242 on node1``, ``controller: Ray job tune-x``; empty where none is known."""
+    """``controller: process 4242 on node1``, ``controller: Ray job tune-x``; empty if unknown."""
     controller = sweep.controller
     if not sweep.is_held or controller is None:
         return ""

@@ -1,1 +1,1 @@
-"""Writes the ledger of a sweep into MLflow, and reads there what earlier sweeps taught; imports report and below."""
+"""Records the ledger of a sweep in MLflow, and reads earlier sweeps there to learn from; imports report and below."""

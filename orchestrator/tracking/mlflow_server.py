@@ -1,9 +1,9 @@
-"""MLflow's server as ``tune-cluster ui`` runs it: with the panel of MLflow's assistant closed.
+"""MLflow's server for ``tune-cluster ui``, with the panel of MLflow's assistant closed.
 
-MLflow 3.17 opens that panel over a quarter of every page for whoever comes to a local server for the first time, and
-notes in the browser's storage that it has. Neither a setting of the server nor an address prevents it. So its first
-page gets a line that writes this note beforehand; the button that opens the panel stays. MLflow takes servers other
-than its own as plug-ins (``mlflow.app``, see :func:`plugin`), and asks for this module by name.
+On the first visit to a local server, MLflow 3.17 opens that panel over a quarter of every page, and notes this in the
+browser's storage. No setting or address prevents it. So the first page gets a line that writes this note beforehand;
+the button that opens the panel remains. MLflow loads other servers as plug-ins (``mlflow.app``, see :func:`plugin`),
+and refers to this module by name.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 _OPENED = "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1"
-"""Entry of the browser's storage that says that the panel was opened once."""
+"""Entry of the browser's storage that records that the panel was opened once."""
 _SCRIPT = f"<script>localStorage.setItem({_OPENED!r}, 'true')</script>".encode()
 _HEAD = b"<head>"
 _CACHING = (b"if-none-match", b"if-modified-since")
 
 
 class ClosedAssistant:
-    """The ASGI application ``app`` with the line in its first page; every other answer is passed on as it is."""
+    """The ASGI application ``app`` with the line in its first page; other responses are unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,7 +58,7 @@ class ClosedAssistant:
 
 
 class _Page:
-    """One answer, held back until it is whole."""
+    """One response, buffered until it is complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -66,7 +66,7 @@ class _Page:
         self._body = b""
 
     async def pass_on(self, message: Message) -> None:
-        """Take one message of the answer; the last one lets all go."""
+        """Buffer one message of the response; the last one sends all."""
         if message["type"] == "http.response.start":
             self._start = message
             return
@@ -87,7 +87,7 @@ def create_app() -> ASGIApp:
 
 
 def plugin(folder: Path, name: str) -> None:
-    """Write into ``folder`` what offers this module to MLflow as ``name``, where the folder is on Python's path."""
+    """Write into ``folder``, which must be on Python's path, the entry point of this module for MLflow as ``name``."""
     info = folder / "tune_cluster_server-1.dist-info"
     info.mkdir()
     write_atomically(info / "METADATA", [b"Metadata-Version: 2.1\nName: tune-cluster-server\nVersion: 1\n"])
@@ -95,17 +95,17 @@ def plugin(folder: Path, name: str) -> None:
     write_atomically(info / "entry_points.txt", [entry.encode("ascii")])
 
 
-# Runs the MLflow server as a child process until interrupted, to look at sweeps in the browser.
+# Runs the MLflow server as a child process until interrupted.
 
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 5000
 APP = "tune-cluster"
-"""Name under which :mod:`orchestrator.tracking.mlflow_server` is offered to MLflow."""
+"""Name of :mod:`orchestrator.tracking.mlflow_server` as a plug-in of MLflow."""
 _STARTUP_S = 120.0
 _SOURCES = Path(__file__).parents[2]
-"""Folder that this package is imported from, wherever that is."""
+"""Folder that this package is imported from."""
 
 
 def serve(
@@ -117,17 +117,19 @@ def serve(
 ) -> int:
     """Run ``mlflow server`` on the store at ``uri`` until Ctrl-C or SIGTERM; return its exit status, 0 when asked.
 
-    ``on_ready`` is called with the server's address once it answers.
+    ``on_ready`` is called with the server's address once it is up.
 
     Raises:
-        ConfigError: ``uri`` is a server already, the port is taken, or the server does not come up.
+        ConfigError: ``uri`` is already a server, the port is taken, or the server does not start.
     """
     if uri.startswith(("http://", "https://")):
-        raise ConfigError("the tracking URI names a running server", key="tracking.uri", remedy="Open it in a browser.")
+        raise ConfigError("the tracking URI is a running server", key="tracking.uri", remedy="Open it in a browser.")
     base = f"http://{host}:{port}"
     check_port(host, port)
     if not _is_loopback(host):
-        logger.warning("the MLflow server at %s asks for no password: who reaches it reads and changes results", base)
+        logger.warning(
+            "the MLflow server at %s has no password: anyone who can reach it can read and change results", base
+        )
     with _server(_command(uri, host, port)) as server, interruptible():
         try:
             _wait_until_up(server, base)
@@ -139,7 +141,7 @@ def serve(
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a taken port: another server would answer there in the place of ours.
+    """Refuse a taken port: another server would respond there instead of ours.
 
     Raises:
         ConfigError: it is taken, or not this host's.
@@ -171,15 +173,15 @@ def _command(uri: str, host: str, port: int) -> list[str]:
 
 @contextmanager
 def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The server in a session of its own, so that all its processes can be ended together.
+    """Start the server in its own session, so that all its processes can be ended together.
 
-    Its database and artifacts are local files: it gets no secret of ours.
+    Its database and artifacts are local files: it gets no secrets.
     """
     env = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
     env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    env.setdefault("MLFLOW_LOGGING_LEVEL", "CRITICAL")  # a page that fails says so; its traceback is MLflow's own
-    env["PYTHONWARNINGS"] = "ignore"  # of MLflow's own libraries, nothing that its user could fix
-    env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder besides
+    env.setdefault("MLFLOW_LOGGING_LEVEL", "CRITICAL")  # a failing page shows its error; the traceback is MLflow's own
+    env["PYTHONWARNINGS"] = "ignore"  # from MLflow's own libraries, nothing its user could fix
+    env["PYTHONSAFEPATH"] = "1"  # for its own child processes, which also import from their folder
     with tempfile.TemporaryDirectory(prefix="tc-mlflow-") as folder:
         plugin(Path(folder), APP)
         own = [str(Path(entry).absolute()) for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -210,12 +212,12 @@ def _wait_until_up(server: subprocess.Popen[bytes], base: str) -> None:
     while time.monotonic() < deadline:
         if server.poll() is not None:
             raise ConfigError(
-                f"mlflow server ended with status {server.returncode} before answering at {base}",
-                remedy="Its own message stands above.",
+                f"mlflow server exited with status {server.returncode} before it was up at {base}",
+                remedy="See its message above.",
             )
         try:
             with urllib.request.urlopen(f"{base}/health", timeout=2.0):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    raise ConfigError(f"mlflow server did not answer at {base} within {_STARTUP_S:g} s")
+    raise ConfigError(f"mlflow server did not respond at {base} within {_STARTUP_S:g} s")

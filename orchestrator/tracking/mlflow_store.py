@@ -1,4 +1,4 @@
-"""MLflow's model registry: versions, aliases, and the files that a version points at."""
+"""MLflow's model registry: versions, aliases, and the files of a version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 MAX_DESCRIPTION_CHARS = 5000
-"""Characters of a description that the registry's database keeps."""
+"""Maximum number of characters of a description in the registry's database."""
 _ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
@@ -39,13 +39,13 @@ class Registered:
     version: str
     run_id: str
     source: str
-    """Where its files are, ``runs:/<run_id>/<folder>``."""
+    """Location of its files, ``runs:/<run_id>/<folder>``."""
     tags: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
 
 
 class Registry:
-    """The registry behind ``client``. Raises what MLflow raises, see
+    """The registry behind ``client``. Raises MLflow's errors, see
     :meth:`orchestrator.tracking.mlflow_tracker.Tracker.reached`."""
 
     def __init__(self, client: MlflowClient) -> None:
@@ -54,7 +54,7 @@ class Registry:
     def create_version(
         self, name: str, run_id: str, folder: str, tags: Mapping[str, str], description: str
     ) -> Registered:
-        """Make a version of the files in ``folder`` of the run's artifacts, with its tags, in one step."""
+        """Create a version of the files in ``folder`` of the run's artifacts, with its tags, in one step."""
         self.create_entry(name, {}, "Training configurations promoted by tune-cluster.")
         version = self.client.create_model_version(
             name,
@@ -69,7 +69,7 @@ class Registry:
         self.client.set_registered_model_alias(name, alias, version)
 
     def delete_alias(self, name: str, alias: str) -> None:
-        """Delete an alias; nothing happens where there is none."""
+        """Delete an alias, if it exists."""
         self.client.delete_registered_model_alias(name, alias)
 
     def set_tag(self, name: str, version: str, key: str, value: str) -> None:
@@ -87,7 +87,7 @@ class Registry:
                 return sorted((_registered(version) for version in found), key=lambda version: int(version.version))
 
     def find(self, name: str, *, alias: str | None = None, version: str | None = None) -> Registered | None:
-        """The version with this alias or number; None where there is none."""
+        """The version with this alias or number; None if it does not exist."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -98,14 +98,14 @@ class Registry:
             if error.error_code in _ABSENT:
                 return None
             raise
-        except OverflowError:  # a number that no database holds
+        except OverflowError:  # a number too large for any database
             return None
 
     def read_files(self, registered: Registered) -> dict[str, bytes]:
         """All files of a version: path below its folder to content.
 
         Raises:
-            LookupError: the version does not point into its run's artifacts, or they are not there.
+            LookupError: the version does not point into its run's artifacts, or they are missing.
         """
         with tempfile.TemporaryDirectory() as folder:
             root = self._download(registered, "", folder)
@@ -116,7 +116,7 @@ class Registry:
         """Tags of a run.
 
         Raises:
-            LookupError: it is not there.
+            LookupError: it does not exist.
         """
         from mlflow.exceptions import MlflowException
 
@@ -124,24 +124,24 @@ class Registry:
             return dict(self.client.get_run(run_id).data.tags)
         except MlflowException as error:
             if error.error_code in _ABSENT:
-                raise LookupError(f"its run {run_id} is not there") from None
+                raise LookupError(f"its run {run_id} does not exist") from None
             raise
 
     def ensure_experiment(self, name: str, location: str | None) -> str:
-        """The id of the experiment, created where it is missing."""
+        """The id of the experiment, created if missing."""
         found = self.client.get_experiment_by_name(name)
         if found is None:
             self._done("RESOURCE_ALREADY_EXISTS", lambda: self.client.create_experiment(name, location))
             found = self.client.get_experiment_by_name(name)
         assert found is not None, "it was just created"
-        if found.lifecycle_stage == "deleted":  # by hand, on a page; what it holds is still wanted
+        if found.lifecycle_stage == "deleted":  # by hand, on a page; its content is still needed
             self.client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
 
-    # ---- registered models as such: names that only one can create, and that are gone when deleted ----
+    # ---- registered models as such: unique names that disappear when deleted ----
 
     def create_entry(self, name: str, tags: Mapping[str, str], description: str) -> bool:
-        """Create a registered model in one step; return whether it was created, False where the name was taken."""
+        """Create a registered model in one step; return whether it was created, False if the name was taken."""
         return self._done(
             "RESOURCE_ALREADY_EXISTS", lambda: self.client.create_registered_model(name, dict(tags), description)
         )
@@ -153,16 +153,16 @@ class Registry:
         return {model.name: dict(model.tags) for model in found if model.name.startswith(prefix)}
 
     def tag_entry(self, name: str, key: str, value: str) -> bool:
-        """Tag a registered model; return False where it is not there any more."""
+        """Tag a registered model; return False if it no longer exists."""
         return self._done("RESOURCE_DOES_NOT_EXIST", lambda: self.client.set_registered_model_tag(name, key, value))
 
     def delete_entry(self, name: str) -> None:
-        """Delete a registered model with its versions; nothing happens where there is none."""
+        """Delete a registered model with its versions, if it exists."""
         self._done("RESOURCE_DOES_NOT_EXIST", lambda: self.client.delete_registered_model(name))
 
     @staticmethod
     def _done(otherwise: str, action: Callable[[], Any]) -> bool:
-        """False where MLflow refuses with this error code."""
+        """False if MLflow refuses with this error code."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -199,39 +199,39 @@ def _registered(version: ModelVersion) -> Registered:
     )
 
 
-# What the MLflow store knows of earlier sweeps on the same hardware, read through
-# :mod:`orchestrator.tracking.mlflow_tracker`.
+# Earlier sweeps on the same hardware in the MLflow store, read through :mod:`orchestrator.tracking.mlflow_tracker`.
 
 
 logger = logging.getLogger(__name__)
 
 MAX_SWEEPS = 50
-"""Earlier sweeps that are looked at, the newest first."""
+"""Maximum number of earlier sweeps to read, newest first."""
 _ENVIRONMENT = "tc.env."
 
 
 def earlier_trials(
     tracker: Tracker, environment: Mapping[str, str], kind: str, objective: Objective, *, source: str | None = None
 ) -> tuple[EarlierTrial, ...]:
-    """Trials of earlier sweeps that teach about this hardware: the newest sweeps, of each the trials that say most.
+    """Trials of earlier sweeps on this hardware to learn from: the newest sweeps, and the most informative trials of
+    each.
 
-    A store that cannot be read only costs what could have been learned: that is logged, and the answer is empty.
+    If the store cannot be read, this is logged, and the result is empty.
 
     Args:
         environment: the fingerprint; see :data:`orchestrator.search.knob_effects.MEASURED_ON` for what has to
             agree.
-        kind: the kind of model; trials of others teach nothing about it.
-        objective: what the trials of a sweep are ranked by.
-        source: part of the fingerprint that has to agree besides, with what is known by no model: the program's source.
+        kind: the kind of model; trials of others are not comparable.
+        objective: ranks the trials of a sweep.
+        source: another part of the fingerprint that must match if there is no model: the program's source.
     """
     names = () if source is None else (source,)
     try:
         with tracker.reached():
             return tuple(islice(_read(tracker.client(), environment, kind, objective, names), MAX_TRIALS))
     except ConfigError as error:
-        logger.warning("nothing is learned from earlier sweeps: %s", error)
-    except Exception as error:  # whatever is wrong with a store, this sweep does not need it
-        logger.warning("nothing is learned from earlier sweeps: %s: %s", type(error).__name__, error)
+        logger.warning("cannot learn from earlier sweeps: %s", error)
+    except Exception as error:  # the sweep can do without the store
+        logger.warning("cannot learn from earlier sweeps: %s: %s", type(error).__name__, error)
     return ()
 
 
@@ -265,7 +265,7 @@ def _kind(sweep: Any) -> str:
 
 
 def _trials_of(client: Any, experiment: str, sweep: str, objective: Objective) -> Iterator[EarlierTrial]:
-    """Trials of a sweep, half of them the fastest, half by number: what is slow or too large teaches, too."""
+    """Trials of a sweep, half of them the fastest, half by number: slow or too large ones are informative, too."""
     runs = list(client.search_runs([experiment], f"tags.`tc.sweep_id` = '{sweep}'", max_results=1000))
     trials = [run for run in runs if run.data.tags.get("tc.kind") == "trial"]
     reported = [run for run in trials if run.data.tags.get("tc.state") in ("measured", "oom")]
@@ -278,7 +278,7 @@ def _trials_of(client: Any, experiment: str, sweep: str, objective: Objective) -
 
 
 def _weighted_ms(run: Any, objective: Objective) -> float:
-    """Step time of a run times the objective's weight, in milliseconds; infinite where it was not measured."""
+    """Step time of a run times the objective's weight, in milliseconds; infinite if it was not measured."""
     step_time_ms, devices = run.data.metrics.get("step_time_ms"), run.data.params.get("world_size", "")
     if step_time_ms is None or not devices.isdecimal():
         return math.inf
@@ -286,7 +286,7 @@ def _weighted_ms(run: Any, objective: Objective) -> float:
 
 
 def _trial(client: Any, run_id: str, sweep: str) -> EarlierTrial | None:
-    """A trial from the record beside its run; None where that is missing, damaged, or of another version."""
+    """A trial from the record of its run; None if that is missing, damaged, or of another version."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(client.download_artifacts(run_id, "trial.json", folder))
@@ -294,7 +294,7 @@ def _trial(client: Any, run_id: str, sweep: str) -> EarlierTrial | None:
         candidate: Candidate = from_json(Candidate, record["candidate"])
         workload: Workload = from_json(Workload, record["workload"])
         outcome: Outcome = from_json(Outcome, record["attempts"][-1]["outcome"])
-    except Exception as error:  # a record of another version, or damaged: others may be whole
-        logger.debug("the record of run %s is not used: %s", run_id, error)
+    except Exception as error:  # a record of another version, or damaged: others may be intact
+        logger.debug("ignored the record of run %s: %s", run_id, error)
         return None
     return EarlierTrial.of_outcome(sweep, workload, candidate, outcome)

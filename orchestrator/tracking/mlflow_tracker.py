@@ -1,4 +1,4 @@
-"""Which event of the ledger puts what into MLflow, which it reaches by the protocol :class:`Runs`."""
+"""Maps events of the ledger to MLflow, through the protocol :class:`Runs`."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ _NOTE = "mlflow.note.content"
 
 
 _REPORTED = ("confirmation", "history", "breakdown")
-"""Plots that the note shows."""
+"""Plots shown in the note."""
 
 
 def project(runs: Runs, ledger: Ledger, entry: LedgerEntry, state: SweepState) -> None:
-    """Write one entry of the ledger; ``state`` is the fold up to and including it. Repeating it changes nothing."""
+    """Write one entry of the ledger; ``state`` is the fold up to and including it. Idempotent."""
     match entry.event:
         case SweepCreated():
             _project_created(runs, state, ledger)
@@ -132,7 +132,7 @@ def _project_paused(runs: Runs, event: SweepPaused, state: SweepState) -> None:
 
 
 def _project_proof(runs: Runs, event: ProofEvent, state: SweepState) -> None:
-    """Roles and speed-ups of the trials' runs; the verdict as tags and metrics of the sweep's."""
+    """Roles and speed-ups of the trials' runs; the verdict as tags and metrics of the sweep's run."""
     known, run_id = runs.sweep_runs(state), _ensure_sweep(runs, state)
     winner = state.verdict.winner if state.verdict else None
     for former in runs.with_role(state, "winner"):
@@ -150,16 +150,16 @@ def _project_proof(runs: Runs, event: ProofEvent, state: SweepState) -> None:
 
 
 def _retract(runs: Runs, run_id: str, at_s: float) -> None:
-    """Take a confirmed speed-up back that was logged before this moment."""
+    """Revoke a confirmed speed-up that was logged before this time."""
     if runs.has_logged(run_id, run_records.CONFIRMED_SPEEDUP, before_s=at_s):
         runs.log(run_id, at_s, metrics=run_records.RETRACTED)
 
 
 def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ()) -> str:
-    """The note of the sweep's run: its report in short, with links and some plots once they are there."""
+    """The note of the sweep's run: its report in short, with links and some plots once they exist."""
     attached = None
     if plots:
-        tabs = {"The whole report": f"artifacts/{PAGE}", "All plots": "artifacts/plots"}
+        tabs = {"Full report": f"artifacts/{PAGE}", "All plots": "artifacts/plots"}
         shown = [name for name in _REPORTED if name in plots]
         attached = Attached(
             links={what: runs.page(state, run_id, tab) for what, tab in tabs.items()},
@@ -185,7 +185,7 @@ def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledge
 def _put_report(
     runs: Runs, state: SweepState, run_id: str, ledger: Ledger, *, with_pictures: bool = True
 ) -> Sequence[str]:
-    """Write the report as text, and as a page with its plots where that is wanted; return the names of the plots."""
+    """Write the report as text, and as a page with its plots if requested; return the names of the plots."""
     summary = summarize(state, runs.uri)
     runs.put_text(run_id, report_markdown(make_short_report(state, summary)), "report.md")
     runs.put_text(run_id, run_records.json_text(summary.to_json()), "summary.json")
@@ -279,12 +279,12 @@ _RUN_STATUS: Mapping[Consequence, str] = {
     "fault": "FAILED",
     "retry": "KILLED",
 }
-"""MLflow's status of a run by what its outcome means: a result, also where it says that the candidate does not fit or
-is too slow; a fault; or nothing about the candidate, since its gang was lost or cancelled."""
+"""MLflow's status of a run by its outcome: finished for a result, even if the candidate does not fit or is too slow;
+failed for a fault; killed if its gang was lost or cancelled."""
 
 
 def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Trial) -> None:
-    """Go on with the curve of the best speed over trial numbers; write the note again when the result changes."""
+    """Extend the curve of the best speed over trial numbers; rewrite the note when the result changes."""
     if state.best is None or state.best.measurement is None:
         return
     run_id = _ensure_sweep(runs, state)
@@ -295,7 +295,7 @@ def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Tri
 
 
 class Runs(Protocol):
-    """The runs of a sweep in MLflow. Writing the same twice changes nothing."""
+    """The runs of a sweep in MLflow. Writes are idempotent."""
 
     @property
     def uri(self) -> str:
@@ -303,7 +303,7 @@ class Runs(Protocol):
         ...
 
     def sweep_runs(self, state: SweepState) -> dict[str, str]:
-        """Run ids by ``sweep`` for the parent, by the trial's number for a trial. Runs that are created are added."""
+        """Run ids: ``sweep`` for the parent, the trial's number for a trial. Includes newly created runs."""
         ...
 
     def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
@@ -322,12 +322,12 @@ class Runs(Protocol):
         curves: Mapping[str, Mapping[int, float]] | None = None,
         timed: Mapping[str, Mapping[float, float]] | None = None,
     ) -> None:
-        """Log a batch at one moment; ``step`` is that of the metrics. Curves have a value per step, ``timed`` ones a
-        value per moment, in seconds since the epoch."""
+        """Log a batch at one time; ``step`` is that of the metrics. Curves have a value per step, ``timed`` ones a
+        value per time in seconds since the epoch."""
         ...
 
     def has_logged(self, run_id: str, metric: str, *, before_s: float) -> bool:
-        """Whether the last value of the metric is from before this moment; False where there is none."""
+        """Whether the last value of the metric is from before this time; False if there is none."""
         ...
 
     def put_text(self, run_id: str, text: str, artifact: str) -> None: ...
@@ -349,7 +349,7 @@ class Runs(Protocol):
         ...
 
     def go_on(self, run_id: str) -> None:
-        """Mark a run that had ended as running again."""
+        """Mark an ended run as running again."""
         ...
 
     def end(self, run_id: str, status: str, at_s: float) -> None:
@@ -357,32 +357,32 @@ class Runs(Protocol):
         ...
 
 
-# Writes the ledger of a sweep into MLflow. It and the registry import mlflow, and only when used.
+# Records the ledger of a sweep in MLflow. Only this and the registry import mlflow, on first use.
 #
 # One experiment per model and hardware; a parent run per sweep; a child run per trial, with further attempts of a
-# trial as tags. Runs are found again by their tags, metrics carry the events' own times, so writing an entry twice
-# changes nothing. MLflow being away only delays: entries wait in the ledger behind the cursor.
+# trial as tags. Runs are identified by their tags, and metrics have the events' times, so writes are idempotent. An
+# unavailable MLflow only causes delay: entries wait in the ledger behind the cursor.
 
 
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 1000
-"""Metrics, params and tags together that MLflow takes in one call."""
+"""MLflow's limit of metrics, params and tags together in one call."""
 _MAKING_S = 120.0
-"""How long another process may take to make the database; seconds where nothing else runs."""
+"""How long another process may take to create the database; takes seconds on an idle host."""
 
 
 CURSOR = "mlflow"
-"""Name of the ledger's cursor that says how far MLflow has been told."""
+"""Name of the ledger's cursor for MLflow."""
 
 
 class Tracker:
-    """Carries one sweep's ledger into the MLflow store at ``uri``.
+    """Records one sweep's ledger in the MLflow store at ``uri``.
 
     Args:
         uri: a tracking URI: ``sqlite:///...`` or the address of a server.
-        experiment: name of the experiment; None derives it from the sweep's model and hardware. Once a sweep is
-            recorded it stays where it is, whatever is said here.
+        experiment: name of the experiment; None derives it from the sweep's model and hardware. A recorded sweep
+            stays in its experiment regardless.
     """
 
     def __init__(self, uri: str, experiment: str | None = None) -> None:
@@ -394,7 +394,7 @@ class Tracker:
         self._outbox = Outbox(CURSOR, on_outage=self._warn)
 
     def prepare(self) -> None:
-        """Connect and create the store's tables where they are missing; takes seconds the first time.
+        """Connect, and create missing tables of the store; takes seconds the first time.
 
         Raises:
             ServiceError: the store cannot be reached.
@@ -408,7 +408,7 @@ class Tracker:
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """Turn what MLflow raises inside into a ServiceError with its remedy. Not needed around :meth:`sync`."""
+        """Convert MLflow's errors inside into a ServiceError with a remedy. Not needed around :meth:`sync`."""
         apply_settings()
         import requests
         from mlflow.exceptions import MlflowException
@@ -420,26 +420,26 @@ class Tracker:
             yield
         except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
             raise ServiceError(
-                f"the MLflow store {public_uri(self.uri)} cannot be used: {first_line(error)}",
-                remedy=_owner_remedy(error) or "Check that it is reachable and may be written, then try again.",
+                f"cannot use the MLflow store {public_uri(self.uri)}: {first_line(error)}",
+                remedy=_owner_remedy(error) or "Check that it is reachable and writable, then try again.",
             ) from error
 
     def sync(self, ledger: Ledger, state: SweepState) -> int:
         """Write every entry behind the cursor; return how many were written.
 
-        An error of MLflow is logged, once per outage, and leaves the cursor where it is; the next calls do nothing
-        until a growing pause is over. When ``state`` is over there is no pause.
+        An error of MLflow is logged once per outage and leaves the cursor unchanged; further calls do nothing
+        until a growing pause is over. There is no pause when ``state`` is over.
         """
         if ledger.cursor(CURSOR) > 0 and (recorded := Recorded.read(ledger)):
             self._experiment_ids[self._experiment_name(state)] = recorded.experiment_id
         return self._outbox.deliver(ledger, lambda *entry: self._write(ledger, *entry), urgent=state.is_over)
 
     def find_run(self, state: SweepState, trial: int | None) -> str | None:
-        """The run of a trial, or of the sweep itself for None; None where MLflow has none."""
+        """The run of a trial, or of the sweep for None; None if MLflow has none."""
         return self.sweep_runs(state).get("sweep" if trial is None else str(trial))
 
     def recorded(self, state: SweepState) -> Recorded | None:
-        """Where MLflow holds the sweep; None where it does not."""
+        """Location of the sweep in MLflow; None if not recorded."""
         run_id = self.find_run(state, None)
         return Recorded(experiment_id=self._experiment_id(state), run_id=run_id) if run_id else None
 
@@ -452,9 +452,9 @@ class Tracker:
         return self._runs[identity]
 
     def delete_runs(self, state: SweepState, recorded: Recorded | None) -> int:
-        """Delete the sweep's runs; returns how many there were. MLflow hides them until its own ``mlflow gc``.
+        """Delete the sweep's runs; returns their number. MLflow hides them until ``mlflow gc``.
 
-        Their experiment stays: when a deleted one is brought back, so are all the runs it ever had.
+        Their experiment is kept: restoring a deleted one restores all its former runs.
 
         Raises:
             ServiceError: the store cannot be reached or refuses.
@@ -483,7 +483,7 @@ class Tracker:
         curves: Mapping[str, Mapping[int, float]] | None = None,
         timed: Mapping[str, Mapping[float, float]] | None = None,
     ) -> None:
-        """One synchronous batch, and more for long curves. Metrics carry the event's time: MLflow stores equal ones
+        """One synchronous batch, and more for long curves. Metrics have the event's time: MLflow stores equal ones
         once."""
         from mlflow.entities import Metric, Param, RunTag
 
@@ -535,7 +535,7 @@ class Tracker:
     # ---- the store ----
 
     def _mlflow(self) -> MlflowClient:
-        """The client; the first call imports MLflow and brings the store's tables into being."""
+        """The client; the first call imports MLflow and creates the store's tables."""
         if self._client is None:
             apply_settings()
             from mlflow import MlflowClient
@@ -586,13 +586,13 @@ class Tracker:
             if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):
                 recorded.put(ledger)
         except BaseException:
-            self._runs.clear()  # what was being written may or may not be there: search again
+            self._runs.clear()  # the last write may or may not have succeeded: search again
             self._experiment_ids.clear()
             raise
 
     def _warn(self, error: Exception) -> None:
         logger.warning(
-            "MLflow at %s does not take results (%s: %s); the sweep goes on, they follow later",
+            "MLflow at %s does not accept results (%s: %s); the sweep continues, they are recorded later",
             public_uri(self.uri),
             type(error).__name__,
             first_line(error),
@@ -600,7 +600,7 @@ class Tracker:
 
 
 def _tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """Tags fit for MLflow: without secrets, not too long."""
+    """Tags for MLflow: without secrets, not too long."""
     return {key: redact(value)[: run_records.MAX_TAG_CHARS] for key, value in tags.items()}
 
 
@@ -609,10 +609,10 @@ def _ms(at_s: float) -> int:
 
 
 def _check_openable(path: Path) -> None:
-    """Refuse a database that cannot be opened; MLflow itself would try for two minutes, while the sweep waits.
+    """Reject a database that cannot be opened: MLflow would retry for two minutes while the sweep waits.
 
     Raises:
-        OSError: there is no database there, and none can be made.
+        OSError: there is no database, and none can be created.
     """
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=5.0)) as db:
@@ -622,13 +622,13 @@ def _check_openable(path: Path) -> None:
 
 
 def _bring_into_being(path: Path) -> None:
-    """Make the database where there is none, whole or not at all.
+    """Create the database if missing, atomically.
 
-    MLflow makes its tables by some dozens of migrations. Two processes that do so at once, or one that is killed
-    meanwhile, would leave a database behind that nobody can use.
+    MLflow creates its tables by dozens of migrations. Two processes doing so at once, or one that is killed, would
+    leave an unusable database behind.
 
     Raises:
-        OSError: another process has been at it for longer than ``_MAKING_S``.
+        OSError: another process has taken longer than ``_MAKING_S``.
     """
     from mlflow import MlflowClient
 
@@ -647,14 +647,14 @@ _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    # The outbox repeats what failed; the client's own minutes of retries would hold up the sweep.
+    # The outbox repeats failed writes; the client's own minutes of retries would delay the sweep.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 
 
 def _owner_remedy(error: Exception) -> str:
-    """What to do about a file or folder of another user; empty where that is not what is wrong."""
+    """The remedy for a file or folder of another user; empty if that is not the problem."""
     if not isinstance(error, PermissionError) or not error.filename:
         return ""
     path = Path(os.fsdecode(error.filename))
@@ -668,10 +668,10 @@ _NOISY = ("mlflow", "alembic", "sqlalchemy")
 
 
 def silence_mlflow() -> None:
-    """Keep what MLflow and its libraries log off the terminal, once they are imported.
+    """Keep log messages of MLflow and its libraries off the terminal, once they are imported.
 
-    MLflow logs every failure of its database with a traceback before it raises it; callers report what is raised.
-    Whoever sets ``MLFLOW_LOGGING_LEVEL`` wants to see all of it.
+    MLflow logs every failure of its database with a traceback before raising it, and callers report the exception.
+    Setting ``MLFLOW_LOGGING_LEVEL`` shows all of it.
     """
     if os.environ.get("MLFLOW_LOGGING_LEVEL"):
         return
@@ -680,6 +680,6 @@ def silence_mlflow() -> None:
 
 
 def apply_settings() -> None:
-    """Set MLflow's environment variables, which it reads when first imported; those that the user set stay."""
+    """Set MLflow's environment variables, which it reads on import; keeps the user's values."""
     for variable, value in _SETTINGS.items():
         os.environ.setdefault(variable, value)

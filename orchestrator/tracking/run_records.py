@@ -1,4 +1,4 @@
-"""What MLflow records about a sweep, as plain values: names, params, tags, metrics, notes."""
+"""The content of a sweep's MLflow records, as plain values: names, params, tags, metrics, notes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from trials.reports import Findings
 from trials.secrets import redact_all
 from trials.spec import HuggingFaceModel, LinearModel, LlamaModel, Model, PythonModel, ResNetModel, ScriptModel
 
-# What MLflow is told about a proof as plain values: roles, tags and notes of checks, verdict and promotions.
+# Records of a proof as plain values: roles, tags and notes of checks, verdict and promotions.
 
 
 def role_tags(trial: Trial) -> dict[str, str]:
-    """What a run is for: ``tc.role``, and for a check what it checks and how. The proof makes a trial more than that:
-    see :func:`proof_tags`."""
+    """The purpose of a run: ``tc.role``, and details for a check. For the roles that the proof adds to trials, see
+    :func:`proof_tags`."""
     match trial.check:
         case None:
             return {"tc.role": "baseline" if trial.number == 0 else "trial"}
@@ -59,7 +59,7 @@ def role_tags(trial: Trial) -> dict[str, str]:
 
 
 def check_note(trial: Trial, name: str, score: float, unit: str) -> str:
-    """What was measured of a check called ``name``, in Markdown."""
+    """The measurement of a check called ``name``, in Markdown."""
     if trial.measurement is None:
         return f"**{units.status_label(trial.status)}** — {name}\n\n{descriptions.failure(trial)}".rstrip()
     if isinstance(trial.check, ConfirmationRun | SoakRun):
@@ -67,13 +67,13 @@ def check_note(trial: Trial, name: str, score: float, unit: str) -> str:
     if isinstance(trial.check, GateRun):
         losses = trial.measurement.losses
         if not losses:
-            return f"**{len(trial.measurement.step_times_s)} steps trained**, losses not known — {name}"
+            return f"**{len(trial.measurement.step_times_s)} steps trained**, losses unknown — {name}"
         return f"**{len(losses)} steps trained**, last loss {losses[-1]:.4g} — {name}"
     return f"**Profiled** — {name}"
 
 
 def verdict_tags(state: SweepState) -> dict[str, str]:
-    """Tags of the sweep's run that tell its verdict; empty before there is one."""
+    """Tags of the sweep's run with its verdict; empty before there is one."""
     verdict = state.verdict
     if verdict is None:
         return {}
@@ -82,7 +82,7 @@ def verdict_tags(state: SweepState) -> dict[str, str]:
 
 
 def proof_tags(state: SweepState) -> dict[int, dict[str, str]]:
-    """Number of each trial that the proof is about to the tags that say what came of it."""
+    """Number of each trial in the proof to the tags with its result."""
     if state.proof is None:
         return {}
     proofs = (*state.set_aside, state.proof)
@@ -99,19 +99,19 @@ def proof_tags(state: SweepState) -> dict[int, dict[str, str]]:
 
 
 def promotion_tags(record: Mapping[str, str]) -> dict[str, str]:
-    """Tags of the sweep's and the trial's run that say where it is in production."""
+    """Tags of the sweep's and the trial's run with its versions in production."""
     version = f"{record['name']} version {record['to_version']}"
     return {"tc.promoted": version if record["action"] == "promote" else f"rolled back to {version}"}
 
 
-# What MLflow is told about a sweep as plain values: names, params, tags, metrics, notes.
+# Records of a sweep as plain values: names, params, tags, metrics, notes.
 #
-# Every value but the user follows from the ledger alone, so that a replay writes the same again.
+# Every value except the user depends only on the ledger, so that a replay writes the same.
 
 
 MAX_TAG_CHARS = 5000
 MAX_NAME_CHARS = 250
-"""Characters of the name of a param."""
+"""Maximum number of characters of the name of a param."""
 
 
 _MAX_RUN_NAME_CHARS = 200
@@ -124,10 +124,10 @@ def experiment_name(created: SweepCreated) -> str:
 
 
 def experiment_note() -> str:
-    """Description of the experiment in Markdown: what lies in it and how to read it."""
+    """Description of the experiment in Markdown: its content and how to read it."""
     return (
-        "A run per sweep, with its trials and checks as child runs. Verdict: the sweep's run, *Artifacts*, "
-        f"`{PAGE}`. Trials as a table or as charts: the saved views in the menu above the run table."
+        "One run per sweep, with trials and checks as child runs. For the verdict, see the sweep's run, *Artifacts*, "
+        f"`{PAGE}`. For trials as a table or as charts, use the saved views in the menu above the run table."
     )
 
 
@@ -159,14 +159,14 @@ def sweep_tags(created: SweepCreated) -> dict[str, str]:
 
 
 def origin_tags(ledger: Ledger) -> dict[str, str]:
-    """Who recorded the sweep, and the commit of the training program, by the names that MLflow's pages show."""
+    """The user who recorded the sweep, and the commit of the training program, by MLflow's names."""
     program = MeasuredProgram.read(ledger)
     commit = program.commit.removesuffix("+") if program is not None else ""
     return {"mlflow.user": user_name(), **({"mlflow.source.git.commit": commit} if commit else {})}
 
 
 def trial_name(trial: Trial) -> str:
-    """``t014 dp2 z3 mbs4``; what the run is for stands beside it, in its tag ``tc.role``."""
+    """``t014 dp2 z3 mbs4``; the purpose of the run is in its tag ``tc.role``."""
     return f"{units.trial_id(trial.number)} {short_name(trial.candidate)}"[:_MAX_RUN_NAME_CHARS]
 
 
@@ -185,7 +185,7 @@ def trial_tags(created: SweepCreated, trial: Trial, parent_run_id: str) -> dict[
 
 
 def attempt_tags(trial: Trial) -> dict[str, str]:
-    """Where the last attempt runs or ran and what came of it; how earlier ones were lost."""
+    """Nodes and result of the last attempt; how earlier ones were lost."""
     attempt = trial.attempts[-1]
     lost = {f"tc.attempt.{i}": _end_text(a.outcome) for i, a in enumerate(trial.attempts[:-1])}
     return {
@@ -201,7 +201,7 @@ def attempt_tags(trial: Trial) -> dict[str, str]:
 
 
 def _outcome_tags(outcome: Outcome | None) -> dict[str, str]:
-    """How the attempt ended, and why where that is not with a measurement; empty while it runs."""
+    """How the attempt ended, and why if without a measurement; empty while it is running."""
     match outcome:
         case None:
             return {}
@@ -218,12 +218,12 @@ def trial_params(trial: Trial) -> dict[str, str]:
 
 
 def param_name(knob: str) -> str:
-    """A knob's name as MLflow takes it: knobs of the user's own may be ``$NAME``, or have a plus sign."""
+    """A knob's name in the form MLflow accepts: custom knobs may be ``$NAME``, or have a plus sign."""
     return re.sub(r"[^\w\-. :/]", "_", f"env:{knob[1:]}" if knob.startswith("$") else knob)[:MAX_NAME_CHARS]
 
 
 def trial_record(state: SweepState, trial: Trial) -> dict[str, Any]:
-    """Everything known about the trial, raw: candidate, attempts, step times, losses."""
+    """The trial's raw data: candidate, attempts, step times, losses."""
     return {
         "sweep": state.sweep.sweep,
         "trial": trial.number,
@@ -252,7 +252,7 @@ def json_text(value: Any) -> str:
 
 
 def trial_note(state: SweepState, trial: Trial) -> str:
-    """Note of a trial's run in Markdown: the result in its first line, why the trial was made in its last."""
+    """Note of a trial's run in Markdown: the result in its first line, the reason for the trial in its last."""
     if trial.check is not None:
         name = f"{descriptions.check_text(trial.check)}, `{short_name(trial.candidate)}`"
         result = check_note(trial, name, state.score(trial), state.unit)
@@ -272,7 +272,7 @@ def _result_note(state: SweepState, trial: Trial) -> str:
     compared = versus_baseline(trial, state)
     against = f", {units.ratio(compared.ratio.value, compared.ratio.ci95)} against the baseline" if compared else ""
     unit = state.unit
-    head = f"**{units.rate(found.value)} {unit}**{against} — {name}\n\n95% interval {units.interval(found.ci95)}"
+    head = f"**{units.rate(found.value)} {unit}**{against} — {name}\n\n95% CI {units.interval(found.ci95)}"
     return "\n".join([head, "", *(f"- {line}" for line in findings_lines(trial.measurement.findings))]).rstrip()
 
 
@@ -296,8 +296,8 @@ def _end_text(outcome: Any) -> str:
 
 # Metrics of runs in MLflow: one name for one meaning, with the unit in the name; ``docs/review.md`` lists them.
 #
-# Single figures have four significant digits, since MLflow's tables show every digit that they are given; what was
-# measured lies exact beside the run, in ``trial.json``. A name before a slash is a section on MLflow's pages.
+# Single figures have four significant digits, since MLflow's tables show every digit; the run's ``trial.json`` has the
+# exact measurements. A name before a slash is a section on MLflow's pages.
 
 
 PER_DEVICE = "tokens_per_s_per_device"
@@ -306,32 +306,32 @@ SCORES: Mapping[ObjectiveName, str] = {
     "step_time": "tokens_per_s",
     "device_cost": "tokens_per_s_per_paid_device",
 }
-"""The metric that holds the score of each objective: what the search maximises."""
+"""The metric with the score of each objective, which the search maximizes."""
 SEARCH_SPEEDUP = "search_speedup"
-"""Speed over the baseline's as the search measured both, once each."""
+"""Speed-up over the baseline, measured by the search once each."""
 REMEASURED_SPEEDUP = "remeasured_speedup"
-"""A finalist's speed over the baseline's, measured again side by side, whatever the verdict."""
+"""A finalist's speed-up over the baseline, measured again interleaved, regardless of the verdict."""
 CONFIRMED_SPEEDUP = "confirmed_speedup"
-"""The same of the winner that the verdict confirms, and of nothing else."""
+"""The same, only of the confirmed winner."""
 REHEARSED_SPEEDUP = "rehearsed_speedup"
-"""What stands for all of these where the cluster does not exist, and nothing was measured."""
+"""Replaces all of these on a simulated cluster, where nothing is measured."""
 RANK = "rank"
-"""Place of a measured trial when the sweep ends: 1 is the winner, then the finalists, then the others by score."""
+"""Rank of a measured trial when the sweep ends: 1 is the winner, then the finalists, then the others by score."""
 RETRACTED = {f"{CONFIRMED_SPEEDUP}{end}": math.nan for end in ("", "_low", "_high")}
-"""What takes the place of a confirmed speed-up that a later verdict takes back; MLflow forgets no metric."""
+"""Replaces a confirmed speed-up that a later verdict revokes; metrics cannot be deleted from MLflow."""
 
 _MS, _GIB, _MIN = 1e3, 2.0**30, 60.0
 _CURVE_DIGITS = 6
-"""Losses of two trials differ in digits that a table needs not show."""
+"""More digits: losses of two trials differ only in late ones."""
 
 
 def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
-    """Single figures of a trial's run; those that are not known or not finite are left out."""
+    """Single figures of a trial's run, if known and finite."""
     values: dict[str, float | None] = {"device_min": trial.device_seconds / _MIN}
     if isinstance(trial.outcome, StoppedEarly):
         values["step_time_at_least_ms"] = trial.outcome.at_least_s * _MS
         values["saved_device_min"] = trial.outcome.saved_device_seconds / _MIN
-    if trial.measurement and not isinstance(trial.check, ProfileRun):  # the profiler's own cost is in its times
+    if trial.measurement and not isinstance(trial.check, ProfileRun):  # its times include the profiler's overhead
         values |= _measured(trial.measurement)
         values[SCORES[state.objective.name]] = state.objective.score(trial.measurement)
         if trial.expected is not None:
@@ -370,7 +370,7 @@ def _measured(measurement: Measurement) -> dict[str, float | None]:
 
 
 def _compilation(measurement: Measurement) -> dict[str, float | None]:
-    """Seconds of compilation, each kind by a name of its own: their times cannot be compared."""
+    """Seconds of compilation, each kind under its own name: their times are not comparable."""
     graph = measurement.findings.graph
     if graph is None or graph.cache is None:
         return {"compile_s": measurement.compile_s or None}
@@ -379,7 +379,7 @@ def _compilation(measurement: Measurement) -> dict[str, float | None]:
 
 
 def _device_memory(measurement: Measurement) -> dict[str, float | None]:
-    """Memory of the devices beside the allocator's peaks, the worst of any rank."""
+    """Memory of the devices apart from the allocator's peaks, maximum over ranks."""
     found = measurement.device_memory
     if found is None:
         return {}
@@ -391,7 +391,7 @@ def _device_memory(measurement: Measurement) -> dict[str, float | None]:
 
 
 def _disturbance(measurement: Measurement) -> dict[str, float | None]:
-    """What else the most disturbed node did; shares of its processors' time."""
+    """Other load on the most disturbed node, as shares of its CPU time."""
     if not measurement.disturbances:
         return {}
     worst = measurement.disturbances[0]
@@ -405,7 +405,7 @@ def _disturbance(measurement: Measurement) -> dict[str, float | None]:
 
 
 def expected_metrics(created: SweepCreated, trial: Trial) -> dict[str, float]:
-    """What was predicted of the trial, named as what is measured, in a section of its own."""
+    """The trial's predictions, named like the measurements, in a separate section."""
     found = trial.expected
     if found is None:
         return {}
@@ -422,9 +422,9 @@ def expected_metrics(created: SweepCreated, trial: Trial) -> dict[str, float]:
 
 
 def trial_curves(trial: Trial) -> dict[str, dict[int, float]]:
-    """What MLflow draws over the steps of a trial, from its first warm-up step, number 1: name to step to value.
+    """Curves over the steps of a trial, from its first warm-up step, number 1: name to step to value.
 
-    Step times begin after the warm-up; a trial that was stopped early has those that were seen.
+    Step times start after the warm-up; a trial stopped early has the observed ones.
     """
     if isinstance(trial.outcome, StoppedEarly):
         return _drawn({"curve/step_time_ms": _numbered([s * _MS for s in trial.outcome.step_times_s], first=2)})
@@ -454,9 +454,9 @@ _SYSTEM: Mapping[UsageKind, tuple[str, float]] = {
 
 
 def system_curves(trial: Trial) -> dict[str, dict[float, float]]:
-    """What MLflow's tab *System metrics* shows of a trial: name to seconds since the epoch to value.
+    """The values of MLflow's tab *System metrics* for a trial: name to seconds since the epoch to value.
 
-    Of several nodes, the name of the node stands in the metric's, as MLflow itself has it.
+    With several nodes, the metric's name contains the node's, as in MLflow itself.
     """
     if trial.measurement is None:
         return {}
@@ -478,7 +478,7 @@ def _numbered(values: Iterable[float], first: int = 1) -> dict[int, float]:
 
 
 def _drawn(curves: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
-    """Curves with digits that can be told apart, without points that are not finite."""
+    """Curves with significant digits only, without non-finite points."""
     return {
         name: {step: rounded(value, _CURVE_DIGITS) for step, value in points.items() if math.isfinite(value)}
         for name, points in curves.items()
@@ -486,7 +486,7 @@ def _drawn(curves: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, flo
 
 
 def verdict_metrics(state: SweepState) -> dict[str, float]:
-    """Figures of the sweep's run: the speed-up of the winner, or of the fastest finalist where none is confirmed."""
+    """Figures of the sweep's run: the speed-up of the winner, or of the fastest finalist if none is confirmed."""
     verdict = state.verdict
     if verdict is None:
         return {}
@@ -496,7 +496,7 @@ def verdict_metrics(state: SweepState) -> dict[str, float]:
 
 
 def finalist_metrics(state: SweepState) -> dict[int, dict[str, float]]:
-    """Number of each finalist that was measured again to its speed-up; the winner's is confirmed besides."""
+    """Number of each finalist that was measured again to its speed-up; the winner's is also confirmed."""
     if state.verdict is None:
         return {}
     again = REHEARSED_SPEEDUP if state.virtual else REMEASURED_SPEEDUP
@@ -520,14 +520,14 @@ def ranks(state: SweepState) -> dict[int, int]:
 
 
 def best_metrics(state: SweepState) -> dict[str, float]:
-    """The score of the best trial of the search so far, a curve over trial numbers; empty before there is one."""
+    """The best score so far, as a curve over trial numbers; empty before there is one."""
     if state.best is None or state.best.measurement is None:
         return {}
     return _finite({f"best_{SCORES[state.objective.name]}": state.objective.score(state.best.measurement)})
 
 
 def cost_metrics(state: SweepState) -> dict[str, float]:
-    """What a sweep took, as figures of its run."""
+    """The cost of a sweep, as figures of its run."""
     trials = state.searched()
     return _finite(
         {
@@ -555,11 +555,11 @@ def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
     return {key: rounded(float(value)) for key, value in values.items() if value is not None and math.isfinite(value)}
 
 
-# Saved views of MLflow's run table: the columns, order and charts with which a sweep's trials open.
+# Saved views of MLflow's run table: the columns, order and charts of a sweep's trials.
 #
-# By itself the table shows neither metrics nor params. A saved view is a tag of the experiment that the links name
-# (``viewStateShareKey``); MLflow's own menu lists it, too. The form is that of MLflow 3.17's pages: another version
-# that does not know it shows its own default.
+# By default the table shows neither metrics nor params. A saved view is a tag of the experiment that the links refer to
+# (``viewStateShareKey``); MLflow's own menu also lists it. The format is that of MLflow 3.17's pages: other versions
+# that do not support it show their own default.
 
 
 TAG_PREFIX = "mlflow.sharedViewState."
@@ -576,7 +576,7 @@ _COLUMNS = {
     "tags.`tc.gate`": 80,
     "tags.`tc.outcome_reason`": 320,
 }
-"""Columns of the table in their order, with their widths in pixels; the score stands first among the metrics."""
+"""Columns of the table in order, with their widths in pixels; the score is first among the metrics."""
 MAX_KNOB_COLUMNS = 6
 _KNOBS, _SPEED = "tune-cluster-knobs", "tune-cluster-speed"
 
@@ -587,17 +587,16 @@ def _section(uuid: str, name: str, columns: int) -> dict[str, Any]:
 
 
 _SECTIONS = [_section(_KNOBS, "Knobs against speed", 1), _section(_SPEED, "Speed, memory, steps", 2)]
-"""The first has one column: axes of many knobs need the whole width for their labels."""
+"""The first has one column: the axes of many knobs need the full width for their labels."""
 
 
 def view_tags(created: SweepCreated, run_id: str, knobs: Sequence[str], *, is_ranked: bool = False) -> dict[str, str]:
-    """Tags of the experiment: a table of the sweep's trials, the best by its objective first, and charts of them.
+    """Tags of the experiment: a table of the sweep's trials, best first, and charts of them.
 
     Args:
         run_id: the sweep's own run.
-        knobs: params of those that vary, for the parallel coordinates; the first are columns of the table, too.
-        is_ranked: order by :data:`RANK`, which the trials have: the winner first, even if the
-            search measured another trial as faster.
+        knobs: params of those that vary, for the parallel coordinates; the first are also columns of the table.
+        is_ranked: order by :data:`RANK`: the winner first, even if the search measured another trial as faster.
     """
     sweep, at_ms = created.sweep, round(1000 * created.at_s)
     score = SCORES[created.objective.name]
@@ -615,7 +614,7 @@ def view_tags(created: SweepCreated, run_id: str, knobs: Sequence[str], *, is_ra
         **table,
         "compareRunCharts": _charts(knobs, score),
         "compareRunSections": _SECTIONS,
-        "isAccordionReordered": True,  # or MLflow sorts its own sections of further metrics among these, by name
+        "isAccordionReordered": True,  # otherwise MLflow sorts its sections of further metrics among these, by name
         "runsHiddenMode": "SHOW_ALL",
     }
     return {

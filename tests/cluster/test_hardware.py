@@ -325,7 +325,9 @@ def test_an_empty_limit_hides_nothing_from_hip_and_that_is_said(host, monkeypatc
 def test_the_doctor_says_what_hides_all_devices(host, monkeypatch, tool, variable, value):
     host(**{tool: vendors.nvidia() if tool == "nvidia_smi" else vendors.ROCM})
     monkeypatch.setenv(variable, value)
-    with pytest.raises(TroubleError, match=f"{variable}={value!r} hides all devices of kind .*: trials run on cores"):
+    with pytest.raises(
+        TroubleError, match=f"{variable}={value!r} hides all devices of kind .*: trials run on CPU cores"
+    ):
         doctor.found_devices()
 
 

@@ -103,5 +103,5 @@ def test_a_confirmed_winner_is_promoted_exported_and_verified_and_a_changed_prog
     assert "training" not in kinds and "program" not in kinds
     assert found.answer in ("no_drift", "could_not_verify")  # the machine may be busy
     (tmp_path / "train.py").write_text(PROGRAM + "\n# today's\n")
-    with pytest.raises(ConfigError, match=r"your program was changed since it was measured \(train.py\)"):
+    with pytest.raises(ConfigError, match=r"your program has changed since it was measured \(train.py\)"):
         promote("mine", home, sweep="mine", trial="1")

@@ -311,7 +311,7 @@ def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
     process.terminate()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted; the sweep tiny goes on where it stopped with: " in stderr
+    assert "interrupted; to continue the sweep tiny: " in stderr
     assert eventually_gone(str(home)) == []
     state = controller.load("tiny", Home(home)).state
     assert state.trials[0].status == "gang_lost"

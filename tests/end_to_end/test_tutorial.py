@@ -93,7 +93,7 @@ def test_the_winner_is_confirmed_explained_and_shown(done):
     with Home(folder / "home").open("quickstart") as ledger:
         winner = fold(ledger.events()).winner
     collectives = "Collectives of one step" if winner.candidate.layout.world_size > 1 else "no communication"
-    for shown in ("Where a step goes", collectives, "rank0.trace.json.gz"):
+    for shown in ("Step time breakdown", collectives, "rank0.trace.json.gz"):
         assert shown in outputs["profile"][0]
     page = (folder / "quickstart.html").read_text(encoding="utf-8")
     for text in (page, outputs["ui"]):

@@ -1,14 +1,14 @@
-// The buttons of a sweep: each asks first, says what will happen, and then what was done.
+// The buttons of a sweep: each asks for confirmation, then shows the result.
 
 import { h } from "./dom.js";
 import { at, meta, say } from "./page.js";
 
 const WORDS = {
-  pause: ["Pause", "Stop now, to be resumed later. What runs is killed and launched again then; nothing that was measured is lost."],
-  drain: ["Drain", "Let the running trials end, begin no other, then pause."],
-  cancel: ["Cancel", "Stop for good. What runs is killed; what was measured stays. A cancelled sweep cannot be resumed."],
-  resume: ["Resume", "Start a controller in the background on this host, or on the sweep's Ray cluster, and go on."],
-  retry: ["Retry failed", "Launch trials again that ended without being measured. Where no controller is at work, one is started."],
+  pause: ["Pause", "Stop now, to resume later. Running trials are killed and launched again on resume; no measurements are lost."],
+  drain: ["Drain", "Let running trials finish, start no others, then pause."],
+  cancel: ["Cancel", "Stop for good. Running trials are killed; measurements are kept. A cancelled sweep cannot be resumed."],
+  resume: ["Resume", "Start a controller in the background on this host, or on the sweep's Ray cluster, and continue the sweep."],
+  retry: ["Retry failed", "Launch trials that ended without a measurement again. Starts a controller if none is running."],
 };
 
 const choices = retriable => h("fieldset", {}, h("legend", {}, "Which trials"), retriable.map(([kind, words, count, chosen]) =>
@@ -53,11 +53,11 @@ const run = async (action, head) => {
     const { message, error } = await send(head.sweep, action, body);
     notice(message ?? error, error !== undefined);
   } catch {
-    notice("The server does not answer: is tune-cluster ui still running?", true);
+    notice("The server does not respond. Is tune-cluster ui still running?", true);
   }
 };
 
-// Buttons stay the same elements while they mean the same, so that the focus stays on them.
+// Buttons keep their elements while the actions are unchanged, so that they keep the focus.
 export const buttons = head => {
   const place = at("actions"), wanted = head.actions.join();
   place.currentHead = head;

@@ -1,8 +1,8 @@
-// Small charts as SVG: axes, points with a title each, lines. Points are links where there is something to open.
+// Small charts as SVG: axes, points with titles, lines. Points may be links.
 
 import { h, s } from "./dom.js";
 
-// As wide as the window where that is narrow, so that letters stay legible.
+// As wide as a narrow window, so that text stays legible.
 const W = Math.max(320, Math.min(560, window.innerWidth - 24)), H = 250, LEFT = 62, RIGHT = 14, TOP = 22, BOTTOM = 34;
 
 const short = value => {
@@ -70,13 +70,13 @@ export const speeds = (points, { unit, baseline, legend }) => {
   if (baseline != null) on.svg.append(line([[LEFT, on.y(baseline)], [W - RIGHT, on.y(baseline)]], "grey"));
   if (steps.length > 1) on.svg.append(line(steps, "green"));
   for (const one of points) on.svg.append(whisker(on.x(one.x), on.y(one.low), on.y(one.high), one.color), point(on.x(one.x), on.y(one.y), one.color, one.title, one.href));
-  return figure(on.svg, legend, key("green", "fastest by then"), baseline != null && key("grey", "baseline"));
+  return figure(on.svg, legend, key("green", "fastest so far"), baseline != null && key("grey", "baseline"));
 };
 
-// Predicted against measured, both in seconds; on the line they agree.
+// Measured over predicted, both in seconds; on the line they agree.
 export const scatter = (points, { tick, legend }) => {
   const all = points.flatMap(one => [one.x, one.y]);
-  const on = frame("Predicted against measured step time", all, all, { x: "predicted", y: "measured", tick });
+  const on = frame("Measured over predicted step time", all, all, { x: "predicted", y: "measured", tick });
   on.svg.append(line([[on.x(on.x0), on.y(on.x0)], [on.x(on.x1), on.y(on.x1)]], "grey"));
   for (const one of points) on.svg.append(point(on.x(one.x), on.y(one.y), one.color, one.title, one.href));
   return figure(on.svg, legend, key("grey", "as predicted"));
@@ -96,11 +96,11 @@ export const intervals = finalists => {
   const known = finalists.flatMap(one => [one.low, one.high, one.value, ...one.rounds.map(round => round[1])]).filter(v => v != null);
   const [x0, x1] = range([...known, 1]);
   const x = v => LEFT + (v - x0) / (x1 - x0) * (W - LEFT - RIGHT);
-  const svg = s("svg", { class: "chart", viewBox: `0 0 ${W} ${height}`, role: "img", "aria-label": "Speed over the baseline's; the table below has the same" },
+  const svg = s("svg", { class: "chart", viewBox: `0 0 ${W} ${height}`, role: "img", "aria-label": "Speed-up over the baseline; the table below has the same data" },
     ticks(x0, x1).map(v => [s("line", { class: "axis", x1: x(v), x2: x(v), y1: TOP, y2: height - BOTTOM }),
       s("text", { x: x(v), y: height - BOTTOM + 15, "text-anchor": "middle" }, `${+v.toFixed(2)}x`)]),
     s("line", { class: "line", x1: x(1), x2: x(1), y1: TOP, y2: height - BOTTOM, stroke: "var(--dim)" }),
-    s("text", { x: W - RIGHT, y: height - 4, "text-anchor": "end" }, "speed over the baseline's"));
+    s("text", { x: W - RIGHT, y: height - 4, "text-anchor": "end" }, "speed-up over the baseline"));
   finalists.forEach((one, i) => {
     const y = TOP + row * (i + 0.5), color = { winner: "green", faster: "green", slower: "vermilion" }[one.outcome] ?? "blue";
     svg.append(s("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, one.id));
@@ -108,5 +108,5 @@ export const intervals = finalists => {
     for (const [round, value] of one.rounds) svg.append(point(x(value), y - 9, "grey", `${one.id}, round ${round}: ${value.toFixed(3)}x`, null, 2.5));
     if (one.value != null) svg.append(point(x(one.value), y, color, `${one.id}: ${one.title}`, null, 5));
   });
-  return figure(svg, "Line: 95% interval over all rounds. Dots: the rounds.");
+  return figure(svg, "Line: 95% CI over all rounds. Dots: rounds.");
 };

@@ -1,4 +1,4 @@
-// All sweeps of a home, those at work first.
+// All sweeps of a home, running ones first.
 
 import { at, follow, liveRows, say } from "./page.js";
 
@@ -6,5 +6,5 @@ const rows = liveRows("table", "sweep/");
 
 follow("/api/events", (parts, names) => {
   rows(parts, names);
-  say(at("status"), Object.keys(parts).some(name => name.startsWith("sweep/")) ? "" : "There is no sweep here yet.");
+  say(at("status"), Object.keys(parts).some(name => name.startsWith("sweep/")) ? "" : "No sweeps yet.");
 });

@@ -33,7 +33,7 @@ const parsed = html => {
 
 export const putHtml = (name, html) => put(name, html ? parsed(html) : null);
 
-// A table whose rows come and change one by one; its order is that of its headings.
+// A table whose rows arrive and change one by one, sorted by its headings.
 export const liveRows = (place, prefix) => {
   const lines = new Map();
   const table = () => document.querySelector(`[data-part="${place}"] table`);
@@ -56,7 +56,7 @@ export const liveRows = (place, prefix) => {
     if (focused) line.querySelector(`a[href="${focused}"]`)?.focus();
   };
 
-  // Takes in what has changed; whether anything has.
+  // Applies changes; returns whether there were any.
   return (parts, names) => {
     const changed = names.filter(name => name.startsWith(prefix));
     for (const name of changed) {
@@ -69,14 +69,14 @@ export const liveRows = (place, prefix) => {
   };
 };
 
-// Calls changed(parts, names of those that changed) after every message. A window that nobody sees listens to nothing.
+// Calls changed(parts, names of those that changed) after every message. Hidden windows do not listen.
 export const follow = (url, changed) => {
   const parts = {};
   let source = null;
   const open = () => {
     source = new EventSource(url);
-    source.addEventListener("open", () => say(at("stream"), "What changes appears by itself."));
-    source.addEventListener("error", () => say(at("stream"), "Not connected; trying again. Is tune-cluster ui still running?"));
+    source.addEventListener("open", () => say(at("stream"), "Updates automatically."));
+    source.addEventListener("error", () => say(at("stream"), "Not connected, retrying. Is tune-cluster ui still running?"));
     source.addEventListener("patch", event => {
       const patch = JSON.parse(event.data), names = Object.keys(patch);
       for (const name of names) {

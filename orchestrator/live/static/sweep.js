@@ -1,4 +1,4 @@
-// One sweep: brings each part of the page up to date when the server says that it has changed.
+// One sweep: updates each part of the page when the server reports a change.
 
 import { buttons, notice } from "./actions.js";
 import { intervals, scatter, speeds } from "./chart.js";
@@ -22,10 +22,10 @@ const charts = parts => {
   const points = Object.keys(parts).filter(name => name.startsWith("trial/")).map(name => parts[name].point).filter(Boolean)
     .map(one => ({ ...one, href: href(one.x) })).sort((a, b) => a.x - b.x);
   put("history", points.length > 1 && speeds(points,
-    { unit: parts.unit, baseline: points.find(one => one.x === 0)?.y, legend: "A point is a trial, its line the 95% interval." }));
+    { unit: parts.unit, baseline: points.find(one => one.x === 0)?.y, legend: "A point is a trial, its line the 95% CI." }));
   const both = points.filter(one => one.predicted_s).map(one => ({ ...one, x: one.predicted_s, y: one.step_s, title: one.off }));
   put("predictions", both.length > 1 && scatter(both,
-    { tick: ms, legend: "Above the line a trial is slower than was predicted when it was proposed." }));
+    { tick: ms, legend: "Trials above the line are slower than predicted when they were proposed." }));
 };
 
 follow(`/api/sweeps/${sweep}/events`, (parts, names) => {

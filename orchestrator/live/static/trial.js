@@ -1,4 +1,4 @@
-// One trial: its document is read again when something has happened to it; its log is followed while it runs.
+// One trial: its document is read again after changes; its log is followed while it is running.
 
 import { curve } from "./chart.js";
 import { h } from "./dom.js";
@@ -21,7 +21,7 @@ const curves = () => {
   const { step_times: times = [], losses = [] } = shown?.curves ?? {};
   const points = times.length ? times.map((v, i) => [i + 1, v]) : live?.points ?? [];
   put("steps", points.length > 1 && curve(points, { label: "step time", x: times.length ? "measured step" : live.phase, tick: ms,
-    title: (step, seconds) => `step ${step}: ${ms(seconds)}`, caption: times.length ? "The slowest rank of every measured step." : "As seen from here while it runs; some steps are missed." }));
+    title: (step, seconds) => `step ${step}: ${ms(seconds)}`, caption: times.length ? "The slowest rank of every measured step." : "Sampled while it is running; some steps are missing." }));
   put("loss", losses.length > 1 && curve(losses.map((v, i) => [i + 1, v]), { label: "loss", x: "step, from the first of the warm-up on", color: "orange",
     title: (step, loss) => `step ${step}: ${loss.toPrecision(6)}`, caption: "Mean over the global batch." }));
 };
@@ -69,7 +69,7 @@ const open = (attempt, rank) => {
 
 const logs = doc => {
   const last = doc.attempts.length - 1;
-  if (isVirtual || last < 0) return put("logs", isVirtual && last >= 0 && h("p", { class: "dim" }, "It runs on no real cluster: its trials write no logs."));
+  if (isVirtual || last < 0) return put("logs", isVirtual && last >= 0 && h("p", { class: "dim" }, "The cluster is simulated: its trials have no logs."));
   if (!view.isConnected) put("logs", bar, facts, view);
   const select = at("attempt");
   if (select.options.length === doc.attempts.length) return;

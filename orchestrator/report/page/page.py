@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page, by the templates beside this module. The page loads nothing."""
+"""The report as one self-contained HTML page, from the templates in this folder. The page loads nothing."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1)
 def environment() -> Environment:
-    """Where the templates are, and what they may call. Whatever they print is escaped, unless it is markup.
+    """The templates' environment and functions. Output is escaped, unless it is markup.
 
-    Jinja is imported only when a page is made: commands that make none do not pay for it.
+    Jinja is imported only when a page is made, to keep other commands fast.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -56,12 +56,12 @@ def environment() -> Environment:
 
 
 def _printable(value: object) -> object:
-    """What a template prints, without control characters; markup stays as it is."""
+    """A template's output without control characters; markup is unchanged."""
     return plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def result_table(report: ShortReport) -> ShownTable:
-    """The winner or fastest, then the baseline, as far as they were measured."""
+    """The winner or fastest, then the baseline, if measured."""
     columns = (
         Column(title="", name="role", mood="rest"),
         Column(title="", name="trial"),
@@ -83,7 +83,7 @@ def result_table(report: ShortReport) -> ShownTable:
 
 
 def page_html(report: Report, plots: Mapping[str, Plot] | None = None) -> str:
-    """The page. ``plots`` are those of its gallery, where they were made already."""
+    """The page. ``plots``: existing plots to reuse."""
     from markupsafe import Markup
 
     plots = gallery(report) if plots is None else plots
@@ -104,6 +104,6 @@ def write_page(report: Report, file: Path | None) -> Path:
         write_atomically(path, [page_html(report).encode()])
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path}: {error.strerror}", key="--html", remedy="Name a file in a folder that you may write."
+            f"cannot write {path}: {error.strerror}", key="--html", remedy="Choose a file in a writable folder."
         ) from None
     return path

@@ -1,6 +1,6 @@
-// Tables whose headings sort them, by click and with the keyboard: for the page to keep, where this stands in the page,
-// and for the live pages. A cell is sorted by its data-v, else by the number it begins with and its unit, else by its
-// text; empty ones come last, equal ones by their trial's number.
+// Tables sortable by their headings, by mouse and keyboard: inlined in the report page, and used by the live pages. A
+// cell is sorted by its data-v, else by its leading number and unit, else by its text; empty ones come last, equal ones
+// by their trial's number.
 
 const UNITS = {ns: 1e-9, us: 1e-6, ms: 1e-3, s: 1, min: 60, h: 3600, d: 86400, B: 1, KiB: 1024, MiB: 1024 ** 2,
   GiB: 1024 ** 3, TiB: 1024 ** 4};
@@ -15,7 +15,7 @@ const sortKey = cell => {
 
 const compareKeys = (x, y) => x === "" || y === "" ? 0 : isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
 
-// Puts the rows in the order that a heading says they are in; moves only those that stand elsewhere.
+// Sorts the rows by the marked heading; moves only misplaced ones.
 export const sortRows = table => {
   const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
   const column = heads.findIndex(head => head.hasAttribute("aria-sort"));

@@ -1,4 +1,4 @@
-"""The plots: search, speed and memory, knobs, confirmation, loss gate, parts of the step; and those a report has."""
+"""The plots: search, speed and memory, knobs, confirmation, loss gate, step time; and the selection for a report."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ if TYPE_CHECKING:
 MAX_ERROR_BARS = 80
 """Number of trials above which points are drawn without their intervals."""
 MAX_VALUES = 16
-"""Values of a knob that are named beside its axis."""
+"""Maximum number of labelled values on a knob's axis."""
 _MIB = 1024**2
 _LABEL_BOX = {"boxstyle": "round,pad=0.12", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.8}
 
 
 def plot_history(found: History, unit: str) -> Figure:
-    """Every trial's speed over its number, the best so far, what failed."""
+    """Every trial's speed over its number, the best so far, failures."""
     marks = "  ▾ stopped early" * bool(found.stopped) + "  × not measured" * bool(found.failed)  # noqa: RUF001
-    figure = new_figure(_history_title(found), f"{unit} of every trial in the order of the search{marks}", 3.3)
+    figure = new_figure(_history_title(found), f"{unit} of every trial, in search order{marks}", 3.3)
     axes = add_axes(figure, right_in=1.0)
     _speed_axis(axes, [point.high for point in found.measured])
     axes.set_xlabel("trial")
@@ -81,7 +81,7 @@ def plot_history(found: History, unit: str) -> Figure:
 
 
 def _point_title(point: SpeedPoint, unit: str) -> str:
-    """``t003  pp2 mbs1: 2,427 tokens/s/p``, then its interval and its peak memory, as far as known."""
+    """``t003  pp2 mbs1: 2,427 tokens/s/p``, then its interval and peak memory, if known."""
     interval = f" ({units.rate(point.low)} {units.DASH} {units.rate(point.high)})" if point.low < point.high else ""
     name = f"{units.trial_id(point.trial)}  {point.name}".rstrip()
     memory = f", {units.num_bytes(point.peak_bytes)}" if point.peak_bytes else ""
@@ -102,7 +102,7 @@ def _draw_measured(axes: Axes, found: History, unit: str) -> None:
     steps, speeds = found.best_so_far()
     last = max((*numbers, *found.failed, *found.stopped))
     axes.step([*steps, last], [*speeds, speeds[-1]], where="post", color=GREEN, linewidth=1.6)
-    labels = [(speeds[-1], "fastest by then", GREEN)]
+    labels = [(speeds[-1], "fastest so far", GREEN)]
     if found.baseline is not None and found.best is not None and found.best.trial:
         axes.axhline(found.baseline, color=DIM, linewidth=0.9, linestyle=(0, (4, 3)))
         labels.append((found.baseline, "baseline", DIM))
@@ -114,7 +114,7 @@ def _history_title(found: History) -> str:
         return "Nothing was measured"
     ended = max((*(p.trial for p in found.measured), *found.failed, *found.stopped))
     if found.best.trial == 0:
-        return f"No trial of {found.num_trials} measured faster than the baseline"
+        return f"None of {found.num_trials} trials is faster than the baseline"
     speed = f"{units.trial_id(found.best.trial)} is the fastest of {found.num_trials} trials"
     times = f", {versus(found.compared)} the baseline" if found.compared else ""
     since = ended - found.best.trial
@@ -122,10 +122,10 @@ def _history_title(found: History) -> str:
 
 
 def plot_pareto(points: Sequence[SpeedPoint], unit: str, limit_bytes: int | None = None) -> Figure:
-    """Speed over peak memory, with the front of what cannot be had faster in less memory."""
+    """Speed over peak memory, with the Pareto front."""
     points = [point for point in points if point.peak_bytes]
     best = front(points)
-    figure = new_figure(_pareto_title(best), f"{unit} over the largest peak of a rank's device memory", 3.3)
+    figure = new_figure(_pareto_title(best), f"{unit} over the largest peak device memory of a rank", 3.3)
     axes = add_axes(figure, right_in=0.4)
     _speed_axis(axes, [point.speed for point in points])
     memory, name = _memory_unit(points)
@@ -157,7 +157,7 @@ def _draw_points(axes: Axes, points: Sequence[SpeedPoint], memory: float, unit: 
 
 
 def _memory_limit(axes: Axes, limit_bytes: int | None, memory: float, largest: float) -> None:
-    """Mark the memory limit: a line where it is near, words where a line would leave the points in a corner."""
+    """Mark the memory limit: by a line if it is near, else by text."""
     if limit_bytes is None:
         return
     if limit_bytes <= 2.5 * largest:
@@ -182,7 +182,7 @@ def _pareto_title(best: Sequence[SpeedPoint]) -> str:
     words = f"{units.trial_id(fastest.trial)} is the fastest with {units.num_bytes(fastest.peak_bytes)}"
     thrifty = [p for p in best[:-1] if p.speed >= 0.8 * fastest.speed and p.peak_bytes <= 0.95 * fastest.peak_bytes]
     if not thrifty:
-        return f"{words}; nothing nearly as fast needs less"
+        return f"{words}; nothing of similar speed needs less"
     saved = 1 - thrifty[0].peak_bytes / fastest.peak_bytes
     share = thrifty[0].speed / fastest.speed
     return f"{words}; {units.trial_id(thrifty[0].trial)} needs {saved:.0%} less at {share:.0%} of its speed"
@@ -216,14 +216,14 @@ def plot_coordinates(found: ParallelCoordinates, unit: str) -> Figure:
 
 
 def _name_axis(axes: Axes, place: int, name: str, room_in: float) -> None:
-    """Names stand in two rows in turn, so that each has the room of two axes; the outermost less."""
+    """Names alternate between two rows, so that each has the width of two axes; the outermost less."""
     room = min(2 * room_in, 1.7 if place == 0 else 1.1 if place * room_in > WIDTH_IN - 1.6 else 9.0)
     words = fitting(name, room - 0.1, 8)
     axes.text(place, -0.07 - 0.075 * (place % 2), words, ha="center", va="top", size=8, color=DIM)
 
 
 def _draw_lines(axes: Axes, found: ParallelCoordinates, low: float, high: float, unit: str) -> None:
-    """Draw the lines, slow ones first so that fast ones are seen, spread within a value so that none hides another."""
+    """Draw the lines, slow ones first so that fast ones stay visible, spread within a value to avoid overlaps."""
     from matplotlib.collections import LineCollection
 
     order = sorted(range(len(found.lines)), key=lambda i: (found.speeds[i] is not None, found.speeds[i] or 0.0))
@@ -246,7 +246,7 @@ def _draw_lines(axes: Axes, found: ParallelCoordinates, low: float, high: float,
 
 
 def _height(place: int, num_values: int, within: float) -> float:
-    """Where a value lies on its axis; ``within`` (0..1) spreads the lines that share it over half of its room."""
+    """Position of a value on its axis; ``within`` (0..1) spreads the lines that share it over half of its space."""
     return (place + 0.5 + 0.5 * (within - 0.5)) / num_values
 
 
@@ -259,14 +259,14 @@ def _smooth(heights: Sequence[float]) -> Any:
 
 
 def fmt_value(value: str, max_chars: int = 12) -> str:
-    """A value shortened to fit beside an axis."""
+    """A value shortened to fit next to an axis."""
     return value if len(value) <= max_chars else f"{value[: max_chars - 1]}…"
 
 
 def _coordinates_title(found: ParallelCoordinates) -> str:
     measured = [(speed, line) for speed, line in zip(found.speeds, found.lines, strict=True) if speed is not None]
     if not measured or not found.knobs:
-        return "No knob varies among what was tried"
+        return "No knob varies among the tried candidates"
     fast = sorted(measured, reverse=True)[: max(2, len(measured) // 5)]
     shared = [
         f"{knob} {found.values[x][fast[0][1][x]]}"
@@ -286,15 +286,15 @@ def _speed_axis(axes: Axes, speeds: Sequence[float]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 or not value else f"{value:.2g}")
 
 
-# Plots of the proof: rounds of the confirmation, what the loss gate trained. Call them inside ``style.style()``.
+# Plots of the proof: rounds of the confirmation, runs of the loss gate. Call them inside ``style.style()``.
 
 
 _GATE_HEIGHT_IN = 5.8
 
 
 def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
-    """The speed of each finalist over the baseline's in every round; at the right, over all rounds."""
-    what = "speed over the baseline's, side by side in every round; right: over all rounds, 95% interval"
+    """The speed-up of each finalist over the baseline in every round; on the right, over all rounds."""
+    what = "speed-up over the baseline, interleaved in every round; right: all rounds, 95% CI"
     figure = new_figure(title, what, 3.1)
     axes = add_axes(figure, right_in=1.2)
     axes.grid(axis="y")
@@ -341,7 +341,7 @@ def _axis_of_rounds(axes: Axes, num_rounds: int) -> None:
 
 
 def plot_gate(found: GateCurves, report: GateReport | None) -> Figure:
-    """Losses of the same steps; below, how far loss and gradient norm deviate, and how far they may."""
+    """Losses of the same steps; below, deviations of loss and gradient norm with their limits."""
     num_steps = len(found.runs["finalist"].losses)
     figure = new_figure(_gate_title(found.trial, report), _gate_subtitle(found, num_steps), _GATE_HEIGHT_IN)
     panels = []
@@ -364,7 +364,7 @@ def plot_gate(found: GateCurves, report: GateReport | None) -> Figure:
 
 def _gate_subtitle(found: GateCurves, num_steps: int) -> str:
     against = f" from the {found.comparison.compared_with}" if found.comparison else ""
-    return f"loss over the same {num_steps} steps; below, the relative deviation{against}, and how far it may go"
+    return f"loss over the same {num_steps} steps; below: the relative deviation{against} and its limits"
 
 
 def _draw_losses(axes: Axes, found: GateCurves) -> None:
@@ -402,7 +402,7 @@ def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
     steps = range(1, len(curve.limits) + 1)
     axes.fill_between(steps, 0.0, curve.limits, color=BLUE, alpha=0.1, linewidth=0, step="mid")
     axes.step(steps, curve.limits, where="mid", color=VERMILION, linewidth=1.0)
-    if curve.twin:  # how far rounding alone takes it
+    if curve.twin:  # deviation caused by rounding alone
         axes.step(steps, curve.twin, where="mid", color=ORANGE, linewidth=1.0, linestyle=(0, (1, 2)))
     values = [math.nan if value is None else value for value in curve.deviations]
     axes.plot(steps, values, "-", color=BLUE, linewidth=1.3)
@@ -427,7 +427,7 @@ def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
 
 
 def _deviation_title(name: str, step: int, value: float, limit: float) -> str:
-    return f"step {step}: {name} {units.percent(value)} off, {units.percent(limit)} allowed"
+    return f"step {step}: {name} deviates by {units.percent(value)}, {units.percent(limit)} allowed"
 
 
 def _gate_title(trial: int, report: GateReport | None) -> str:
@@ -436,26 +436,26 @@ def _gate_title(trial: int, report: GateReport | None) -> str:
         return f"The loss gate has not judged {name} yet"
     if report.passed:
         judged = descriptions.gate_text(report).removeprefix("passed").partition("; gradient norm")[0]
-        return f"{name} trains the same{judged}"
+        return f"{name} passed the loss gate{judged}"
     if report.answer == "inconclusive":
-        return f"Whether {name} trains the same could not be told"
+        return f"The loss gate is inconclusive for {name}"
     for what, deviation, tolerance in (
         ("loss", report.loss_deviation, report.loss_tolerance),
         ("gradient norm", report.grad_norm_deviation, report.grad_norm_tolerance),
     ):
         if deviation is not None and deviation > tolerance:
-            off = f"{units.percent(deviation)} off where {units.percent(tolerance)} may be"
-            return f"{name} does not train the same: {what} {off}"
-    return f"{name} does not train the same: {report.reasons[0] if report.reasons else 'outside the tolerance'}"
+            off = f"deviates by {units.percent(deviation)}, {units.percent(tolerance)} allowed"
+            return f"{name} failed the loss gate: {what} {off}"
+    return f"{name} failed the loss gate: {report.reasons[0] if report.reasons else 'outside the tolerance'}"
 
 
-# Plots of where the step time goes and which knobs matter. Call them inside ``style.style()``.
+# Plots of step time and effects of knobs. Call them inside ``style.style()``.
 
 
 _BAR_IN = 6.0
 """Length of the longest bar in inches."""
 MAX_KNOBS = 10
-"""Knobs whose largest effect is drawn."""
+"""Maximum number of knobs drawn."""
 
 COLORS: Mapping[PartName, str] = {
     "compute": BLUE,
@@ -479,11 +479,11 @@ def part_color(name: PartName) -> str:
 
 
 LabelledStep = tuple[str, StepParts]
-"""``winner t004`` with where its step time goes."""
+"""``winner t004`` with its step time breakdown."""
 
 
 def plot_breakdown(steps: Sequence[LabelledStep]) -> Figure:
-    """A bar per trial, as long as its step, divided into what the time goes to."""
+    """A bar per trial, as long as its step, divided into the parts of the step."""
     figure = new_figure(
         _breakdown_title(steps), "milliseconds of one step on the slowest rank", 1.35 + 0.55 * len(steps)
     )
@@ -529,7 +529,7 @@ def _keys(axes: Axes, names: Sequence[PartName]) -> None:
 
 def _breakdown_title(steps: Sequence[LabelledStep]) -> str:
     if not steps:
-        return "Nobody looked inside the step"
+        return "The step was not broken down"
     (_, first), (label, last) = steps[0], steps[-1]
     largest = max(last.parts, key=lambda part: part.seconds)
     share = f"{largest.seconds / last.step_time_s:.0%}"
@@ -543,7 +543,7 @@ def _breakdown_title(steps: Sequence[LabelledStep]) -> str:
 
 
 def _is_split_alike(a: StepParts, b: StepParts) -> bool:
-    """Whether forward and backward passes stand for the same in both; a profile splits them by what they do."""
+    """Whether forward and backward passes are comparable in both; a profile splits them further."""
     passes: tuple[PartName, ...] = ("forward", "backward", "forward_backward")
     return all(bool(a.seconds(name)) == bool(b.seconds(name)) for name in passes)
 
@@ -559,7 +559,7 @@ def plot_effects(effects: Sequence[KnobEffect], unit: str) -> Figure:
     for effect in effects:
         largest.setdefault(effect.knobs, effect)
     shown = list(largest.values())[:MAX_KNOBS]
-    what = f"gain in {unit} of one value of a knob over another, all else equal, with its 95% interval"
+    what = f"gain in {unit} of one value of a knob over another, all else equal, with its 95% CI"
     figure = new_figure(_effects_title(shown), what, 0.85 + 0.28 * len(shown))
     axes = add_axes(figure, left_in=2.1, right_in=3.0, bottom_in=0.1, top_in=0.65)
     axes.set_axis_off()
@@ -581,11 +581,11 @@ def plot_effects(effects: Sequence[KnobEffect], unit: str) -> Figure:
 def _effects_title(shown: Sequence[KnobEffect]) -> str:
     first = shown[0]
     gain = f"{units.short_ratio(first.ratio, first)} by {_joined(first.knobs)}"
-    return f"Largest gain of a single knob: {gain}" if first.is_shown else "No knob is shown to matter by itself"
+    return f"Largest gain of a single knob: {gain}" if first.is_shown else "No single knob has a significant effect"
 
 
 def _effect_label(effect: KnobEffect, room_in: float) -> str:
-    """The gain of a change; its values are cut to the room in inches."""
+    """The gain of a change; its values are cut to the available inches."""
     after, before = (fitting(_joined(values), room_in, 8) for values in (effect.after, effect.before))
     return f"{units.short_ratio(effect.ratio, effect)}, {after} over {before}"
 
@@ -594,7 +594,7 @@ def _joined(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-# Chooses the plots of a report that have something to show.
+# Selects the plots of a report that have data.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -657,7 +657,7 @@ def _gate(curves: GateCurves, judged: GateReport | None) -> Plot:
 
 
 def _rounds_title(found: tuple[Finalist, ...]) -> str:
-    """Who is faster, in words."""
+    """The faster ones, in words."""
     return "; ".join(map(_round_title, found[:3]))
 
 

@@ -1,6 +1,6 @@
 """Matplotlib set up for reports: one style, figures without global state, SVG for the page and PNG for MLflow.
 
-Matplotlib is imported only when something is drawn: commands that draw nothing do not pay for it.
+Matplotlib is imported only when something is drawn, to keep other commands fast.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 
-# What stands beside and behind points: labels that never cover one another, and titles shown where one points at.
+# Labels of points that never overlap, and tooltips.
 
 
 CHAR_IN = 0.6 / 72
 """Width of a character in inches, per point of its size."""
 _SIDES = ((-5, 5, "right"), (6, 5, "left"), (6, -10, "left"), (-5, -10, "right"), (0, 9, "center"), (0, -14, "center"))
-"""Places of a label around its point that are tried in turn: points to the right and above, alignment."""
+"""Positions of a label around its point, in order of preference: points to the right and above, alignment."""
 
 _titles: WeakKeyDictionary[Figure, dict[str, tuple[str, Sequence[str]]]] = WeakKeyDictionary()
 """For every figure: id of a group in its SVG -> which elements in it have titles, and the titles."""
 
 
 def entitle(artist: Artist, titles: Sequence[str], *, element: str = "use") -> None:
-    """Give every mark of an artist its title: markers are ``use`` elements of the SVG, lines of a collection ``path``s;
+    """Add a title to every mark of an artist: markers are ``use`` elements of the SVG, lines of a collection ``path``s;
     for ``g`` the one title is that of the whole artist."""
     figure = artist.get_figure(root=True)
     if figure is None or not titles:
@@ -67,8 +67,8 @@ def with_titles(svg: str, figure: Figure) -> str:
 
 
 def side_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], size: float = 8) -> None:
-    """Draw (height, text, colour) at the right edge, pushed apart where they would cover one another, all beside the
-    axes as long as there is room."""
+    """Draw (height, text, colour) at the right edge, moved apart to avoid overlaps, within the height of the axes if
+    possible."""
     figure = axes.get_figure(root=True)
     if figure is None or not labels:
         return
@@ -89,8 +89,8 @@ def side_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], size: floa
 
 
 def point_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], size: float = 8) -> list[Text]:
-    """Label points (x, y, text, colour), the most important first: each beside its point where it covers no other text
-    and stays inside the figure, else not at all."""
+    """Label points (x, y, text, colour), most important first: each next to its point if it overlaps no other text and
+    stays inside the figure, else not at all."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
@@ -117,7 +117,7 @@ def point_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], si
 
 
 def fitting(text: str, room_in: float, size: float) -> str:
-    """The text, cut with an ellipsis where it is longer than the room in inches."""
+    """The text, cut with an ellipsis if it is longer than the available inches."""
     room = max(1, int(room_in / (size * CHAR_IN)))
     return text if len(text) <= room else f"{text[: room - 1]}…"
 
@@ -126,7 +126,7 @@ INK, DIM, LINE, PAPER = "#1b1f24", "#646b75", "#d8dbdf", "#fefefe"
 """Colours of text, secondary text, grid and background."""
 BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
 VERMILION, PURPLE, YELLOW, SKY, GREY = "#cc3311", "#aa4499", "#b8860b", "#56b4e9", "#9aa0a8"
-"""Colours that the colour-blind can tell apart (after Okabe and Ito)."""
+"""Colours distinguishable for the colour-blind (after Okabe and Ito)."""
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY)
 RAMP = ("#dde318", "#7ad151", "#22a884", "#2a788e", "#414487", "#440154")
 """Colours from slow to fast: viridis."""
@@ -156,7 +156,9 @@ def style() -> AbstractContextManager[None]:
     """A context in which matplotlib draws in the style of reports."""
     import matplotlib as mpl
 
-    warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from", UserWarning)  # names may hold what no font has
+    warnings.filterwarnings(
+        "ignore", r"Glyph \d+ .* missing from", UserWarning
+    )  # names may contain characters that no font has
     return mpl.rc_context(
         {
             "font.family": "sans-serif",
@@ -186,7 +188,7 @@ def style() -> AbstractContextManager[None]:
 
 
 def new_figure(title: str, subtitle: str, height_in: float) -> Figure:
-    """An empty figure: the finding as its title, what is shown in a second line."""
+    """An empty figure: the finding as its title, a description in the second line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), layout=None)
@@ -220,7 +222,7 @@ def integer_steps(axes: Axes) -> None:
 
 
 def to_svg(draw: Callable[[], Figure], name: str) -> str:
-    """The figure as an SVG element for a page; ``name`` keeps its ids apart from those of others there."""
+    """The figure as an SVG element for a page; ``name`` makes its ids unique there."""
     out = io.StringIO()
     with style():
         import matplotlib as mpl
@@ -253,7 +255,7 @@ def _printable(figure: Figure) -> Figure:
 
 
 def _inline(svg: str, prefix: str) -> str:
-    """Without prologue, namespaces and metadata, which HTML does not need; ids made the page's own."""
+    """Without prologue, namespaces and metadata, which HTML does not need; with unique ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)

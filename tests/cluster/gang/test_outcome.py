@@ -522,7 +522,7 @@ def test_a_throttled_device_marks_the_measurement():
     ]
     measurement = fold(ranks).measurement
     assert measurement.findings.devices == (hot, fine)
-    assert "clocks were lowered (sw_thermal)" in disturbed(measurement)
+    assert "the devices were throttled (sw_thermal)" in disturbed(measurement)
     told = "device of rank 1: clock 1,200 MHz, at least 900, THROTTLED (sw_thermal)"
     assert findings_lines(measurement.findings) == [told]
     assert findings_metrics(measurement.findings)["device_throttled"] == 1.0

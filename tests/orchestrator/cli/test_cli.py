@@ -30,9 +30,12 @@ def test_every_command_has_an_example_and_json(command):
     assert f"tune-cluster {command}" in result.stdout
     assert "Example" in result.stdout
     assert "--json" in result.stdout
-    assert "Exit codes: 0 done; 1 the sweep, or what was requested, failed; 2 wrong usage" in " ".join(
-        result.stdout.split()
-    )
+    assert "Exit codes: 0 success; 1 the sweep or request failed; 2 invalid usage" in " ".join(result.stdout.split())
+
+
+def test_the_summaries_of_all_commands_fit_in_80_columns():
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["--help"]).stdout
+    assert all(re.search(rf"^  {command}  +\w.*\w\.$", shown, re.M) for command in main.commands)
 
 
 def test_the_table_of_exit_codes_is_complete():

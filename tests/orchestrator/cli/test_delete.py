@@ -28,7 +28,7 @@ def test_nothing_is_removed_without_a_yes(tmp_path):
     left_alone(tmp_path)
     refused = run("delete", "story", "--home", tmp_path)
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "say --yes" in refused.stderr
+    assert "use --yes" in refused.stderr
     assert Home(tmp_path).sweeps() == ["story"]
 
 
@@ -58,7 +58,7 @@ def test_a_sweep_at_work_is_not_removed_by_force_either(tmp_path):
     with ledger.hold():
         refused = run("delete", "story", "--yes", "--force", "--home", tmp_path)
     assert refused.exit_code == 2
-    assert "a controller is at work" in refused.stderr and "tune-cluster cancel story" in refused.stderr
+    assert "has a running controller" in refused.stderr and "tune-cluster cancel story" in refused.stderr
     assert Home(tmp_path).sweeps() == ["story"]
 
 
@@ -67,7 +67,7 @@ def test_what_a_promoted_version_rests_on_is_removed_by_force_only(tmp_path):
     left_alone(tmp_path, Promoted(at_s=1e9, record=record))
     refused = run("delete", "story", "--yes", "--home", tmp_path)
     assert refused.exit_code == 2
-    assert "llama version 3 rests on the sweep" in refused.stderr
+    assert "llama version 3 depends on the sweep" in refused.stderr
     assert run("delete", "story", "--yes", "--force", "--home", tmp_path).exit_code == 0
     assert Home(tmp_path).sweeps() == []
 

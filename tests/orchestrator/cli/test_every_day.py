@@ -26,7 +26,7 @@ def test_a_sweep_in_a_terminal_keeps_a_log_and_one_that_is_refused_keeps_nothing
     file.write_text(text)
     assert run("submit", file, "--home", home.path).exit_code == 0
     first, *lines, last = run("logs", "simulated", "--home", home.path).stdout.splitlines()
-    assert "is at work, in a terminal" in first
+    assert "started in a terminal" in first
     assert any(line.startswith("t000 ") and line.endswith("baseline") for line in lines)
     assert last.startswith("finished: ")
 

@@ -82,7 +82,7 @@ def test_the_explanation_for_people_fits_with_few_and_with_many_trials(num_trial
     state = sweep(candidates, simulate(candidates, TINY), TINY)
     text = shown(explain_sweep(state, basis(candidates, TWO_NODES)))
     assert max(map(len, text.splitlines())) <= 80
-    for heading in ("Where the step time goes", "What holds it back", "Which knob matters", "Expected and "):
+    for heading in ("Where the step time goes", "Bottlenecks", "Effect of each knob", "Expected and "):
         assert heading in text
     assert "compute" in text and "step" in text
     if num_trials == 18:

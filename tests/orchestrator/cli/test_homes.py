@@ -30,20 +30,20 @@ def test_a_home_above_the_folder_is_named_and_not_entered(elsewhere, monkeypatch
     home = elsewhere / "project" / DEFAULT_HOME
     refused = run("status", "story")
     assert refused.exit_code == 2
-    assert f"It is in {home}: add --home {home}." in seen(refused)
-    assert "It is in" not in seen(run("status", "another"))
+    assert f"A sweep of this name is in {home}: add --home {home}." in seen(refused)
+    assert "A sweep of this name is in" not in seen(run("status", "another"))
     assert f"tune-cluster ps --home {home}" in seen(run("ps"))
     assert not Path(DEFAULT_HOME).exists()
 
 
 def test_a_home_that_was_used_is_remembered(elsewhere, monkeypatch):
     monkeypatch.chdir(elsewhere / "other")
-    assert "It is in" not in seen(run("status", "story"))
+    assert "A sweep of this name is in" not in seen(run("status", "story"))
     home = elsewhere / "project" / DEFAULT_HOME
     for used in (home, elsewhere / "gone", home):
         process_support.remember(used)
     assert process_support._remembered() == [str(home), str(elsewhere / "gone")]
-    assert f"It is in {home}: add --home {home}." in seen(run("logs", "story", "best"))
+    assert f"A sweep of this name is in {home}: add --home {home}." in seen(run("logs", "story", "best"))
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"relative\n\0\n/" + b"x" * 5000 + b"\n", None])

@@ -166,7 +166,7 @@ def test_the_log_of_a_controller(tmp_path):
     ledger = keep(tmp_path, "story", long_story.events([]), controller=controller(mode="foreground"))
     missing = run("logs", "story", "--home", tmp_path)
     assert (missing.exit_code, missing.stdout) == (2, "")
-    assert "on head has written no log yet" in missing.stderr
+    assert "on head has not written a log yet" in missing.stderr
     ledger.put_document("controller", controller())
     (ledger.folder / "controller.log").write_text("up\ndown\n")
     assert run("logs", "story", "--home", tmp_path, "--lines", "1").stdout == "down\n"

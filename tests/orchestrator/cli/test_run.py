@@ -169,13 +169,13 @@ def test_a_detached_controller_survives_kill_and_pause_and_followers_come_and_go
     argv = [TUNE_CLUSTER, "submit", str(file), "--home", str(home), "--detach", "--follow"]
     follower = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     assert follower.stderr is not None
-    assert "runs already" in follower.stderr.readline()
+    assert "is already running" in follower.stderr.readline()
     while "started" not in (line := follower.stderr.readline()) and "t000" not in line:
         assert line, "it ended"
     follower.send_signal(signal.SIGINT)
     _, words = follower.communicate(timeout=LIMIT_S)
     assert follower.returncode == 130
-    assert "goes on" in words
+    assert "keeps running" in words
     assert "pause tiny" in words
 
     paused = command("pause", "tiny", "--home", home, "--json")
@@ -186,7 +186,7 @@ def test_a_detached_controller_survives_kill_and_pause_and_followers_come_and_go
     end = state(home, "tiny")
     assert end.status == "finished"
     assert end.counts() == {"measured": 4}
-    assert "was ended by SIGKILL" in (home / "sweeps" / "tiny" / "controller.log").read_text()
+    assert "was killed by SIGKILL" in (home / "sweeps" / "tiny" / "controller.log").read_text()
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_what_ends_a_background_controller_at_once_is_shown(home: Path, tmp_path
     local = sweeps.write(tmp_path, "local.yaml")
     for arguments, words in (
         (("submit", local, "--address", address), "a local cluster, which has no address"),
-        (("submit", local, "--foreground", "--detach"), "exclude each other"),
+        (("submit", local, "--foreground", "--detach"), "mutually exclusive"),
     ):
         refused = run(*arguments, "--home", home)
         assert refused.exit_code == 2

@@ -185,7 +185,10 @@ def test_interrupting_a_watch_leaves_the_sweep_alone(tmp_path):
         _, rest = watching.communicate(timeout=60)
         assert ledger.is_held()
     assert (first, watching.returncode) == ("busy: running, 2 more nodes are busy\n", 130)
-    assert f"no longer watching; the sweep busy goes on. To see it again: {tool} watch busy --home {tmp_path}\n" in rest
+    assert (
+        f"no longer watching; the sweep busy keeps running. To watch it again: {tool} watch busy --home {tmp_path}\n"
+        in rest
+    )
     assert ledger.requests(0) == []
 
 
@@ -231,4 +234,4 @@ def test_a_real_simulated_sweep_looks_the_same_from_outside(tmp_path):
     assert (seen.state, seen.live, seen.requests) == (result.state, {}, ())
     refused = run("logs", "first", "0", "--home", home.path)
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "no real cluster" in refused.stderr
+    assert "simulated cluster" in refused.stderr

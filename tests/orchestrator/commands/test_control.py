@@ -170,7 +170,7 @@ def test_a_second_controller_is_refused_and_asks_nobody_to_end(tmp_path):
                 refused.append(str(error))
 
     assert submit_file(file, found, SubmitAgain()).state.status == "finished"
-    assert "another controller runs the sweep first" in refused[0] and "tune-cluster watch first" in refused[0]
+    assert "another controller is running the sweep first" in refused[0] and "tune-cluster watch first" in refused[0]
     assert [event.epoch for event in events_of(found) if isinstance(event, ControllerStarted)] == [1]
 
 

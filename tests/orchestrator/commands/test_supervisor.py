@@ -82,7 +82,7 @@ def test_a_controller_that_dies_or_loses_its_cluster_is_started_again(home: Path
     code, messages = supervise(home, "killed", "measured-killed", "75", "0")
     assert code == 0
     assert len(pids(home)) == 4
-    assert messages.count("was ended by SIGKILL") == 2
+    assert messages.count("was killed by SIGKILL") == 2
     assert "lost its cluster" in messages
 
 
@@ -135,7 +135,7 @@ def test_it_waits_visibly_until_the_cluster_answers(home: Path) -> None:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         with supervising(home, "75", "0", address=address) as process:
             assert process.stderr is not None
-            while f"waiting for an answer at {address}" not in process.stderr.readline():
+            while f"waiting for the cluster at {address}" not in process.stderr.readline():
                 pass
             assert len(pids(home)) == 1
             head.listen()

@@ -50,7 +50,7 @@ def test_slow_steps_after_the_first_two_end_a_trial_with_what_they_show():
     assert (found.step_times_s, found.incumbent) == ((0.21, 0.2), 0)
     assert found.at_least_s == pytest.approx(0.2 * (1 - ALLOWANCE))
     assert found.saved_device_seconds == pytest.approx(10 * 0.205)
-    assert "at least 1.58 times the device time per step of t000" in found.evidence.message
+    assert "at least 1.58x the device time per step of t000" in found.evidence.message
 
 
 def after(*measurements):

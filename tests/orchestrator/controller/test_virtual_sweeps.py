@@ -73,7 +73,7 @@ def test_where_no_cost_model_guides_usual_effects_do_and_a_sentence_says_so(tmp_
     content = changed(SWEEP, ("search",), {"sampler": "guided"})
     spec = load_sweep(write(tmp_path, content))
     assert make_search(spec, make_plan(spec), None, PriorKnowledge()).suggest is not None
-    assert "ranked by what knobs usually do: the hardware is not known" in caplog.text
+    assert "ranked by typical effects of knobs: the hardware is not known" in caplog.text
 
 
 def test_a_larger_budget_goes_on_with_a_finished_sweep_as_if_it_had_been_so_from_the_start(tmp_path):
@@ -90,14 +90,14 @@ def test_a_larger_budget_goes_on_with_a_finished_sweep_as_if_it_had_been_so_from
     assert (submission.budget_change, state.num_searched, state.finish_cause) == ("", 3, FinishCause.BUDGET_TRIALS)
     assert submission.command()[-3:] == ["--foreground", "--max-trials", "3"]
     submission, state = go_on(max_trials=5)
-    assert submission.budget_change == "max_trials 3 -> 5; the sweep goes on" and not submission.is_over
+    assert submission.budget_change == "max_trials 3 -> 5; the sweep continues" and not submission.is_over
     assert [trial.candidate for trial in state.trials] == [trial.candidate for trial in whole.trials]
     assert (state.status, state.finish_reason) == ("finished", "the budget of 5 trials is spent")
     submission, state = go_on(wall_time="30m")
     assert submission.budget_change == "" and submission.is_over, "a finished sweep has nothing to end sooner"
     assert state.num_searched == 5
     submission, state = go_on(max_trials=6, wall_time="30m")
-    assert submission.budget_change == "max_trials 5 -> 6, wall_time none -> 1800 s; the sweep goes on"
+    assert submission.budget_change == "max_trials 5 -> 6, wall_time none -> 1800 s; the sweep continues"
     with pytest.raises(ConfigError, match="--wall-time"):
         go_on(wall_time="soon")
 

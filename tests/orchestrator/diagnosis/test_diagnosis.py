@@ -123,7 +123,7 @@ def test_on_unknown_hardware_forward_and_backward_are_not_split_and_not_called_c
     assert "no accelerator called 'Frobnicator 9000'" in explained.unmodelled
     assert explained.unmodelled in explained.baseline.parts.notes[0]
     assert (explained.bottleneck.kind, explained.bottleneck.at_most) == ("passes", None)
-    assert "only a profile can separate them" in text(render_sweep_explanation(explained), 200)
+    assert "only a profile can distinguish them" in text(render_sweep_explanation(explained), 200)
 
 
 def test_a_profile_splits_what_the_clock_measured_even_on_unknown_hardware():
@@ -265,7 +265,7 @@ def test_without_a_profile_computation_is_an_estimate_and_no_cause_is_named():
     explained = explain_sweep(state, basis(candidates, where["topology"]))
     assert not any("fp32" in line for line in explained.bottleneck.evidence)
     screen = text(render_sweep_explanation(explained), 100)
-    assert "baseline t000: not known without a profile" in screen
+    assert "baseline t000: unknown without a profile" in screen
     assert "tune-cluster profile story t000 measures it" in screen and "by the cost model" in screen
 
 

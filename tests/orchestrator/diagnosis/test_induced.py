@@ -228,6 +228,6 @@ def test_a_knob_of_any_name_answers_by_the_role_that_the_file_gives_it():
 def test_without_a_profile_a_program_is_told_what_is_known_and_what_would_tell():
     explained = diagnosed(program(BUSY), program(BUSY), candidates=(Candidate(), Candidate(precision=Precision())))
     screen = text(render_sweep_explanation(explained), 200)
-    assert "forward and backward, 80% of the step" in screen and "only a profile can separate them" in screen
+    assert "forward and backward, 80% of the step" in screen and "only a profile can distinguish them" in screen
     shares = {part.name: part.seconds for part in explained.baseline.parts.parts}
     assert shares == pytest.approx({"forward": 0.03, "backward": 0.05, "optimizer": 0.01, "other": 0.01})

@@ -35,7 +35,7 @@ def test_one_file_goes_to_stdout_and_everything_else_to_stderr(home):
     said = recipe("torchtitan").parse({"tune_cluster_recipe.py": shown.stdout})
     assert said.values["layout.dp_replicate"] == long_story.candidate(0).layout.dp_replicate
     assert "warning: workload.data" in shown.stderr
-    assert "ended:t000 for torchtitan; run in the folder of these files: torchrun" in shown.stderr
+    assert "ended:t000 for torchtitan; run in the folder with these files: torchrun" in shown.stderr
 
 
 def test_files_go_into_a_folder_and_never_over_others(home, tmp_path):
@@ -48,7 +48,7 @@ def test_files_go_into_a_folder_and_never_over_others(home, tmp_path):
     assert run(home, "ended:winner", "--format", "torchrun", "--out", tmp_path / "new").exit_code == 0
     (tmp_path / "new" / "run.sh").write_text("mine\n")
     again = run(home, "ended:winner", "--format", "torchrun", "--out", tmp_path / "new")
-    assert (again.exit_code, "with other content" in again.stderr) == (2, True)
+    assert (again.exit_code, "with different content" in again.stderr) == (2, True)
     assert (tmp_path / "new" / "run.sh").read_text() == "mine\n"
 
 

@@ -79,10 +79,10 @@ def _pause(window, ledger):
     assert page.evaluate("document.activeElement.dataset.action") == "pause" and last_request(ledger) == 0
     button.click()
     page.locator("#ask-yes").click()
-    window.wait("#notice", "busy: asked to pause")
+    window.wait("#notice", "busy: pause requested")
     [request] = ledger.requests(0)
     assert request.body == {"action": "pause"} and request.by.startswith(user_name())
-    window.wait("#spending", "asked for")
+    window.wait("#spending", "requests")
 
 
 def _retry(window, ledger):
@@ -166,7 +166,7 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, ho
 def test_a_page_finds_its_server_again(browser, home):
     """The tab stays: it says that nobody answers, and after a while shows what came meanwhile."""
     with serve(home) as server, Window(browser, server, "/sweeps/busy") as window:
-        window.wait("#stream", "appears by itself")
+        window.wait("#stream", "Updates automatically")
         server.hub.stop()  # ends all streams; the next connection begins another
         window.wait("#stream", "Not connected")
 
@@ -199,7 +199,7 @@ def test_a_real_sweep_is_paused_resumed_and_seen_to_its_end_by_its_page_alone(br
         press(window, "pause")
         window.wait("#phase", "paused")
         press(window, "resume")
-        window.wait("#notice", "its controller is at work")
+        window.wait("#notice", "its controller is running")
         window.wait("#trials tr[data-number='0']", "measured")
         window.wait("#phase", "finished")
         assert window.page.locator("#history .point").count() == 2
@@ -221,11 +221,11 @@ def test_what_was_only_simulated_says_so_on_every_page(browser, tmp_path):
     with serve(home) as server, Window(browser, server) as window:
         window.wait("td small", "SIMULATED")
         window.page.locator("td a", has_text="first").click()
-        window.wait("#watermark", "nothing was measured here and nothing is proven")
+        window.wait("#watermark", "nothing was measured or proven")
         window.wait("#predictions figcaption", "as predicted")
         assert window.page.title().startswith("SIMULATED first")
         window.page.locator("#trials a", has_text="t001").click()
         window.wait("#watermark", "SIMULATED")
-        window.wait("#attempts", "told to the search")
+        window.wait("#attempts", "reported to the search")
         window.page.emulate_media(media="print")
         assert window.page.locator("#watermark").is_visible()

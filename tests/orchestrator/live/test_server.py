@@ -126,7 +126,7 @@ def test_only_our_own_pages_may_ask_for_anything(server, home):
 def test_requests_are_left_to_the_controller_and_done_here_where_there_is_none(server, home):
     with home.open("busy", read_only=False) as ledger, ledger.hold():
         status, _, body = act(server, "drain")
-        assert (status, json.loads(body)) == (200, {"message": "busy: asked to drain"})
+        assert (status, json.loads(body)) == (200, {"message": "busy: drain requested"})
         said = json.loads(act(server, "retry", body='{"kinds": ["oom"]}')[2])["message"]
         assert said == "busy: to be launched again: t003"
         assert [request.body["action"] for request in home.read("busy").requests] == ["drain", "retry"]
@@ -308,7 +308,7 @@ def test_a_home_that_goes_away_is_said_and_waited_for(server, home):
     told = {}
     while not told.get("trouble"):
         told |= next(stream)[1]
-    assert "trying again" in told["trouble"]
+    assert "retrying" in told["trouble"]
     away.rename(folder)
     while told["trouble"]:
         told |= next(stream)[1]
@@ -332,5 +332,5 @@ def test_long_sweeps_show_the_latest_and_the_best(server, home):
     _, first = next(patches(events(server, "long")))
     shown = {int(name.partition("/")[2]) for name in first if name.startswith("trial/")}
     state = home.read("long").state
-    assert f"; {450 - len(shown)} trials between are left out" in first["html/about"]
+    assert f"; {450 - len(shown)} trials are not shown" in first["html/about"]
     assert {0, 449, *(ranked.number for ranked in state.fastest)} <= shown and len(shown) <= MAX_ROWS + 13

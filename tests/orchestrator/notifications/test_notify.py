@@ -355,12 +355,12 @@ def test_check_names_what_is_missing_without_showing_it(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match="TEST_WEBHOOK is not set"):
         check_notify(NotifySection(webhook_env="TEST_WEBHOOK"))
     monkeypatch.setenv("TEST_WEBHOOK", f"{SECRET}/no-url")
-    with pytest.raises(ConfigError, match="holds no URL") as caught:
+    with pytest.raises(ConfigError, match="contains no URL") as caught:
         check_notify(NotifySection(webhook_env="TEST_WEBHOOK"))
     assert SECRET not in str(caught.value)
     with pytest.raises(ConfigError, match="webhook_file"):
         check_notify(NotifySection(webhook_file=str(tmp_path / "missing")))
-    with pytest.raises(ConfigError, match="no program"):
+    with pytest.raises(ConfigError, match="not found"):
         check_notify(NotifySection(command=["/no/such/program"]))
     (tmp_path / "url").write_text("https://hooks.example/x\n")
     check_notify(NotifySection(webhook_file=str(tmp_path / "url"), command=["true"]))

@@ -76,7 +76,7 @@ def test_what_is_offloaded_counts_against_the_nodes_memory() -> None:
     case = Case(workload=load_sweep(QUICKSTART).to_workload(), candidate=two)
     assert rule.check(case) is None
     words = rule.check(dataclasses.replace(case, candidate=four))
-    assert words == "predicted 330 B of host memory, with margin, on each of 4 ranks of a node exceed its 1 KiB"
+    assert words == "predicted 330 B of host memory, with margin, on each of 4 ranks of a node exceeds its 1 KiB"
     on_cpu = DryRunEstimates(**judged, devices_are_host=True)
     assert on_cpu.needed_bytes(two) == on_cpu.by_candidate[two].needed_bytes(FRAGMENTATION, 0) + 300
 

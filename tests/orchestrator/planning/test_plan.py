@@ -125,8 +125,8 @@ def test_candidates_use_the_whole_lease_unless_the_file_names_other_numbers(tmp_
     plan = planned(tmp_path, SIZES, 4, 4, num_nodes=2)
     assert (world_sizes(plan), plan.num_rejected) == ({8}, {"world-size": 6})
     assert plan.devices == (
-        "candidates use 8 of 8 devices, the baseline 1; 6 on other numbers are left out: "
-        "space.world_size names those to try"
+        "candidates use 8 of 8 devices, the baseline 1; 6 with other device counts are excluded: "
+        "set space.world_size to try them"
     )
     assert plan.examples[0].reason == "uses 1 of 8 devices, and space.world_size does not name that number"
     named = planned(tmp_path, {**SIZES, "world_size": [2, 8]}, 4, 4, num_nodes=2)

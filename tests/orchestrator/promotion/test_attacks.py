@@ -112,24 +112,24 @@ def outcome(store: Store) -> dict[str, str]:
     }
 
 
-NONE_LEFT = "no version of llama that was in production before is left"
+NONE_LEFT = "all previous production versions of llama were deleted"
 ALTERED = "was altered after its promotion"
 ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
     "digests made right by hand": (
         lambda at: at.alter("3", "evidence", "tokens_per_s_per_device", value=9e9),
-        dict.fromkeys(("show", "diff", "export"), f"version 3 {ALTERED}: its recipe_sha256 is not that of the record"),
+        dict.fromkeys(("show", "diff", "export"), f"version 3 {ALTERED}: its recipe_sha256 does not match the record"),
     ),
     "digests of what is rolled back to": (
         lambda at: at.alter("2", "evidence", "hardware", value="1x8 better"),
-        dict.fromkeys(("diff", "rollback"), f"version 2 {ALTERED}: its recipe_sha256 is not that of the record"),
+        dict.fromkeys(("diff", "rollback"), f"version 2 {ALTERED}: its recipe_sha256 does not match the record"),
     ),
     "evidence of another form": (
         lambda at: at.alter("3", "evidence", "hardware", in_record=True),
-        dict.fromkeys(("show", "diff", "export"), "version 3 holds no valid manifest: 'hardware' is missing"),
+        dict.fromkeys(("show", "diff", "export"), "version 3 has no valid manifest: 'hardware' is missing"),
     ),
     "workload of another form": (
         lambda at: at.alter("3", "workload", value={}, in_record=True),
-        dict.fromkeys(("show", "diff", "export"), "version 3 holds no valid manifest"),
+        dict.fromkeys(("show", "diff", "export"), "version 3 has no valid manifest"),
     ),
     "recipe without end": (
         lambda at: at.recipe("3").write_text("[" * 100_000),
@@ -147,7 +147,7 @@ ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
         lambda at: at.client.delete_model_version(NAME, "2"),
         {
             "diff": "the registry has no llama@previous",
-            "rollback": "version 2, which was in production before, was deleted in MLflow. Version 1 is there",
+            "rollback": "version 2, the previous one in production, was deleted in MLflow. Version 1 still exists",
         },
     ),
     "model deleted": (
@@ -228,7 +228,7 @@ def test_a_simulated_configuration_is_a_candidate_at_most(tmp_path: Path) -> Non
     releases.promote(NAME, manifest(home, 2))
     simulate(home)
     for options in ({}, {"force": True}, {"force": True, "trial": "2"}):
-        with pytest.raises(ConfigError, match="simulated: nothing was measured, so nothing of it goes to production"):
+        with pytest.raises(ConfigError, match="simulated: nothing was measured; it cannot be promoted"):
             commands.promote(NAME, home, sweep="simulated", **options)
     done = commands.promote(NAME, home, sweep="simulated", is_candidate=True)
     assert (done["version"], done["alias"], done["is_new"]) == ("2", "candidate", True)

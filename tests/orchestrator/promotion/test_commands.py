@@ -72,10 +72,10 @@ def test_what_cannot_be_done_is_said(tmp_path: Path):
         ("rollback", "llama"): "llama has no version before the one in production",
         ("rollback", "llama", "--to", "1"): "llama@production is version 1 already",
         ("rollback", "llama", "--to", "7"): "llama has no version 7",
-        ("history", "other"): "nothing was ever promoted as other",
+        ("history", "other"): "nothing has been promoted as other",
         ("show", "llama@7"): "the registry has no llama@7",
         ("diff", "llama", "story:40"): "no trial '40'",
-        ("verify", "llama"): "keeps no sweep file",
+        ("verify", "llama"): "has no sweep file",
     }.items():
         done = run(*words, *home)
         assert done.exit_code == 2 and part in done.stderr, done.output
@@ -102,4 +102,4 @@ def test_a_change_that_was_not_ended_is_shown_as_such(tmp_path: Path):
     record = releases.promote("llama", manifest(own, 1)).record
     releases.registry.client.update_run(record.record_id, status="RUNNING")
     shown = ok("history", "llama", "--home", tmp_path)
-    assert "a change was interrupted" in shown and "the next promote or rollback settles it" in shown
+    assert "a change was interrupted" in shown and "the next promote or rollback resolves it" in shown

@@ -107,13 +107,21 @@ UNSETTLED = Verdict(conclusion="unconfirmed", winner=None, reason="the budget of
     ("verdict", "trial", "parts"),
     [
         (None, None, ("not measured again", "tune-cluster confirm story t001")),
-        (KEEP, "1", ("not shown to be faster than what you have", "Keep what you have")),
-        (KEEP, None, ("it is the present configuration (no finalist is shown faster", "Keep what you have")),
-        (WRONG, "t001", ("loss gate found", "the loss differs by 0.2 in step 3", "Keep what you have")),
+        (KEEP, "1", ("not shown to be faster than the current configuration", "Keep your current configuration")),
+        (
+            KEEP,
+            None,
+            ("it is the current configuration (no finalist is shown faster", "Keep your current configuration"),
+        ),
+        (
+            WRONG,
+            "t001",
+            ("failed the loss gate", "the loss differs by 0.2 in step 3", "Keep your current configuration"),
+        ),
         (UNSETTLED, None, ("the budget of 2 device-hours is spent", "confirm story t001")),
-        (confirmed(gates=()), None, ("the loss gate did not look", "`gate:` on")),
+        (confirmed(gates=()), None, ("the loss gate did not check", "`gate:` on")),
         (confirmed(), "2", ("the confirmed winner is t001", "confirm story t002")),
-        (confirmed(tied_with=(2,)), "2", ("the confirmed winner is t001, though it cannot be told from it",)),
+        (confirmed(tied_with=(2,)), "2", ("the confirmed winner is t001, but the two are tied",)),
     ],
 )
 def test_what_is_not_proven_is_refused(
@@ -172,7 +180,7 @@ def test_a_change_whose_folder_belongs_to_somebody_else_blocks_nobody(home: Home
         ({"name": ""}, "''"),
         ({"name": "llama' OR 'a' = 'a"}, "OR"),
         ({"expect_current": "2"}, "production is none, not 2"),
-        ({"expect_current": "two"}, "'two' is no version"),
+        ({"expect_current": "two"}, "'two' is not a version"),
     ],
 )
 def test_refusals_say_what_is_wrong(home: Home, client: MlflowClient, options: dict[str, str], part: str):
@@ -199,7 +207,7 @@ def test_rounds_that_were_measured_are_told_while_the_confirmation_runs(tmp_path
 def test_a_sweep_at_work_is_left_alone(tmp_path: Path):
     home = new_home(tmp_path)
     sweep(home, finished=False)
-    with pytest.raises(ConfigError, match="its proof may still come"):
+    with pytest.raises(ConfigError, match="its proof is not finished"):
         commands.promote("llama", home, sweep="story")
     with home.open("story", read_only=False) as ledger, ledger.hold(), pytest.raises(SweepBusyError):
         commands.promote("llama", home, sweep="story", force=True)

@@ -30,14 +30,14 @@ from trials.spec import ProfileSpec
 @pytest.mark.parametrize(
     ("value", "low", "high", "shown", "short"),
     [
-        (1.4, 1.004, 1.86, "at least 1.004x (95%: 1.004x – 1.86x)", "≥ 1.004x"),  # noqa: RUF001
-        (1.4, 1.0001, 1.86, "at least 1.0001x (95%: 1.0001x – 1.86x)", "≥ 1.0001x"),  # noqa: RUF001
-        (1.4, 1.25, 1.86, "at least 1.25x (95%: 1.25x – 1.86x)", "≥ 1.25x"),  # noqa: RUF001
-        (1.4, 0.5, 0.996, "at most 0.996x (95%: 0.50x – 0.996x)", "≤ 0.996x"),  # noqa: RUF001
+        (1.4, 1.004, 1.86, "at least 1.004x (95% CI: 1.004x – 1.86x)", "≥ 1.004x"),  # noqa: RUF001
+        (1.4, 1.0001, 1.86, "at least 1.0001x (95% CI: 1.0001x – 1.86x)", "≥ 1.0001x"),  # noqa: RUF001
+        (1.4, 1.25, 1.86, "at least 1.25x (95% CI: 1.25x – 1.86x)", "≥ 1.25x"),  # noqa: RUF001
+        (1.4, 0.5, 0.996, "at most 0.996x (95% CI: 0.50x – 0.996x)", "≤ 0.996x"),  # noqa: RUF001
         (3.06, 2.98, 3.14, "3.06x (2.98x – 3.14x)", "3.06x"),  # noqa: RUF001
-        (3.18, 1.0649, 9.561, "at least 1.06x (95%: 1.06x – 9.57x)", "≥ 1.06x"),  # noqa: RUF001
-        (0.5, 0.2, 0.941, "at most 0.95x (95%: 0.20x – 0.95x)", "≤ 0.95x"),  # noqa: RUF001
-        (1.2, 0.8, 1.9, "not told from 1x (95%: 0.80x – 1.90x)", "≈1.20x"),  # noqa: RUF001
+        (3.18, 1.0649, 9.561, "at least 1.06x (95% CI: 1.06x – 9.57x)", "≥ 1.06x"),  # noqa: RUF001
+        (0.5, 0.2, 0.941, "at most 0.95x (95% CI: 0.20x – 0.95x)", "≤ 0.95x"),  # noqa: RUF001
+        (1.2, 0.8, 1.9, "not distinguishable from 1x (95% CI: 0.80x – 1.90x)", "≈1.20x"),  # noqa: RUF001
         (1.2, None, None, "1.20x (interval unknown)", "1.20x"),
     ],
 )
@@ -60,7 +60,7 @@ def test_stores_may_have_spaces_in_their_paths_and_passwords_stay_out():
     for uri in ("sqlite:////home/a b/mlflow.db", "https://mlflow:5000"):
         assert check_tracking_uri(uri) == uri
     for uri in ("https://mlflow 5000", "sqlite:////", "sqlite:///relative.db"):
-        with pytest.raises(ConfigError, match="no tracking URI"):
+        with pytest.raises(ConfigError, match="not a supported tracking URI"):
             check_tracking_uri(uri)
     uri = "http://user:pass@mlflow.example:5000/x"
     assert summarize(state(speeds(0.1)), uri).to_json()["tracking_uri"] == "http://mlflow.example:5000/x"

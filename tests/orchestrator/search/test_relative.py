@@ -206,6 +206,6 @@ def test_plan_orders_scripts_and_says_by_what(tmp_path, monkeypatch):
     assert all(one["gain_low"] < one["gain"] < one["gain_high"] for one in top)
     monkeypatch.setenv("COLUMNS", "80")
     shown = CliRunner().invoke(main, arguments, catch_exceptions=False).stdout
-    assert "not a model of this one" in shown and max(map(len, shown.splitlines())) <= 80
+    assert "not a model of your program" in shown and max(map(len, shown.splitlines())) <= 80
     why = CliRunner().invoke(main, [*arguments, "--why", "{micro_batch_size: 8}"], catch_exceptions=False).stdout
-    assert "by what knobs usually do" in why and "x the baseline" in why
+    assert "typically" in why and "x the speed of the baseline" in why

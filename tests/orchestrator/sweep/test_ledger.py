@@ -248,7 +248,7 @@ def test_documents_come_back_as_they_were_and_lacking_keys_have_their_defaults(t
         ledger.put_document("controller", {"host": "head"})
         assert Controller.read(ledger) == Controller(host="head")
         ledger.put_document("lease", {"nodes": ["n1"], "of_tomorrow": 1})
-        with pytest.raises(LedgerError, match=r"lease of .* is not understood, another version wrote it"):
+        with pytest.raises(LedgerError, match=r"lease of .* cannot be parsed; it was written by another version"):
             HeldNodes.read(ledger)
 
 

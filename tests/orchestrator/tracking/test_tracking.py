@@ -224,7 +224,7 @@ def test_mlflow_being_away_delays_and_loses_nothing(
     state = fill(ledger, story)
     with caplog.at_level(logging.WARNING):
         assert [tracker.sync(ledger, state) for _ in range(3)] == [0, 0, 0]
-    assert len([r for r in caplog.records if "does not take results" in r.message]) == 1
+    assert len([r for r in caplog.records if "does not accept results" in r.message]) == 1
     assert ledger.cursor(CURSOR) == 0
     (tmp_path / "store").unlink()
     (tmp_path / "store").mkdir()

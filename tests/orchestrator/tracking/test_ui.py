@@ -86,5 +86,5 @@ def test_a_server_needs_no_other_server():
 @pytest.mark.slow
 def test_a_store_that_cannot_be_opened_is_said(tmp_path: Path):
     (tmp_path / "blocked").write_text("")
-    with pytest.raises(ConfigError, match="ended with status"):
+    with pytest.raises(ConfigError, match="exited with status"):
         serve(f"sqlite:///{tmp_path}/blocked/mlflow.db", port=free_port())
