@@ -164,8 +164,8 @@ def _children() -> list[int]:
 POLL_S = 0.1
 """How often files are looked at."""
 REPORTS_S = 0.02
-"""How often report files are read at most: the arrival of their lines shows how long steps took. Reads half a step apart
-see each line by itself; more of them would take time from programs that use all cores."""
+"""How often report files are read at most: the arrival of their lines shows how long steps took. Reads half a step
+apart see each line by itself; more of them would take time from programs that use all cores."""
 PEERS_S = 0.2
 """How often it is looked what the ranks of the node have told."""
 MAX_JUDGING = 0.05
