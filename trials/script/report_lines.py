@@ -423,7 +423,7 @@ class StepSeries:
             before = step
         return found
 
-    def last_time(self, tokens_per_step: float, samples_per_step: float, num_devices: int) -> LogValue | None:
+    def last_time(self, tokens_per_step: int, samples_per_step: int, num_devices: int) -> LogValue | None:
         """Seconds of the last step; None where the source has not reported them."""
         if self._arrived_s and (last := self._positive("step_time_s", max(self._arrived_s))) and not self._is_unclear:
             return last
