@@ -231,7 +231,7 @@ class ClusterRequest:
     queue_folder: Path | None = None
     """Folder of the queue of the sweeps that share this host."""
     max_wait_s: float | None = None
-    """How long to wait for ``min_nodes``; None: for ever where somebody is told what is waited for, else two
+    """How long to wait for ``min_nodes``; None: forever if there is a listener for the reasons, else two
     minutes."""
 
 

@@ -109,7 +109,7 @@ def reasons_in(mask: int) -> tuple[str, ...]:
     return tuple(name for name, bit in THROTTLED_BY.items() if mask & bit)
 
 
-# What a rank learnt of its device besides times: memory as the device has it, clocks, heat, power, errors. Standard
+# What a rank learnt of its device apart from times: memory as the device has it, clocks, heat, power, errors. Standard
 # library only.
 
 
@@ -148,7 +148,7 @@ def worst_memory(ranks: Iterable[DeviceMemory | None]) -> DeviceMemory | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceHealth:
-    """Clocks, heat, power and memory errors of a rank's device while it was measured on; None for what nobody told."""
+    """Clocks, heat, power and memory errors of a rank's device while it was measured on; None if unknown."""
 
     rank: int
     num_samples: int

@@ -385,7 +385,7 @@ class _Hooks:
     ) -> None:
         self._layer = layer
         self._places = places
-        """What is known by now of a compiled layer; None for others."""
+        """What is known so far of a compiled layer; None for others."""
         self._held = {id(stored_part(tensor).untyped_storage()) for tensor in held}
         self._to = to
         self._meter = meter

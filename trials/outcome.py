@@ -1,4 +1,4 @@
-"""What came of an attempt at a trial: a :class:`Measurement`, or a reason why there is none. Standard library only.
+"""The outcome of an attempt at a trial: a :class:`Measurement`, or a reason why there is none. Standard library only.
 
 Every outcome states its ``consequence``, what the catcher must do with it::
 
@@ -75,13 +75,13 @@ class Contradiction:
         )
         if self.reported_s < self.seen_s:
             return (
-                f"{found}; usual causes: a timer without torch.cuda.synchronize(), a timer that leaves out part of the"
-                " loop, an evaluation before every line, micro-batches counted as steps, a wrong unit. Time the whole"
-                " loop, from the end of one step to the end of the next"
+                f"{found}; usual causes: a timer without torch.cuda.synchronize(), a timer that skips part of "
+                "the loop, an evaluation before every line, micro-batches counted as steps, a wrong unit. Time "
+                "the full loop, from the end of one step to the end of the next"
             )
         return (
-            f"{found}; usual causes: a wrong unit, an average that includes the slow first steps, or reports that are"
-            " held back and sent together. Flush the output after every step"
+            f"{found}; usual causes: a wrong unit, an average that includes the slow first steps, or buffered "
+            "reports. Flush the output after every step"
         )
 
 
@@ -351,7 +351,7 @@ class Measurement:
     step_memory_bytes: tuple[int, ...] = ()
     """Peak of every step on the fullest rank of that step, from the first warm-up step on; empty if not known."""
     findings: Findings = field(default_factory=Findings)
-    """What the runner found out besides; recompute effects are those of the rank where they are largest."""
+    """What the runner found out as well; recompute effects are those of the rank where they are largest."""
     places: tuple[str, ...] = ()
     """Host and device that each rank ran on, no two alike; empty on virtual clusters, which have no ranks."""
     disturbances: tuple[Disturbance, ...] = ()

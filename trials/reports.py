@@ -522,7 +522,7 @@ def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
     )
 
 
-# Findings: what a rank found out about a candidate besides its times. Standard library only.
+# Findings: what a rank found out about a candidate in addition to its times. Standard library only.
 
 
 CompileCache = Literal["cold", "warm", "mixed"]

@@ -212,7 +212,7 @@ class RandomData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonData:
-    """Samples of a data set of the user's own: pairs of input and target."""
+    """Samples of a user's data set: pairs of input and target."""
 
     kind: ClassVar[str] = "python"
     dataset: str

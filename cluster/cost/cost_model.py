@@ -42,7 +42,7 @@ from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some fields of the inputs, and all that they depend on besides workload and cluster."""
+    """Some fields of the inputs, and all that they depend on in addition to workload and cluster."""
 
     reads: tuple[str, ...]
     """Fields of the candidate, or attributes of theirs like ``layout.tp``."""
@@ -86,7 +86,7 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
 
 def _check(workload: Workload) -> None:
     if not isinstance(workload.model, LlamaModel):
-        raise NotImplementedError(f"{workload.model.kind} is no decoder")
+        raise NotImplementedError(f"{workload.model.kind} is not a decoder")
 
 
 def _hardware(_workload: Workload, _candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:

@@ -433,7 +433,7 @@ class BalanceProblem:
     num_virtual_stages: int = 1
     layer_s: float
     head_s: float = 0.0
-    """Seconds of final norm, head and loss, which the last virtual stage has besides its layers."""
+    """Seconds of final norm, head and loss, which the last virtual stage has in addition to its layers."""
     layer_bytes: float
     """Bytes of weights, gradients and optimiser states of a layer on one rank."""
     fixed_bytes: tuple[float, ...]

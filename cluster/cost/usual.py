@@ -91,7 +91,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.12,
         -0.03,
         0.15,
-        "16-bit weights besides: no casts of weights in every forward pass (apex's O2 against O1, some percent).",
+        "16-bit weights as well: no casts of weights in every forward pass (apex's O2 against O1, some percent).",
     ),
     Effect(
         "eight_bits",
@@ -99,7 +99,7 @@ EFFECTS: tuple[Effect, ...] = (
         0.2,
         0.3,
         0.4,
-        "8-bit products besides 16-bit operators: up to 1.5 times as fast where matmuls are large, slower where "
+        "8-bit products in addition to 16-bit operators: up to 1.5 times as fast where matmuls are large, slower where "
         "scaling costs more than is gained (torchao's README of float8 training).",
     ),
     Effect(

@@ -133,7 +133,7 @@ class NodeLaunch:
     handles: tuple[DeviceHandle, ...] = ()
     """The node's devices by position, where they are accelerators."""
     interface: str | None = None
-    """Network interface by which other nodes reach this one; None where nobody knows."""
+    """Network interface by which other nodes reach this one; None if unknown."""
     node_rank: int = 0
     """Position of the node among those of the gang."""
     num_nodes: int = 1
@@ -160,7 +160,7 @@ class StopGang:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """The controller is alive, and will be heard of again within ``patience_s``."""
+    """The controller is alive, and will report again within ``patience_s``."""
 
     kind: ClassVar[str] = "beat"
     patience_s: float

@@ -340,7 +340,7 @@ def cores_near(bus_ids: Iterable[str], sysfs: Path = SYSFS) -> frozenset[int] | 
     """Cores of the NUMA nodes that devices with these addresses are attached to, as far as this process may use them.
 
     None where there is nothing to choose: a host with one NUMA node, devices on all of them, addresses or places that
-    nobody knows, or a control group that leaves no core there.
+    it is unknown, or a control group that leaves no core there.
     """
     nodes = {int(path.name.removeprefix("node")) for path in (sysfs / "devices/system/node").glob("node[0-9]*")}
     places = {_place(bus_id, sysfs) for bus_id in bus_ids}
@@ -351,7 +351,7 @@ def cores_near(bus_ids: Iterable[str], sysfs: Path = SYSFS) -> frozenset[int] | 
 
 
 def _place(bus_id: str, sysfs: Path) -> int:
-    """Number of the device's NUMA node; -1, as the kernel writes it, where nobody knows."""
+    """Number of the device's NUMA node; -1, as the kernel writes it, if unknown."""
     text = read_or_empty(sysfs / "bus/pci/devices" / bus_id / "numa_node").strip() if bus_id else ""
     return int(text) if text.isdigit() else -1
 
@@ -459,7 +459,7 @@ def find_accelerator(device_name: str) -> Accelerator:
     """
     found = _match(device_name)
     if found is None:
-        raise CatalogueError(f"no accelerator called {device_name!r}; the catalogue has {', '.join(catalogue())}")
+        raise CatalogueError(f"unknown accelerator {device_name!r}; the catalogue has {', '.join(catalogue())}")
     part = _MIG.search(device_name)
     return found[1] if part is None else _slice(found[1], part)
 
@@ -561,12 +561,12 @@ def load_cluster(name: str) -> ClusterDescription:
     path = Path(name) if is_file else CONFIGS / "clusters" / f"{name}.yaml"
     if not path.is_file():
         raise CatalogueError(
-            f"no cluster {'file' if is_file else 'called'} {name!r}; there are {', '.join(clusters())}"
+            f"unknown cluster {'file' if is_file else 'name'} {name!r}; available: {', '.join(clusters())}"
         )
     data = _read(path, {"accelerator", "num_nodes"}, {"devices_per_node", "network_bytes_per_s", "sources"})
     for key in ("num_nodes", "devices_per_node"):
         if not isinstance(size := data.get(key, 1), int) or isinstance(size, bool) or size < 1:
-            raise CatalogueError(f"{path.name}: {key} is {str(size)[:40]!r}, no number of them")
+            raise CatalogueError(f"{path.name}: {key} is {str(size)[:40]!r}, not a number")
     accelerator = find_accelerator(str(data["accelerator"]))
     return ClusterDescription(
         name=path.stem,

@@ -58,7 +58,7 @@ def marked_processes(lease: str, folder: str | None = None) -> dict[int, bool]:
 
 
 def _descendants(pids: Sequence[int], marked: Mapping[int, bool]) -> dict[int, bool]:
-    """Those of ``pids`` that descend from marked processes, each with what is said of the nearest of these."""
+    """Those of ``pids`` that descend from marked processes, each with the mark of the nearest of these."""
     parents = {pid: parent for pid in (pids if marked else ()) if (parent := _parent_of(pid)) is not None}
     found: dict[int, bool] = {}
     for pid in parents:

@@ -427,7 +427,7 @@ def with_devices(
     whose clocks and heat are also its own, but whose processes may be those of other slices.
 
     A process counts as foreign only if it is visible from here: in a container, nvidia-smi gives the host's pids, which
-    mean nothing, or somebody else, inside.
+    mean nothing, or another user, inside.
     """
     samples = [one for one in parse_samples(clocks) if _is_any(handles, one) or _has_any(one, handles)]
     masks = [one.throttle_mask for one in samples if one.throttle_mask is not None]
@@ -565,8 +565,8 @@ def shortage(num_ranks: int, limit_bytes: int) -> str | None:
         return None
     gib = float(1 << 30)
     return (
-        f"{num_ranks} rank(s) may use {limit_bytes / gib:.1f} GiB each, but {available / gib:.1f} GiB of host memory "
-        "are available; is something else running here, or is cluster.device_memory too large?"
+        f"{num_ranks} rank(s) may use {limit_bytes / gib:.1f} GiB each, but {available / gib:.1f} GiB of host "
+        "memory are available; check for other processes on the host, or reduce cluster.device_memory"
     )
 
 
@@ -615,7 +615,7 @@ def shared_memory_shortage(needed_bytes: int) -> str | None:
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
-        return f"there is no {SHARED_MEMORY}: NCCL and data loaders with workers fail; {SHARED_REMEDY}"
+        return f"{SHARED_MEMORY} does not exist: NCCL and data loaders with workers fail; {SHARED_REMEDY}"
     if usage.free >= needed_bytes:
         return None
     return (
@@ -638,7 +638,7 @@ GROWTH_BYTES = 256 << 20
 """How much more than when the node was looked at a device may show as used."""
 MAX_IDLE_SHARE = 0.08
 """The share of a device's memory up to which what it showed then counts as idle: an Ascend 910B shows 3.3 of 64 GiB.
-What shows more was somebody's."""
+What shows more was another user's."""
 SETTLE_BEFORE_S = 5.0
 """How long whoever had the devices before may take to let go of them."""
 SETTLE_AFTER_S = 20.0
@@ -725,7 +725,7 @@ def device_uses(kind: DeviceKind, handles: Sequence[DeviceHandle]) -> list[Devic
         if (one := shown.get(handle.name)) is None:
             continue
         if one.trouble:
-            raise DeviceQueryError(f"device {one.name} is of no use any more: {one.trouble}")
+            raise DeviceQueryError(f"device {one.name} became unusable: {one.trouble}")
         if one.used_bytes is not None:
             found.append(DeviceUse(handle=handle, used_bytes=one.used_bytes))
     return found
@@ -745,7 +745,7 @@ def _describe(kind: DeviceKind, busy: Sequence[DeviceUse]) -> str:
     for use in busy:
         handle = use.handle
         holders = [f"pid {pid} ({mebibytes} MiB)" for uuid, pid, mebibytes in rows if uuid == handle.uuid]
-        by = ", ".join(holders) or "no process that its tool shows"
+        by = ", ".join(holders) or "no process that its tool lists"
         named = f"{handle.name} ({handle.uuid})" if handle.uuid not in ("", handle.name) else handle.name
         parts.append(f"{what} {named} has {use.used_bytes >> 20} MiB in use by {by}")
     return "; ".join(parts)

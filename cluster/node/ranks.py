@@ -85,7 +85,7 @@ def rank_main(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: 
             _write(pipes.reports, line(replace(failed, category=of_host(error) or failed.category)))
             raise
         code = _run(launch, slot, pipes.reports)
-    except BaseException:  # nothing above could hear of it but the log
+    except BaseException:  # nothing above could see it but the log
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
@@ -309,7 +309,7 @@ class ForkedRank:
     program_peak_bytes: int = 0
     """Most resident memory seen of a process of the user's program; 0 where the rank runs a model of ours."""
     weigh_at_s: float = 0.0
-    """When (monotonic) to look again how much that is: twice a second, as a program may be gone before it is heard."""
+    """When (monotonic) to look again how much that is: twice a second, as a program may end between two readings."""
 
     def weigh(self, now_s: float) -> None:
         """Look how much memory the rank's program has taken so far, if it is time to."""
@@ -325,7 +325,7 @@ class ForkedRank:
     def failure(
         self, node: str, category: str, message: str, exit_code: int | None = None, log_tail: tuple[str, ...] = ()
     ) -> RankFailure:
-        """What is to be said of the rank, which has just failed on ``node``."""
+        """The failure of the rank, which has just failed on ``node``."""
         return RankFailure(
             rank=self.slot.rank,
             node=node,
@@ -547,7 +547,7 @@ class GangClocks:
         return passed_s
 
     def due_at_s(self) -> float:
-        """When (monotonic) the next deadline is missed unless somebody reports before."""
+        """When (monotonic) the next deadline is missed unless a rank reports before."""
         deadlines = self._deadlines
         return min((due_at_s(rank.clock, deadlines) for rank in self.watched()), default=math.inf)
 
@@ -565,7 +565,7 @@ class GangClocks:
 
     @property
     def _deadlines(self) -> Deadlines:
-        """Those of the launch. Of programs that tell of themselves on one node only, the others hear nothing."""
+        """Those of the launch. Of programs that tell of themselves on one node only, the others report nothing."""
         found = self._launch.deadlines
         if not self._launch.is_script or self._launch.num_nodes == 1:
             return found

@@ -488,7 +488,7 @@ def describe(manifest: Manifest) -> str:
         f"- trial {facts['trial']} of sweep {facts['sweep']} on {facts['hardware']}",
     ]
     if facts["forced"]:
-        lines.append(f"- **promoted by force**: {'; '.join(facts['missing'])}")
+        lines.append(f"- **promoted with --force**: {'; '.join(facts['missing'])}")
     body = yaml.safe_dump({"candidate": manifest.content["candidate"]}, sort_keys=False, allow_unicode=True)
     mark = [f"# {watermark_line(facts['virtual'])}", ""] if facts.get("virtual") else []
     text = "\n".join([*mark, head, "", *lines])

@@ -245,7 +245,7 @@ def _unmodelled(candidate: Candidate, features: Features) -> dict[str, Scalar]:
 # What is expected of candidates without a cost model: how much faster than the baseline knobs usually make programs
 
 LEVEL_STD = 3.0
-"""Standard deviation of the log of the baseline's step time: nobody knows it."""
+"""Standard deviation of the log of the baseline's step time: unknown."""
 LOCAL_STD = 0.08
 """Standard deviation of what only combinations of knobs do: interactions are small beside the effects themselves."""
 SWEEP_STD = 0.05

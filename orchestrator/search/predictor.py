@@ -56,9 +56,9 @@ from trials.spec import Candidate, HuggingFaceModel, LlamaModel, ScriptModel, Us
 # The cost model asked in one way for both families of workloads, decoders and others: time, memory, likeness
 
 PROCESS_BYTES = 12 << 20
-"""What a rank's process on a CPU takes besides tensors: the graph's nodes, Python's objects, gloo's buffers."""
+"""What a rank's process on a CPU takes in addition to tensors: the graph's nodes, Python's objects, gloo's buffers."""
 KEPT_SHARE = 0.8
-"""Share of the tensors that come and go in a step that the C library's allocator keeps besides: it hands blocks below
+"""Share of the tensors that come and go in a step that the C library's allocator keeps as well: it hands blocks below
 32 MiB out of a heap with gaps. Both measured of models of some million parameters; trials correct them."""
 _PASSING = ("activations", "recomputed", "head", "gathered")
 """Terms of tensors that come and go in a step."""
@@ -301,13 +301,13 @@ NOISE_STD = 0.01
 
 
 class UnpredictableError(ValueError):
-    """The cost model cannot predict these candidates; the message says why."""
+    """The cost model cannot predict these candidates; with the reason."""
 
 
 class UnknownDimensionsError(UnpredictableError):
-    """Nobody knows the dimensions of what the user's program trains; no defect, but there is no cost model then."""
+    """The dimensions of what the user's program trains are unknown; no defect, but there is no cost model then."""
 
-    reason = "the model's dimensions are not known"
+    reason = "the model's dimensions are unknown"
 
     def __init__(self) -> None:
         super().__init__(self.reason)
@@ -318,7 +318,7 @@ def predicted_workload(workload: Workload) -> Workload:
     the decoder that it trains, or that has the same matrix products.
 
     Raises:
-        UnknownDimensionsError: it has a program, and nobody knows what that trains.
+        UnknownDimensionsError: it has a program, and what that trains is unknown.
     """
     if isinstance(workload.model, HuggingFaceModel) and workload.model.shape is not None:
         return replace(workload, model=workload.model.shape)
@@ -362,7 +362,7 @@ class Predictor:
     ) -> None:
         if len(candidates) > MAX_CANDIDATES:
             raise UnpredictableError(
-                f"{len(candidates):,} candidates are too many to rank one by one (limit {MAX_CANDIDATES:,})"
+                f"too many candidates to rank individually: {len(candidates):,} (limit {MAX_CANDIDATES:,})"
             )
         self.candidates = CandidateTable.of(candidates)
         self.earlier = _comparable(earlier, workload)
@@ -644,7 +644,7 @@ def make_predictor(
         UnpredictableError: no hardware is known, or the cost model does not know the model or the device.
     """
     if topology is None:
-        raise UnpredictableError("the hardware is not known before the lease")
+        raise UnpredictableError("the hardware is unknown before the lease")
     try:
         cluster = describe_topology(topology)
     except CatalogueError as error:

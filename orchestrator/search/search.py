@@ -262,11 +262,11 @@ class _Round:
 
     proposals: ProposalRound
     state: SweepState
-    """What the round knows."""
+    """Information available to the round."""
     is_open: NDArray[np.bool_]
     """Which rows might be proposed at its beginning."""
     num_known: int
-    """Ended trials it knows of."""
+    """Known ended trials."""
     num_measured: int
     """Measurements among them."""
     num_trials: int
@@ -500,7 +500,7 @@ def _peak_bytes(trial: Trial) -> int:
 def _usual_reason(proposal: Proposal) -> str:
     """Before anything is known of the program's speed."""
     gain, spread = 1 / proposal.time_s, math.expm1(proposal.log_std)
-    return f"best by what knobs usually do: {gain:.2f}x the baseline (give or take {spread:.0%})"
+    return f"best by typical effects of knobs: {gain:.2f}x the baseline (± {spread:.0%})"
 
 
 def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
@@ -509,9 +509,9 @@ def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
     spread = math.expm1(proposal.log_std)
     how = "largest expected improvement per device-second:"
     if proposal.is_plain or not measured:
-        how = "best prediction before any trial" + ("; by now" if measured else ":")
+        how = "best prediction before any trial" + ("; currently" if measured else ":")
     fits = f", fits with {chance(proposal.probability_fits)}" if proposal.probability_fits < 0.995 else ""
-    return f"{how} {speed} expected (give or take {spread:.0%}{fits})"
+    return f"{how} {speed} expected (± {spread:.0%}{fits})"
 
 
 SamplerName = Literal["guided", "tpe", "random", "grid"]
@@ -586,15 +586,15 @@ class Search:
             return Suggestion(self._open.candidates[unseen[0]], "next in the grid")
         rng = random.Random(digest([self._seed, trial]))
         if self._sampler in ("random", "guided"):
-            return Suggestion(self._open.candidates[rng.choice(unseen)], "drawn at random")
+            return Suggestion(self._open.candidates[rng.choice(unseen)], "sampled at random")
         return self._suggest_by_tpe(state, unseen, rng)
 
     def predict(self, candidate: Candidate) -> PredictedResult | None:
-        """The prediction of a candidate before any trial; None without a guide or where the guide knows it not."""
+        """The prediction of a candidate before any trial; None if there is no guide or it has no prediction."""
         return None if self._guide is None else self._guide.predict(candidate)
 
     def is_converged(self, state: SweepState) -> bool:
-        """Whether the sweep should stop because nothing better is expected. Only ever so when asked for."""
+        """Whether the sweep should stop because nothing better is expected. Only on request."""
         if self._guide is None or not self._stop_when_converged:
             return False
         self._open.follow(state)
@@ -648,7 +648,7 @@ class Search:
         for _ in range(_MAX_RANDOM_DRAWS):
             drawn = large.draw(rng)
             if drawn is not None and drawn not in tried and not self._is_ruled_out(drawn, state):
-                return Suggestion(drawn, "drawn at random")
+                return Suggestion(drawn, "sampled at random")
         return None
 
     def _is_ruled_out(self, candidate: Candidate, state: SweepState) -> bool:

@@ -268,7 +268,7 @@ def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
         Text(f"loss gate: {gate_text(facts)}"),
     ]
     if facts["forced"] and not facts.get("virtual"):
-        lines.append(Text(f"promoted by force: {'; '.join(facts['missing'])}", style="yellow"))
+        lines.append(Text(f"promoted with --force: {'; '.join(facts['missing'])}", style="yellow"))
     return lines
 
 

@@ -194,7 +194,7 @@ MIB = 1 << 20
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     """Makes this host one with these tools, and with drivers only where a test says so."""
-    discovery._tell.cache_clear()
+    discovery._warn.cache_clear()
     for kind, source in list(discovery._MAKERS.items()):
         monkeypatch.setitem(discovery._MAKERS, kind, replace(source, driver_files=()))
     return lambda **programs: vendors.install(tmp_path, monkeypatch, **programs)

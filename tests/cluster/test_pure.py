@@ -86,7 +86,7 @@ def test_overrides_win_over_what_is_found():
 
 def test_asking_for_gpus_without_any_names_the_remedy(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ClusterError, match="use device: cpu"):
+    with pytest.raises(ClusterError, match="set device: cpu"):
         describe(ClusterRequest(kind="local", device="cuda"))
 
 

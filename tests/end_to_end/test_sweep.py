@@ -151,7 +151,7 @@ def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
 
 @pytest.mark.exhaustive
 def test_impossible_figures_are_a_fault_that_nobody_can_promote(tmp_path):
-    """Negative and zero step times: neither measured, nor explained into a traceback, nor promoted by force."""
+    """Negative and zero step times: neither measured, nor explained into a traceback, nor promoted with --force."""
     file = sweeps.write(
         tmp_path,
         runner="tests.support.user_runners:lying",

@@ -302,7 +302,11 @@ def _planted():
 
 def test_planted_redistributions_of_real_dtensors_are_found(tmp_path):
     repeated = ("w3", "forward", "starts the same all_gather of the same tensor again")
-    round_trip = ("step", "step", "gathers again what had been gathered and cut before, with nothing computed between")
+    round_trip = (
+        "step",
+        "step",
+        "gathers again a tensor that was gathered and split before, without computation in between",
+    )
     for found in run_ranks(_planted, 2, tmp_path):
         assert set(found) == {repeated, round_trip}
 

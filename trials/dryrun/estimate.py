@@ -147,7 +147,7 @@ def num_communicators(layout: Layout) -> int:
 
 
 def context_bytes(layout: Layout) -> int:
-    """Device memory that a rank of this layout takes besides its tensors."""
+    """Device memory that a rank of this layout takes in addition to its tensors."""
     return CUDA_CONTEXT_BYTES + COMMUNICATOR_BYTES * num_communicators(layout)
 
 

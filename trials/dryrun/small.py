@@ -161,7 +161,7 @@ class Pass(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """What the memory that a pass leaves and takes may depend on, besides its kind and chunk."""
+    """What the memory that a pass leaves and takes may depend on, in addition to its kind and chunk."""
 
     here: Pass
     is_first: bool

@@ -106,7 +106,7 @@ class Bucket:
 
     @torch.no_grad()
     def bind(self) -> None:
-        """Move the parameters here, in the memory format they have. Each one's own memory is free at once."""
+        """Move the parameters here, in the memory format they have. The memory of each is free at once."""
         self._values = self._zeros()
         for i, parameter in enumerate(self.parameters):
             parameter.data = self._view(self._values, i).copy_(parameter)
@@ -268,7 +268,7 @@ class BucketedReplica(nn.Module):
         self._num_reduced = 0
 
     def _reduce_next(self) -> None:
-        """Begin to reduce the next bucket. The one before, most likely through by now, goes on to its replicas."""
+        """Begin to reduce the next bucket. The one before, most likely complete, goes on to its replicas."""
         with self._on_side_stream():
             if self._num_reduced:
                 self.buckets[self._num_reduced - 1].reduce_replicas()

@@ -72,7 +72,7 @@ class RankIdentity:
 @contextlib.contextmanager
 def process_group(identity: RankIdentity, device: torch.device) -> Iterator[None]:
     """Join the gang, and leave it when the body succeeds; where whoever started the rank does so itself after it has
-    heard the result (:data:`LEAVES_LAST_VARIABLE`), stay.
+    received the result (:data:`LEAVES_LAST_VARIABLE`), stay.
 
     After an error the group is left alone: destroying it could wait for collectives that no peer will join. The
     process is expected to exit, which is what tells the peers.
@@ -415,7 +415,7 @@ def _first_index(tensor: DTensor, dim: int) -> int:
 #
 # The global random stream depends on build order and sharding, so every element of a parameter is drawn by the
 # parameter's name and its own place in the whole (:mod:`trials.models.model`). A rank draws what it holds where it
-# holds it, and never has more than a tile and its temporaries besides: some MiB on a CPU, less than 64 MiB elsewhere.
+# holds it, and never has more than a tile and temporaries in addition: some MiB on a CPU, less than 64 MiB elsewhere.
 
 
 @torch.no_grad()

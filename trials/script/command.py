@@ -42,7 +42,7 @@ class CommandFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFormat:
-    """Where and how the program says what it measured, besides reports and hooks."""
+    """Where and how the program says what it measured, in addition to reports and hooks."""
 
     name: str = "none"
     """A parser of :mod:`trials.script.logs`: ``megatron``, ``torchtitan``, ..., ``pattern``, ``none``."""
@@ -50,12 +50,12 @@ class LogFormat:
     """For ``pattern``: a regular expression with groups ``step`` and any of ``loss``, ``step_s``, ``step_ms``,
     ``tokens_per_s``, ``samples_per_s``, ``grad_norm``, ``allocated_gib``, ``reserved_gib``."""
     files: tuple[str, ...] = ()
-    """Glob patterns of files it logs to, read besides its output; ``{out}`` is filled in."""
+    """Glob patterns of files it logs to, read in addition to its output; ``{out}`` is filled in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the candidate implies, as far as it can be seen from inside the program; None: nothing can be said."""
+    """What the candidate implies, as far as it can be seen from inside the program; None: unknown."""
 
     world_size: int | None = None
     micro_batch_size: int | None = None
@@ -488,7 +488,7 @@ class Places:
 
 
 def all_gone(words: Sequence[PeerState], num_ranks: int) -> bool:
-    """Whether all ranks of the node have said that they are gone."""
+    """Whether all ranks of the node have reported that they are gone."""
     return sum(word.is_gone for word in words) >= num_ranks
 
 

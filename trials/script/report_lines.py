@@ -28,7 +28,7 @@ from trials.script.logs import LogRecord, LogValue, number
 # comes
 #
 # Programs print progress bars that end in a carriage return, colours, bytes in no known encoding, and gigabytes without
-# a line break. What nobody looks for is neither decoded nor split.
+# a line break. Other lines are neither decoded nor split.
 
 MAX_LINE_BYTES = 64 << 10
 """What is kept of a line: its beginning."""
@@ -146,7 +146,7 @@ class BoundedLog:
 
     def _log_omitted(self, count: int) -> None:
         if count > 0:
-            self._put(f"\n[... {count} bytes left out ...]\n".encode())
+            self._put(f"\n[... {count} bytes omitted ...]\n".encode())
 
     def _put(self, data: bytes) -> None:
         """Write, if that is possible at all: a full disk must not end the training."""
@@ -169,7 +169,7 @@ MAX_BYTES_PER_POLL = 4 << 20
 MAX_FILES = 64
 """Files that are followed per pattern."""
 POLL_AGAIN_S = 1.0
-"""How often patterns are matched again for new files, in seconds, unless somebody is in a hurry."""
+"""How often patterns are matched again for new files, in seconds, unless it is urgent."""
 
 
 class FileTail:
@@ -554,7 +554,7 @@ class ReportedError:
 
 
 class StepBook:
-    """Takes down what is heard, and what was odd about it."""
+    """Records what is reported, and what was odd about it."""
 
     def __init__(self, command: ScriptCommand) -> None:
         self.series: dict[tuple[str, str], StepSeries] = {}

@@ -63,7 +63,7 @@ from trials.training.optimizer import build_optimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What came of a step; equal on every rank."""
+    """The result of a step; equal on every rank."""
 
     loss: float
     """Mean loss over the global batch."""
@@ -725,7 +725,7 @@ def build_schedule(
     try:
         return single[layout.schedule](stage, num_microbatches, **options)
     except ValueError as error:
-        raise InfeasibleSpec(f"torch {torch.__version__} refuses schedule {layout.schedule}: {error}") from error
+        raise InfeasibleSpec(f"torch {torch.__version__} rejects schedule {layout.schedule}: {error}") from error
 
 
 # ---- Builds this rank's part of the model from a specification: split over the gang, wrapped and initialised
@@ -745,7 +745,7 @@ class ModelPart:
     offload_meter: OffloadMeter
 
     def with_targets(self, targets: Tensor | None) -> dict[str, Tensor]:
-        """What ``module`` takes besides its input: the targets, where it computes the loss itself."""
+        """What ``module`` takes in addition to its input: the targets, where it computes the loss itself."""
         if targets is None or not (self.chunk.is_last and self.model.computes_loss):
             return {}
         return {"targets": targets}

@@ -153,7 +153,7 @@ def test_mixed_precision_that_brings_nothing_is_evidence_of_dispatch():
     ]
     found = explain_sweep(sweep(candidates, outcomes, TINY), basis(candidates, ONE_NODE)).bottleneck
     assert found.kind == "dispatch"
-    assert any("mixed precision brings little" in line for line in found.evidence)
+    assert any("mixed precision helps little" in line for line in found.evidence)
 
 
 def test_a_change_that_the_sweep_tried_is_told_as_measured_and_one_without_memory_as_such():

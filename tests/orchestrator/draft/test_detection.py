@@ -115,7 +115,7 @@ def test_another_batch_than_was_seen_is_an_error_with_the_right_number(folder):
     machine = machine_here(2)
     assert draft_script(script, machine, folder=folder).global_batch_size == 32
     assert draft_script(script, machine, folder=folder, global_batch_size=32).global_batch_size == 32
-    with pytest.raises(ConfigError, match="trains 32 samples, not 7"):
+    with pytest.raises(ConfigError, match="uses 32 samples, not 7"):
         draft_script(script, machine, folder=folder, global_batch_size=7)
 
 
@@ -192,7 +192,7 @@ def test_a_proven_option_has_the_role_of_the_knob_that_it_is(folder):
     change = OptionChange(role="amp", option=option, value=True)
     shown = proof(change, facts(dtype="float32"), facts(dtype="bfloat16"))
     detected = Detected(facts=FACTS, options=(option,), proofs={"amp": shown})
-    found = read_program(("python", "t.py"), None, is_gpu=True, cores=2, ranks=2, detected=detected)
+    found = read_program(("python", "t.py"), None, is_gpu=True, ranks=2, detected=detected)
     assert found.own == {"--bf16-on": {"values": [False, True], "memory": "falls", "role": "precision"}}
     assert (found.micro_batch_size, found.accumulation) == (8, 2)
 

@@ -23,9 +23,13 @@ def drafted(tmp_path, config):
         (transformers.LlamaConfig(**GATED, num_key_value_heads=2), 2, ()),
         (transformers.MistralConfig(**GATED, num_key_value_heads=4, sliding_window=None), 4, ()),
         (transformers.MistralConfig(**GATED, sliding_window=1024), 8, ("full attention for windows of 1024",)),
-        (transformers.Qwen2Config(**GATED, num_key_value_heads=2), 2, ("no biases of queries",)),
+        (transformers.Qwen2Config(**GATED, num_key_value_heads=2), 2, ("no biases on queries",)),
         (transformers.Qwen3Config(**GATED, num_key_value_heads=8, head_dim=128), 8, ("norms", "heads of 64 for 128")),
-        (transformers.GemmaConfig(**GATED, num_key_value_heads=1), 1, ("SiLU for GELU", "an output layer of its own")),
+        (
+            transformers.GemmaConfig(**GATED, num_key_value_heads=1),
+            1,
+            ("SiLU instead of GELU", "a separate output layer"),
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )

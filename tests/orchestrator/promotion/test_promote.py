@@ -144,7 +144,7 @@ def test_force_is_recorded_everywhere(home: Home, client: MlflowClient):
     assert commands.show("llama", home)["evidence"]["missing"] == done["missing"]
     version = client.get_model_version("llama", "1")
     assert version.tags["forced"] == "true" and version.tags["verdict"] == "not confirmed"
-    assert version.tags["gate"] == "not run" and "promoted by force" in version.description
+    assert version.tags["gate"] == "not run" and "promoted with --force" in version.description
     assert client.get_run(done["record"]["record_id"]).data.tags["tc.forced"] == "true"
     with home.open("story") as ledger:
         assert fold(ledger.events()).promotions[0].record["forced"] == "true"
@@ -174,7 +174,7 @@ def test_a_change_whose_folder_belongs_to_somebody_else_blocks_nobody(home: Home
     [
         ({"trial": "3"}, "t003 of story was not measured (out of memory: rank 0 on host: boom)"),
         ({"trial": "4"}, "t004 of story is a check of t000"),
-        ({"trial": "40"}, "no trial '40'"),
+        ({"trial": "40"}, "unknown trial '40'"),
         ({"name": "team/llama"}, "'team/llama'"),
         ({"name": "Llama"}, "'Llama'"),
         ({"name": ""}, "''"),

@@ -200,7 +200,7 @@ def test_plan_orders_scripts_and_says_by_what(tmp_path, monkeypatch):
     file = write(tmp_path, content)
     arguments = ["plan", str(file), "--home", str(tmp_path / "home")]
     found = json.loads(CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False).stdout)
-    assert found["forecast"] is None and "dimensions are not known" in found["unpredicted"]
+    assert found["forecast"] is None and "dimensions are unknown" in found["unpredicted"]
     top = found["usual"]["top"]
     assert len(top) == 8 and len({round(one["gain"], 6) for one in top}) > 2
     assert all(one["gain_low"] < one["gain"] < one["gain_high"] for one in top)

@@ -183,7 +183,7 @@ def _watch_errors() -> None:
 
 @steps.guarded("exit")
 def _at_exit() -> None:
-    """An error that somebody else's excepthook has shown, and the last line."""
+    """An error that another excepthook has shown, and the last line."""
     _report(getattr(sys, "last_value", None))
     OPTIONS.report("hook:torch")
     if not _reported:

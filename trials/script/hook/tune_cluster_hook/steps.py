@@ -363,7 +363,7 @@ class Steps:
 
     def surroundings(self) -> dict[str, int]:
         """Facts of the last step that the model does not show: its backward passes, loader, optimisers so far."""
-        draws = {} if self.items_draw is None else {"items_draw": self.items_draw}
+        draws = {} if self.items_draw is None else {"items_draw": int(self.items_draw)}
         return {**self._loader, **draws, "backwards_per_step": self._backwards, "num_optimizers": len(self._optimizers)}
 
     def add_loss(self, loss: Any, divided_by: float | None = None) -> None:
