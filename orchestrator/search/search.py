@@ -31,7 +31,7 @@ from orchestrator.search.acquisition import (
     plain_scores,
     should_stop,
 )
-from orchestrator.search.knob_effects import RelativePredictor
+from orchestrator.search.knob_effects import RelativePredictor, memory_shares
 from orchestrator.search.memory_belief import Array
 from orchestrator.search.predictor import Predictor
 from orchestrator.space.inside import NOTHING_INSIDE, InsideBaseline, Refusals
@@ -269,6 +269,8 @@ class _Round:
     """Known ended trials."""
     num_measured: int
     """Measurements among them."""
+    num_peaks: int
+    """Measurements of peak memory among these."""
     num_trials: int
     """Trials taken into the round so far."""
     last: Candidate | None
@@ -328,7 +330,7 @@ class GuidedSearch:
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.weights[found.index]),
                 log_spread=found.log_std,
-                peak_bytes=self._peak_bytes(found),
+                peak_bytes=self._peak_bytes(found, is_known=current.num_peaks > 0),
                 probability_fits=found.probability_fits,
             ),
         )
@@ -378,6 +380,7 @@ class GuidedSearch:
             is_open=is_open,
             num_known=num_known,
             num_measured=len(seen.times_s),
+            num_peaks=len(seen.peaks),
             num_trials=num_trials,
             last=before.trials[-1].candidate if num_trials else None,
         )
@@ -399,8 +402,8 @@ class GuidedSearch:
         """The posterior and what was seen. ``closed``: rows not to be proposed."""
         counting = [state.trials[number] for number in state.end_order if not state.is_disqualified(number)]
         measured = [(row, trial) for one in counting for row, trial in self._measured(one)]
-        history, posterior = self._predictor.earlier_times_s, self._posterior
-        learned = dict(self._most_telling(measured))
+        learned, history = dict(self._most_telling(measured)), self._predictor.earlier_times_s
+        posterior = self._with_memory(learned)
         outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
         seen = Seen(
             times_s={row: self._time_s(trial) for row, trial in learned.items()},
@@ -418,6 +421,14 @@ class GuidedSearch:
         stopped = {row: o for row, o in outcomes.items() if isinstance(o, StoppedEarly) and row not in learned}
         return posterior, _with_bounds(posterior, seen, stopped, self._predictor)
 
+    def _with_memory(self, learned: Mapping[int, Trial]) -> Posterior:
+        """The posterior, with memory as trials show it whose peaks were taken apart."""
+        if not isinstance(self._predictor, RelativePredictor):
+            return self._posterior
+        shares = {row: memory_shares(one.measurement) for row, one in learned.items() if one.measurement is not None}
+        known = {row: found for row, found in shares.items() if found is not None}
+        return replace(self._posterior, memory=self._predictor.memory_given(known)) if known else self._posterior
+
     @functools.cached_property
     def _posterior(self) -> Posterior:
         """The cost model around what earlier sweeps taught. Trials of this sweep correct it by the residual alone."""
@@ -431,9 +442,9 @@ class GuidedSearch:
             return None
         return plain_scores(self._posterior, Seen(history=self._predictor.earlier_times_s))
 
-    def _peak_bytes(self, found: Proposal) -> float | None:
-        """Expected peak; None where nothing but usual effects is known, which are relative to a baseline's."""
-        if not self._predictor.is_absolute:
+    def _peak_bytes(self, found: Proposal, *, is_known: bool) -> float | None:
+        """Expected peak; None where nothing but usual effects is known, which are relative to a measured peak."""
+        if not (self._predictor.is_absolute or (is_known and found.log_peak is not None)):
             return None
         return self._limit_bytes * math.exp(found.log_peak or 0.0)
 

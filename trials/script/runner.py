@@ -662,15 +662,15 @@ def _report(
     """The rank's report; what nobody told is left out."""
     seconds = times.seconds if times is not None else ()
     script = judge.report(times, exit_code)
-    allocated = judge.peak("allocated_bytes") or (judge.peak("rss_bytes") if command.device == "cpu" else 0)
+    resident = judge.peak("rss_bytes") if command.device == "cpu" else 0
     return RankReport(
         rank=rank.rank,
         world_size=rank.num_slots,
         tokens_per_step=_amount(script.tokens_per_step, command.tokens_per_step),
         step_times_s=seconds,
         breakdown=judge.breakdown(seconds),
-        peak_allocated_bytes=allocated,
-        peak_reserved_bytes=judge.peak("reserved_bytes"),
+        peak_allocated_bytes=judge.peak("allocated_bytes") or resident,
+        peak_reserved_bytes=judge.peak("reserved_bytes") or resident,
         num_warmup_steps=command.num_warmup_steps,
         losses=judge.per_step("loss"),
         grad_norms=judge.per_step("grad_norm"),
