@@ -368,7 +368,7 @@ def test_programs_get_the_right_outcome_and_leave_nothing(cluster, name):
     if name == "prints two hundred megabytes of lines":
         log = (folder / "rank0.log").read_bytes()
         assert log.startswith(b"begin of the output")
-        assert b"bytes left out ...]" in log
+        assert b"bytes omitted ...]" in log
         assert b"end of the output" in log[-1000:]
 
 
