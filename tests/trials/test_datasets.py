@@ -160,12 +160,12 @@ def test_token_file_errors_are_clear(tmp_path):
     with pytest.raises(DataError, match=r"cannot read token file .*tokens\.bin: No such file"):
         open_token_file(TokenFileData(path=str(path)))
     path.write_bytes(b"abc")
-    with pytest.raises(DataError, match="3 bytes, which is no whole number of uint16 ids"):
+    with pytest.raises(DataError, match="3 bytes, not a whole number of uint16 ids"):
         open_token_file(TokenFileData(path=str(path)))
     path.write_bytes(np.full(100, 70_000, dtype="<i4").tobytes())
     ids = open_token_file(TokenFileData(path=str(path), dtype="int32"))
     batches = TokenBatches(ids, Share(global_batch_size=1), seq_length=4, vocab_size=32_000, origin=str(path))
-    with pytest.raises(DataError, match=r"tokens\.bin holds token id 70000, outside the model's 0\.\.31999"):
+    with pytest.raises(DataError, match=r"tokens\.bin contains token id 70000, outside the model's 0\.\.31999"):
         batches[0]
 
 

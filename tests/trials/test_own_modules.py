@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
         ("absent_module:build", r"cannot import absent_module from .*workload\.cwd"),
         ("faulty_module:build", r"No module named 'nothing_like_this' \(faulty_module\.py, line 1\)"),
         ("fine_module:make", r"fine_module\.py has no function 'make'"),
-        ("trials:build", "cannot be called 'trials'; rename the file"),
+        ("trials:build", "must not be called 'trials'; rename the file"),
     ],
 )
 def test_what_cannot_be_imported_is_named_with_its_place(name, words, folder):
@@ -123,7 +123,7 @@ def test_why_a_module_cannot_be_split():
     tied, encoder = own_modules.tied(), own_modules.build()
     assert "before and after share weights" in str(pipeline_problem(tied, "layers", ("table",), ("out",)))
     assert "set workload.before and .after" in str(pipeline_problem(encoder, "encoder.blocks", None, ()))
-    assert "head.norm.weight lies neither" in str(pipeline_problem(encoder, "encoder.blocks", ("embed",), ()))
+    assert "head.norm.weight is neither" in str(pipeline_problem(encoder, "encoder.blocks", ("embed",), ()))
     with pytest.raises(InfeasibleSpec, match=r"workload\.layers: no module 'blocks' in the model, which has embed"):
         pipeline_problem(encoder, "blocks", (), ())
     assert "set workload.tensor_parallel" in str(plan_problem(encoder, ()))
@@ -164,8 +164,8 @@ def test_ranks_read_the_rows_of_one_global_batch():
 @pytest.mark.parametrize(
     ("samples", "words"),
     [
-        ([torch.zeros(3)], "a sample is a Tensor; it has to be a pair"),
-        ([({"a": 1}, 2)], "the input of a sample has to be one tensor"),
+        ([torch.zeros(3)], "a sample is a Tensor; it must be a pair"),
+        ([({"a": 1}, 2)], "the input of a sample must be one tensor"),
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "samples cannot be combined into a batch"),
     ],
 )

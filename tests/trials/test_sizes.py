@@ -131,7 +131,7 @@ ODD_LENGTH = dataclasses.replace(WORKLOAD, seq_length=15)
         (tiny_spec(Layout(tp=2, dp_replicate=2)), "DDP cannot wrap tensor-parallel DTensors"),
         (tiny_spec(Layout(tp=2, dp_shard=2, zero_stage=1)), "ZeRO-1's buckets cannot hold tensor-parallel DTensors"),
         (tiny_spec(Layout(dp_shard=2)), "dp_shard 2 shards nothing with zero_stage 0"),
-        (tiny_spec(Layout(zero_stage=3)), "zero_stage 3 needs dp_shard above 1"),
+        (tiny_spec(Layout(zero_stage=3)), "zero_stage 3 requires dp_shard above 1"),
         (tiny_spec(Layout(sequence_parallel=True)), "sequence_parallel requires tp above 1"),
         (tiny_spec(Layout(tp=4)), "num_kv_heads 2 is not divisible by tp 4"),
         (with_model(ffn_hidden_size=71), "ffn_hidden_size 71 is not divisible by tp 2"),
@@ -142,14 +142,14 @@ ODD_LENGTH = dataclasses.replace(WORKLOAD, seq_length=15)
         (with_model(num_kv_heads=3), "num_heads 4 is not divisible by num_kv_heads 3"),
         (tiny_spec(Layout(tp=2, sequence_parallel=True), workload=ODD_LENGTH), "seq_length 15 is not divisible"),
         (tiny_spec(Layout(dp_replicate=3)), "not divisible by micro_batch_size 2 x dp 3"),
-        (tiny_spec(precision=Precision(level="O1")), "AMP level O1 does not go with float32"),
+        (tiny_spec(precision=Precision(level="O1")), "AMP level O1 does not allow float32"),
         (tiny_spec(precision=Precision(level="O1", dtype="float16")), "if and only if dtype is float16"),
         (tiny_spec(precision=Precision(loss_scale=LossScale())), "if and only if dtype is float16"),
-        (tiny_spec(recompute=Recompute(full=((3,),))), "full counts 3 layers where there are 2"),
+        (tiny_spec(recompute=Recompute(full=((3,),))), "full counts 3 layers, but there are 2"),
         (tiny_spec(loader=Loader(num_workers=1)), "prefetch_factor must be 0 if and only if"),
         (tiny_spec(Layout(pp=0)), "must be at least 1"),
         (tiny_spec(Layout(pp=2, stage_layers=((1, 1),))), "1f1b requires at least one micro-batch per stage"),
-        (tiny_spec(Layout(pp=2, schedule="gpipe", stage_layers=((1, 2),))), "stage_layers hold 3 of 2 layers"),
+        (tiny_spec(Layout(pp=2, schedule="gpipe", stage_layers=((1, 2),))), "stage_layers add up to 3 of 2 layers"),
         (tiny_spec(Layout(pp=2, schedule="gpipe")), "stage_layers has 0 chunks of 0 stages"),
         (tiny_spec(ZBV, kernels=Kernels(compile="block")), "which compiled graphs do not allow"),
         (tiny_spec(ZBV, recompute=Recompute(full=((1, 0),))), "full has 1 chunks of 2 stages"),
@@ -159,7 +159,7 @@ ODD_LENGTH = dataclasses.replace(WORKLOAD, seq_length=15)
         (tiny_spec(Layout(shard_embedding=True)), "shard_embedding requires FSDP2"),
         (tiny_spec(recompute=Recompute(communication=((1,),))), "communication requires tp above 1"),
         (tiny_spec(precision=Precision(white=("linear",))), "lists require AMP level O1"),
-        (with_workload(model=LinearModel(num_layers=2)), "seq_length is 1 for model kind linear"),
+        (with_workload(model=LinearModel(num_layers=2)), "seq_length must be 1 for model kind linear"),
         (with_workload(model=ResNetModel(), seq_length=1), "resnet cannot train on data kind text"),
     ],
 )
@@ -180,7 +180,7 @@ def test_refuses_a_warmup_that_cannot_end():
 
 
 def test_one_message_names_every_broken_rule():
-    with pytest.raises(InfeasibleSpec, match=r"DDP cannot wrap.*; .*where there are 2"):
+    with pytest.raises(InfeasibleSpec, match=r"DDP cannot wrap.*; .*but there are 2"):
         check(tiny_spec(Layout(tp=2, dp_replicate=2), recompute=Recompute(full=((9,),))))
 
 

@@ -229,7 +229,7 @@ def test_what_cannot_be_reached_is_told_in_one_message(head, jobs, monkeypatch):
     ):
         with pytest.raises(ClusterError, match=words):
             jobs.find_job(address, "x-1")
-    with pytest.raises(ClusterError, match="knows no job x-1"):
+    with pytest.raises(ClusterError, match="has no job x-1"):
         jobs.find_job(head.dashboard, "x-1")
     with pytest.raises(ClusterError, match="listens only on loopback"):
         _require_reachable("192.0.2.7:6379", "127.0.0.1:8265")

@@ -42,7 +42,7 @@ def _key_paths(lines):
     ("content", "line", "words"),
     [
         ("name: x\nspace: " + "[" * 5000, 1, "nested deeper"),
-        ("name: x\nseed: 0x" + "f" * 5000, 2, "a number of 5002 characters is too large"),
+        ("name: x\nseed: 0x" + "f" * 5000, 2, "a number with 5002 characters is too large"),
         (bytes(range(256)) * 50, None, ""),
         ("x: " + "y" * MAX_FILE_BYTES, None, "larger than"),
     ],
@@ -189,7 +189,7 @@ def test_more_class_folders_than_classes_are_refused_at_once(tmp_path):
     )
     assert (error.key, error.message) == (
         "workload.model.num_classes",
-        f"2 classes, but {tmp_path / 'images'} has 3 folders of classes",
+        f"2 classes, but {tmp_path / 'images'} has 3 class folders",
     )
     assert error.line == (tmp_path / "sweep.yaml").read_text().splitlines().index("    num_classes: 2") + 1
     assert "num_classes: 3" in error.remedy

@@ -120,7 +120,7 @@ def test_on_unknown_hardware_forward_and_backward_are_not_split_and_not_called_c
     taken = measured(0.1, breakdown=StepBreakdown(forward_s=0.05, backward_s=0.05))
     explained = explain_sweep(sweep([Candidate()], [taken]), basis([Candidate()], UNKNOWN))
     assert [(part.name, part.source) for part in explained.step_parts[0].parts] == [("forward_backward", "measured")]
-    assert "no accelerator called 'Frobnicator 9000'" in explained.unmodelled
+    assert "unknown accelerator 'Frobnicator 9000'" in explained.unmodelled
     assert explained.unmodelled in explained.baseline.parts.notes[0]
     assert (explained.bottleneck.kind, explained.bottleneck.at_most) == ("passes", None)
     assert "only a profile can distinguish them" in text(render_sweep_explanation(explained), 200)

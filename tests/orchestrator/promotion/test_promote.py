@@ -93,7 +93,9 @@ def test_promoting_the_same_recipe_again_changes_nothing(home: Home, client: Mlf
     assert len(commands.history("llama", home)["records"]) == 1
 
 
-KEEP = Verdict(conclusion="keep", winner=None, reason="no finalist is shown faster than the baseline in 8 rounds")
+KEEP = Verdict(
+    conclusion="keep", winner=None, reason="no finalist was shown to be faster than the baseline in 8 rounds"
+)
 WRONG = Verdict(
     conclusion="keep",
     winner=None,
