@@ -844,7 +844,7 @@ class NotifySection(Section):
         if self.webhook_env is not None and self.webhook_file is not None:
             raise fault("webhook_file", "webhook_env names the URL already", "Keep one of the two.")
         if not self.is_on:
-            raise fault(None, "nobody is told", "Give webhook_env, webhook_file or command.")
+            raise fault(None, "no receiver is configured", "Give webhook_env, webhook_file or command.")
         if self.command is not None and any("\0" in part for part in self.command):
             raise fault("command", "a NUL character in an argument", "Remove it.")
         if len(set(self.on)) != len(self.on):

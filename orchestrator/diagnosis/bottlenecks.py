@@ -26,7 +26,7 @@ from trials.spec import Candidate, Workload
 # Where the step time of a measured trial goes.
 #
 # The trial's own clock says how long data, forward and backward, pipeline waits and the optimiser took. What of
-# forward and backward is computation, communication that nothing hides, or waiting for the host is said by a profile
+# forward and backward is computation, communication that nothing hides, or waiting for the host is in a profile
 # of the trial, else by the cost model; both only give shares of what the clock measured, so that parts always sum to
 # the step.
 
@@ -157,7 +157,7 @@ def _modelled_parts(
 ) -> tuple[list[Part], list[str]]:
     """The split of a step of which only the whole was measured."""
     is_script = found.findings.script is not None
-    unknown = f"its phases are not known, {_SCRIPT}" if is_script else "nobody looked inside the steps of this cluster"
+    unknown = f"its phases are not known, {_SCRIPT}" if is_script else "the steps of this cluster were not profiled"
     if not modelled:
         why = f"{_SCRIPT}, and {unmodelled}" if is_script else unmodelled
         return [Part("other", found.step_time_s, "measured")], [f"the step is not split: {why}"]

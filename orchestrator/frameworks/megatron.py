@@ -625,8 +625,8 @@ ROWS: tuple[Setting, ...] = (
     *memory_savers(
         activations="--cpu-offloading-num-layers moves what Transformer Engine's operators keep, which is not all that "
         "a layer keeps, and not in pipelines or with recompute",
-        optimizer="--optimizer-cpu-offload comes with another optimiser, --use-precision-aware-optimizer, which nobody "
-        "has compared with the one that was measured",
+        optimizer="--optimizer-cpu-offload comes with another optimiser, --use-precision-aware-optimizer, which was "
+        "not compared with the one that was measured",
     ),
     REDUCES_EACH,
 )

@@ -171,7 +171,7 @@ class Evaluator:
     def poll(self, state: SweepState, trial: int) -> Evaluation | None:
         """How the evaluation of this finalist ended; None while it goes on. The first look starts it."""
         settings = state.sweep.proof.gate
-        assert settings is not None and settings.command, "nobody asked for an evaluation"
+        assert settings is not None and settings.command, "no evaluation is configured"
         if self._trial != trial:  # of a proof that was taken back
             self.close()
         if self._process is None:

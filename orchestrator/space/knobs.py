@@ -55,7 +55,7 @@ from trials.spec import (
 
 # The user's knobs: what they are, which of their combinations differ, and how they stand in a sweep file
 #
-# An own knob is an argument (``--flag``), a key of a configuration file (``file:dotted.key``), an environment variable
+# A custom knob is an argument (``--flag``), a key of a configuration file (``file:dotted.key``), a variable
 # (``$NAME``), a placeholder of the command (``name``), or whatever else the recipe of the workload knows by its name.
 
 CustomScalar = str | int | float | bool

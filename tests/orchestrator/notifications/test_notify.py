@@ -332,7 +332,7 @@ def test_payload_holds_no_secret_of_a_failing_trial(
         ({"webhook_env": "https://hooks.example/T0/abc"}, "name of an environment variable"),
         ({"webhook_env": "MY_URL"}, "does not look like"),
         ({"webhook_env": "A_WEBHOOK", "webhook_file": "x"}, "already"),
-        ({"on": ["finished"]}, "nobody is told"),
+        ({"on": ["finished"]}, "no receiver is configured"),
         ({"command": []}, "at least 1"),
         ({"command": "mail me"}, "list"),
         ({"command": ["mail"], "on": ["done"]}, "finished"),
@@ -347,7 +347,7 @@ def test_section_refuses(data: dict[str, Any], word: str) -> None:
 
 def test_everything_is_told_unless_the_file_says_otherwise() -> None:
     assert tuple(NotifySection(command=["cat"]).on) == EVENTS
-    with pytest.raises(ValidationError, match="nobody is told"):
+    with pytest.raises(ValidationError, match="no receiver is configured"):
         NotifySection()
 
 
