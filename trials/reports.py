@@ -355,6 +355,9 @@ class ScriptFacts:
     dtype: str | None = None
     parameter_bytes_local: int | None = None
     parameter_bytes_global: int | None = None
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    activation_bytes: int | None = None
     layer_calls_per_forward: float | None = None
     flops_per_step: float | None = None
     parameters: int | None = None
@@ -484,6 +487,12 @@ class ScriptReport:
     def is_silent(self) -> bool:
         """Whether this rank told of no step: another one speaks for it."""
         return not self.sources
+
+    @property
+    def sample_length(self) -> int | None:
+        """Tokens of a sample, from the shape of the model's inputs; None where it is unknown or samples vary."""
+        seen, longest = self.facts.seq_length, self.longest_sample
+        return None if longest and seen not in (longest, longest - 1) else seen  # one more: the label of the last token
 
     def source_of(self, name: str) -> ScriptSource | None:
         """Where values of this name came from; None where there are none."""

@@ -115,7 +115,7 @@ p.add_argument("--seq_len", type=int, default=64)
 def test_a_switch_is_given_the_role_by_which_it_was_recognised_where_its_name_does_not_say_so(tmp_path):
     (tmp_path / "t.py").write_text(OPTIONS.replace("--gradient_checkpointing", "--gradient_checkpoint"))
     argv = ("python", "t.py", "--bs=4")
-    found = read_program(argv, read_source(find_script(argv, tmp_path)), is_gpu=False, cores=2)
+    found = read_program(argv, read_source(find_script(argv, tmp_path)), is_gpu=False)
     section = {"values": [False, True], "memory": "falls", "role": "recompute"}
     assert found.own["--gradient_checkpoint"] == section
 
@@ -124,7 +124,7 @@ def test_options_of_usual_names_become_placeholders_and_knobs(tmp_path):
     (tmp_path / "t.py").write_text(OPTIONS)
     argv = ("python", "t.py", "--bs=4")
     source = read_source(find_script(argv, tmp_path))
-    found = read_program(argv, source, is_gpu=False, cores=2)
+    found = read_program(argv, source, is_gpu=False)
     assert shlex.join(found.argv) == (
         "python t.py '--bs={micro_batch_size}' --grad-accum '{accumulation}' --ckpt-dir '{out}' --iters '{steps}'"
     )
@@ -133,20 +133,20 @@ def test_options_of_usual_names_become_placeholders_and_knobs(tmp_path):
         "--dtype": {"values": ["fp32", "bf16"], "memory": "falls"},
         "--gradient_checkpointing": {"values": [False, True], "memory": "falls"},
     }
-    assert "--compile" in read_program(argv, source, is_gpu=True, cores=2).own
+    assert "--compile" in read_program(argv, source, is_gpu=True).own
     assert "torch" in source.modules
 
 
 def test_without_accumulation_the_batch_stays_and_that_is_said(tmp_path):
     (tmp_path / "t.py").write_text(OPTIONS.replace("--grad-accum", "--other"))
     argv = ("python", "t.py", "-b", "4")
-    found = read_program(argv, read_source(tmp_path / "t.py"), is_gpu=False, cores=2)
+    found = read_program(argv, read_source(tmp_path / "t.py"), is_gpu=False)
     assert "{micro_batch_size}" not in found.argv
     assert "accumulation" in found.remarks[0]
 
 
 def test_a_source_that_cannot_be_read_is_said(tmp_path):
     (tmp_path / "t.py").write_text("def broken(:\n")
-    found = read_program(("python", "t.py"), read_source(tmp_path / "t.py"), is_gpu=False, cores=2)
+    found = read_program(("python", "t.py"), read_source(tmp_path / "t.py"), is_gpu=False)
     assert "t.py" in found.remarks[0]
-    assert found.own == {"$OMP_NUM_THREADS": [1, 2]}
+    assert found.own == {}

@@ -1,6 +1,7 @@
 """Programs as strangers write them: `init` reads how each is configured, and leaves out what it cannot change."""
 
 import json
+import os
 import shlex
 
 import pytest
@@ -127,7 +128,11 @@ def test_switches_of_click_and_argparse_are_read(folder):
         "p.add_argument('--amp-dtype', default='bfloat16')\n"
     )
     written, document = drafted(folder, "python amp.py", "--force")
-    assert "--amp-dtype" not in written["space"]["own"], "it acts only with --amp"
+    usual = {"own": {"$OMP_NUM_THREADS": [1, max(2, os.cpu_count() or 1)]}}
+    assert written["space"] == usual, "--amp-dtype acts only with --amp"
+    text, workers = (folder / "amp.py").read_text(), 2 if (os.cpu_count() or 1) <= 4 else 4
+    (folder / "amp.py").write_text(f"from torch.utils.data import DataLoader\n{text}loader = DataLoader([])\n")
+    assert drafted(folder, "python amp.py", "--force")[0]["space"] == {"inside": {"num_workers": [0, workers]}}
     assert any(note.startswith("--amp: not tried on CPUs") for note in document["not_read"])
 
 

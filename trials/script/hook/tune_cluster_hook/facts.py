@@ -14,6 +14,7 @@ from typing import Any, Callable, Mapping
 
 from .collective_calls import Buckets
 from .compiler import COMPILER, before_compile
+from .memory_parts import MEMORY
 from .model_facts import input_facts, model_facts
 from .operator_inspector import OperatorInspector
 from .roots import compiled_call, in_backward
@@ -238,6 +239,11 @@ class Facts:
         """The model that the program trains; None before it is known, and once the program has dropped it."""
         return self._root()
 
+    @property
+    def is_early(self) -> bool:
+        """Whether the first steps are not over yet."""
+        return self._ends <= PATIENCE
+
     def root_of(self, optimizer: Any) -> Any:
         """The model that an optimiser trains."""
         return root_of(optimizer)
@@ -268,7 +274,7 @@ class Facts:
 
     def step_ended(self, source: str) -> None:
         """An optimiser step is over: says what is new. The next step's clock starts after that."""
-        is_reported, is_early = OPTIONS.report(source), self._ends <= PATIENCE
+        is_reported, is_early = OPTIONS.report(source), self.is_early
         if is_early and not self._step_ended(source):
             self._give_up()
         is_later = not is_early and self._later(source)
@@ -281,6 +287,7 @@ class Facts:
         self._remove()
         self._operators.stop()
         self._stop_waiting()
+        MEMORY.stop()
 
     @guarded("facts")
     def _step_ended(self, source: str) -> bool:
@@ -291,6 +298,7 @@ class Facts:
             found.update(_device() or {})
             found.update(self._of_model() or {})
         found.update(self._of_calls())
+        found.update(MEMORY.read(self.root) or {})
         found.update(self._operators.step_ended(self._compiled or was_compiled()))
         found.update({**(self._buckets.read() or {}), **(COMPILER.read() or {})})
         self._report(source, found)
@@ -299,6 +307,7 @@ class Facts:
             self._ends = PATIENCE + (0 if self._operators.is_on else 1)
         if self._ends > PATIENCE:
             self._stop_waiting()
+            MEMORY.stop()
         return True
 
     @guarded("later facts")
