@@ -93,7 +93,7 @@ class CandidateTable(Sequence[Candidate]):
         """As of any sequence."""
         row = self.row_of(candidate)
         if row is None or not start <= row < (self._num if stop is None else stop):
-            raise ValueError("no such candidate")
+            raise ValueError("unknown candidate")
         return row
 
     def row_of(self, candidate: object) -> int | None:

@@ -193,7 +193,8 @@ def _simulated_topology(request: ClusterRequest, simulation: Simulation) -> Topo
 def _discover(request: ClusterRequest) -> Node:
     if request.min_nodes != 1:
         raise ClusterError(
-            f"{request.min_nodes} nodes are asked for, but this host is one; --address takes a Ray cluster's"
+            f"{request.min_nodes} nodes requested, but this host is one; pass the address of a Ray cluster "
+            "with --address"
         )
     return discover_node(
         device=request.device,
@@ -211,7 +212,7 @@ def _without_nodes(topology: Topology, names: Collection[str]) -> Topology:
     left = tuple(node for node in topology.nodes if node.name not in names)
     if not left:
         listed = ", ".join(node.name for node in topology.nodes)
-        raise ClusterError(f"every node of the lease is excluded ({listed}); lease others, or exclude fewer")
+        raise ClusterError(f"all leased nodes are excluded ({listed}); lease other nodes, or exclude fewer")
     return replace(topology, nodes=left)
 
 

@@ -73,7 +73,7 @@ class LocalCluster:
 
     @property
     def waiting(self) -> str:
-        return f"node {self._node.name} was given back, and this host is one node" if self._is_released else ""
+        return f"node {self._node.name} was released, and this host has only one node" if self._is_released else ""
 
     @property
     def admission(self) -> Admission:
@@ -87,7 +87,7 @@ class LocalCluster:
     def release(self, node: str) -> None:
         if node == self._node.name:
             for attempt_id in self._tracker.running:
-                self._tracker.kill(attempt_id, f"node {node} was given back")
+                self._tracker.kill(attempt_id, f"node {node} was released")
             self._is_released = True
             self._topology = Topology(nodes=())
 

@@ -228,11 +228,11 @@ class _Division:
 
     def _reason(self, claim: Claim, granted: int) -> str:
         if not granted and claim.floor > self._num_nodes:
-            return f"{_nodes(claim.min_nodes)} are asked for; the cluster has {self._num_nodes}"
+            return f"{_nodes(claim.min_nodes)} requested; the cluster has {self._num_nodes}"
         if self._room(claim) < (1 if granted else claim.floor):
             return f"user {claim.user} may hold {self._policy.quota(claim.user)} devices"
         if blocking := self._blocked_by.get(claim.key):
-            return f"waits behind {blocking.label(claim)}, which asks for {_nodes(blocking.min_nodes)}"
+            return f"waits behind {blocking.label(claim)}, which requests {_nodes(blocking.min_nodes)}"
         num_with_others = sum(self._granted.values()) - granted
         if granted and not num_with_others:
             return f"the cluster has {_nodes(self._num_nodes)}"
@@ -369,7 +369,7 @@ class HostAdmission:
                 ours = {key for key in self._keys if key in entries and entries[key].process[0] == os.getpid()}
                 _write(file, {key: entry for key, entry in entries.items() if key not in ours})
         except OSError as error:
-            logger.warning("the queue in %s is not left: %s; the claim ends with this process", self._folder, error)
+            logger.warning("cannot leave the queue in %s: %s; the claim ends with this process", self._folder, error)
         self._keys.clear()
 
 

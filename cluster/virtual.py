@@ -118,7 +118,7 @@ class VirtualCluster:
     def waiting(self) -> str:
         if (num_held := len(self._topology.nodes)) >= self._num_wanted:
             return ""
-        return f"{self._num_wanted} nodes are asked for; the cluster has {max(num_held, len(self._usable()))}"
+        return f"{self._num_wanted} nodes requested; the cluster has {max(num_held, len(self._usable()))}"
 
     @property
     def admission(self) -> Admission:
@@ -131,7 +131,7 @@ class VirtualCluster:
     def release(self, node: str) -> None:
         for gang in list(self._gangs.values()):
             if node in gang.launch.placement.nodes:
-                self.kill(gang.launch.attempt_id, f"node {node} was given back")
+                self.kill(gang.launch.attempt_id, f"node {node} was released")
         self._released.add(node)
         self._hold()
 
@@ -548,7 +548,7 @@ class SimulatedCluster(VirtualCluster):
         nodes = launch.placement.nodes
         limit = spec.memory_limit_bytes or min(self._memory_bytes[node] for node in nodes)
         if cost.peak_bytes > limit:
-            message = f"out of memory: {cost.peak_bytes / _GIB:.1f} GiB are needed, {limit / _GIB:.1f} are there"
+            message = f"out of memory: {cost.peak_bytes / _GIB:.1f} GiB needed, {limit / _GIB:.1f} GiB available"
             at_s = behaviour.start_s + cost.step_time_s
             gone = failure(launch, "oom", message, rank=0, phase="warmup", at_s=at_s)
             begun = Moment(at_s=behaviour.start_s, progress=RankProgress(phase="warmup", step=0, step_time_s=None))

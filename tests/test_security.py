@@ -491,7 +491,7 @@ def test_a_server_beyond_loopback_is_warned_about(host, warns, caplog, tmp_path,
     with socket.socket() as probe:
         probe.bind((host, 0))
         port = probe.getsockname()[1]
-    with pytest.raises(ConfigError, match="exited early with status 3"):
+    with pytest.raises(ConfigError, match="exited with status 3"):
         mlflow_server.serve(f"sqlite:///{tmp_path}/x.db", host, port)
     assert ("no password" in caplog.text) is warns
 

@@ -1,6 +1,6 @@
 """Data sets, made on the spot or from the user's code, and the loader that brings their batches to a rank.
 
-Knows neither models nor layouts.
+Independent of models and layouts.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def open_images(data: ImageFolderData, model: ResNetModel) -> Sequence[Picture]:
         DataError: no folder, no images, more classes than the model tells apart, or no Pillow to decode with.
     """
     if _LACKING:
-        raise DataError(f"images are decoded by Pillow, but: {_LACKING}; pip install pillow where trials run")
+        raise DataError(f"decoding images requires Pillow: {_LACKING}; pip install pillow on the nodes")
     if data.path is None:
         return make_up_images(model.image_size, model.num_classes) * _REPEATS
     return _list_images(Path(data.path), model.num_classes)
@@ -151,7 +151,7 @@ def open_images(data: ImageFolderData, model: ResNetModel) -> Sequence[Picture]:
 def _list_images(root: Path, num_classes: int) -> list[Picture]:
     """JPEG files by class folder; classes count from 0 in the order of their names."""
     if not root.is_dir():
-        raise DataError(f"image folder {root} does not exist; give a folder with one folder of JPEG files per class")
+        raise DataError(f"image folder {root} does not exist; use a folder with one subfolder of JPEG files per class")
     folders = sorted(path for path in root.iterdir() if path.is_dir())
     if len(folders) > num_classes:
         raise DataError(f"{root} has {len(folders)} class folders, the model {num_classes} classes; raise num_classes")
@@ -241,11 +241,11 @@ def open_user_data(data: PythonData) -> Any:
     dataset = call_function(data.dataset, data.cwd)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
-            f"{data.dataset} gives a {type(dataset).__name__} without __len__ and __getitem__; trials need samples"
-            " that they can pick by number (a map-style data set)"
+            f"{data.dataset} returns a {type(dataset).__name__} without __len__ and __getitem__; trials require "
+            "a map-style data set, indexed by sample number"
         )
     if len(dataset) == 0:
-        raise DataError(f"{data.dataset} gives a data set of no samples; check the paths that it reads")
+        raise DataError(f"{data.dataset} returns an empty data set; check the paths that it reads")
     return dataset
 
 
@@ -271,14 +271,16 @@ def collated(samples: list[Any], origin: str) -> Batch:
     """
     if not all(isinstance(sample, tuple | list) and len(sample) == 2 for sample in samples):
         shown = f"a {type(samples[0]).__name__}"
-        raise DataError(f"{origin}: a sample is {shown}; it has to be a pair of input and target")
+        raise DataError(f"{origin}: a sample is {shown}; it must be a pair of input and target")
     try:
         inputs, targets = default_collate([tuple(sample) for sample in samples])
     except (RuntimeError, TypeError) as error:
-        raise DataError(f"{origin}: samples do not make a batch: {' '.join(str(error).split())[:300]}") from error
+        raise DataError(
+            f"{origin}: samples cannot be combined into a batch: {' '.join(str(error).split())[:300]}"
+        ) from error
     for name, value in (("input", inputs), ("target", targets)):
         if not isinstance(value, torch.Tensor):
-            raise DataError(f"{origin}: the {name} of a sample has to be one tensor, array or number")
+            raise DataError(f"{origin}: the {name} of a sample must be one tensor, array or number")
     return inputs, targets
 
 
@@ -304,7 +306,7 @@ def load_text(data: TextData) -> NDArray[Any]:
     """
     root = Path(data.path if data.path is not None else sysconfig.get_paths()["stdlib"])
     if not root.exists():
-        raise DataError(f"data path {root} does not exist; give a readable text file or folder")
+        raise DataError(f"data path {root} does not exist; use a readable text file or folder")
     text = bytearray()
     for path in [root] if root.is_file() else _files(root, data.pattern):
         text += _read(path, MAX_TEXT_BYTES - len(text))
@@ -340,11 +342,11 @@ def open_token_file(data: TokenFileData) -> NDArray[Any]:
         num_bytes = path.stat().st_size
         if num_bytes == 0 or num_bytes % dtype.itemsize:
             raise DataError(
-                f"token file {path} has {num_bytes} bytes, which is no whole number of {data.dtype} ids; check dtype"
+                f"token file {path} has {num_bytes} bytes, not a whole number of {data.dtype} ids; check dtype"
             )
         return np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
-        raise DataError(f"cannot read token file {path}: {error.strerror}; give a flat binary file of ids") from error
+        raise DataError(f"cannot read token file {path}: {error.strerror}; use a flat binary file of ids") from error
 
 
 class TokenBatches(StepBatches):
@@ -360,7 +362,7 @@ class TokenBatches(StepBatches):
         """
         if len(ids) < seq_length + 1:
             raise DataError(
-                f"{origin} has {len(ids)} tokens, fewer than seq_length + 1 = {seq_length + 1}; add data or shorten"
+                f"{origin} has {len(ids)} tokens, fewer than seq_length + 1 = {seq_length + 1}; add data or reduce"
             )
         super().__init__(share, len(ids) // (seq_length * share.global_batch_size))
         self.ids = ids
@@ -383,8 +385,8 @@ class TokenBatches(StepBatches):
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
             raise DataError(
-                f"{self.origin} holds token id {bad}, outside the model's 0..{self.vocab_size - 1}; "
-                "check the file's dtype, or raise vocab_size"
+                f"{self.origin} contains token id {bad}, outside the model's 0..{self.vocab_size - 1}; check the "
+                "dtype of the file, or raise vocab_size"
             )
 
 
@@ -660,14 +662,14 @@ def with_verdict(report: LoaderTuningReport, *, data_s: float, step_time_s: floa
     untuned = untuned_s / (untuned_s + step_time_s - data_s) if untuned_s else 0.0
     took = f"waiting for data takes {share:.1%} of the step ({data_s * 1e3:.2f} of {step_time_s * 1e3:.2f} ms)"
     if share >= _NEGLIGIBLE_SHARE:
-        verdict = f"The loader matters: with the best one found, {took}."
+        verdict = f"Data loading limits the speed: with the best loader found, {took}."
     elif untuned >= _NEGLIGIBLE_SHARE:
         verdict = (
-            f"The loader matters, and tuning has solved it: {took}; without loading processes it would take"
-            f" {untuned:.0%} ({untuned_s * 1e3:.3g} ms per batch)."
+            f"Data loading would limit the speed, but tuning fixed it: {took}; without loading processes it "
+            f"would take {untuned:.0%} ({untuned_s * 1e3:.3g} ms per batch)."
         )
     else:
-        verdict = f"The loader does not matter here: {took}."
+        verdict = f"Data loading does not limit the speed: {took}."
     return dataclasses.replace(report, verdict=verdict)
 
 

@@ -366,7 +366,7 @@ _STACK = ("frame #", "exception raised from")
 
 
 def mentions_abort(text: str) -> bool:
-    """Whether a launcher says in its output that a process which it started has aborted."""
+    """Whether the output of a launcher reports that a process which it started has aborted."""
     return _CHILD_ABORTED.search(text) is not None
 
 
@@ -446,7 +446,7 @@ class NonFiniteLoss(ArithmeticError):  # noqa: N818  # says what was found
 
 
 class NodeFault(RuntimeError):  # noqa: N818  # says whose fault it is
-    """The node is at fault or something on it is in the way; another launch may work. The message says what."""
+    """The node is at fault or something on it is in the way; another launch may work. The message has the details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,36 +468,38 @@ TREATMENTS: Mapping[str, Treatment] = {
     "infeasible": Treatment(ends_as="infeasible"),
     "data": Treatment(ends_as="infeasible"),
     "diverged": Treatment(ends_as="diverged"),
-    "disk": Treatment(ends_as="gang_lost", strikes_node=True, remedy="free the node's disk"),
+    "disk": Treatment(ends_as="gang_lost", strikes_node=True, remedy="free disk space on the node"),
     "killed": Treatment(ends_as="gang_lost"),  # a signal that neither we nor the kernel sent
     "port": Treatment(ends_as="gang_lost", strikes_node=True),
     "lost": Treatment(ends_as="gang_lost", strikes_node=True),
     "device_lost": Treatment(
         ends_as="gang_lost",
         strikes_node=True,
-        remedy="look for it in the node's kernel log (dmesg), reset or replace the device",
+        remedy="check the kernel log of the node (dmesg), and reset or replace the device",
     ),
     "device_busy": Treatment(
-        ends_as="gang_lost", strikes_node=True, remedy="end what else holds the device: nvidia-smi or its like shows it"
+        ends_as="gang_lost",
+        strikes_node=True,
+        remedy="stop the other process on the device; nvidia-smi or its counterpart shows it",
     ),
     "node_setup": Treatment(
         ends_as="gang_lost",
         strikes_node=True,
-        remedy="fix the node: driver, /dev/shm, limit on locked memory, network interfaces",
+        remedy="check the node: driver, /dev/shm, locked memory limit, network interfaces",
     ),
     "device_suspect": Treatment(  # a kernel of the candidate's may be the reason as well
         ends_as="gang_lost",
-        remedy="where it repeats on one node, look at its devices; for one candidate, at its kernels",
+        remedy="if it recurs on one node, check its devices; if for one candidate, its kernels",
     ),
     "connection": Treatment(  # where no failure of a peer's explains it
-        ends_as="gang_lost", remedy="where it repeats, look at the network between the nodes"
+        ends_as="gang_lost", remedy="if it recurs, check the network between the nodes"
     ),
     "error": Treatment(ends_as="crashed"),
 }
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-"""Numbers of errors that say that nothing can be written on this host: no fault of the candidate."""
+"""Error numbers that mean that nothing can be written on this host: no fault of the candidate."""
 _NO_PROCESS = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 """Numbers of errors of a host that cannot start another process."""
 
@@ -535,7 +537,7 @@ _OF_CODE = frozenset(
     }
     | {"NotImplementedError", "ImportError", "ModuleNotFoundError", "SyntaxError", "ZeroDivisionError"}
 )
-"""Types of errors that tell of a mistake in the code: of their words, only the most peculiar mean something else."""
+"""Types of errors that indicate a mistake in the code: of their words, only the most peculiar mean something else."""
 
 
 def of_host(error: OSError) -> Literal["disk", "lost"] | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar, Union
 from uuid import uuid4
 
-# ---- Files written so that nobody reads half of one, and folders that only their owner reads. Standard library only
+# ---- Atomic file writes, and folders that only their owner can read. Standard library only
 
 FULL_BYTES = 1 << 20
 """A disk with less free space counts as full: the next file of any size may be cut off."""
@@ -86,7 +86,7 @@ def read_regular(path: Path) -> str:
 
 
 def write_json(value: Any, path: Path | None) -> None:
-    """Write a JSON value, indented, to the file as a whole, or to stdout where there is none."""
+    """Write a JSON value, indented, to the file atomically, or to stdout without one."""
     text = json.dumps(value, indent=1) + "\n"
     if path is None:
         sys.stdout.write(text)

@@ -148,7 +148,7 @@ def worst_memory(ranks: Iterable[DeviceMemory | None]) -> DeviceMemory | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceHealth:
-    """Clocks, heat, power and memory errors of a rank's device while it was measured on; None for what nobody told."""
+    """Clocks, heat, power and memory errors of a rank's device while it was measured on; None if unknown."""
 
     rank: int
     num_samples: int

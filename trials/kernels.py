@@ -37,7 +37,7 @@ from trials.spec import Kernels, LlamaModel, TrialSpec, decoder_of
 
 
 BEAT_S = 5.0
-"""How often a rank that compiles says so."""
+"""How often a compiling rank reports it."""
 _TRITON = "torch._inductor.runtime.triton_heuristics"
 _TUNINGS = ("autotune_to_one_config", "coordinate_descent_tuning")
 """Methods of its ``CachingAutotuner`` that try out configurations of a kernel on the device."""
@@ -203,13 +203,13 @@ class KernelTuner:
     def _note(self) -> str:
         notes = []
         if not self._has_cudnn:
-            notes.append("no cuDNN on this device: nothing was tuned, configurations are only counted")
+            notes.append("no cuDNN on this device: nothing was benchmarked, configurations were only counted")
         elif self._in_graph:
             notes.append("convolutions inside compiled graphs are not counted")
         if self._met_too_early:
             notes.append(
-                f"{len(self._met_too_early)} configurations were met before step {self._range[0]} and keep the "
-                "algorithm chosen then, unmeasured; let the range begin at step 1"
+                f"{len(self._met_too_early)} configurations occurred before step {self._range[0]} and keep the "
+                "unmeasured algorithm chosen then; start the range at step 1"
             )
         return "; ".join(notes)
 
@@ -232,7 +232,7 @@ def _configuration(conv: nn.Conv2d, x: torch.Tensor) -> Hashable:
     return x.shape, x.stride(), dtype, conv.weight.shape, conv.stride, conv.padding, conv.dilation, conv.groups
 
 
-# Graph mode: compiles the model, and tells what torch.compile did in this process and how long it took.
+# Graph mode: compiles the model, and reports what torch.compile did in this process and how long it took.
 
 
 _MAX_REASONS = 8

@@ -86,7 +86,7 @@ def shape_problem(counts: Counts, layout: Layout) -> str | None:
 def _degrees(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
     degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.num_virtual_stages)
-    return None if min(*degrees, candidate.micro_batch_size) >= 1 else "degrees and micro_batch_size start at 1"
+    return None if min(*degrees, candidate.micro_batch_size) >= 1 else "degrees and micro_batch_size must be at least 1"
 
 
 def _model_kind(workload: Workload, candidate: Candidate) -> str | None:
@@ -94,8 +94,12 @@ def _model_kind(workload: Workload, candidate: Candidate) -> str | None:
     if isinstance(model, LlamaModel) or max(layout.pp, layout.cp, layout.tp) == 1:
         return None
     if isinstance(model, UserModel):
-        return None if layout.cp == 1 else f"model kind {model.kind} has no context parallelism: cp is for llama"
-    return f"model kind {model.kind} runs data-parallel only: pp, cp and tp are for llama"
+        return (
+            None
+            if layout.cp == 1
+            else f"model kind {model.kind} does not support context parallelism; cp requires llama"
+        )
+    return f"model kind {model.kind} supports only data parallelism; pp, cp and tp require llama"
 
 
 def _own_pipeline(workload: Workload, candidate: Candidate) -> str | None:
@@ -113,7 +117,7 @@ def _own_tensor_parallel(workload: Workload, candidate: Candidate) -> str | None
     if model.facts.no_tensor_parallel is not None:
         return f"tp {layout.tp}: {model.facts.no_tensor_parallel}"
     if layout.tp_engine == "local" or layout.sequence_parallel:
-        return f"tp of model kind {model.kind} goes by a plan: tp_engine dtensor without sequence_parallel, and no DDP"
+        return f"tp of model kind {model.kind} requires tp_engine dtensor, no sequence_parallel and no DDP"
     return None
 
 
@@ -122,7 +126,7 @@ def _shard_needs_zero(_workload: Workload, candidate: Candidate) -> str | None:
     if layout.dp_shard > 1 and layout.zero_stage == 0:
         return f"dp_shard {layout.dp_shard} shards nothing with zero_stage 0; choose 1, 2 or 3"
     if layout.dp_shard == 1 and layout.zero_stage > 0:
-        return f"zero_stage {layout.zero_stage} needs dp_shard above 1"
+        return f"zero_stage {layout.zero_stage} requires dp_shard above 1"
     return None
 
 
@@ -131,9 +135,9 @@ def _shard_embedding(workload: Workload, candidate: Candidate) -> str | None:
     if not layout.shard_embedding:
         return None
     if not isinstance(workload.model, LlamaModel):
-        return f"shard_embedding is for llama, not model kind {workload.model.kind}"
+        return f"shard_embedding requires llama, not model kind {workload.model.kind}"
     if layout.dp * layout.cp == 1 or holds_plain(layout):
-        return "shard_embedding needs FSDP2: data-parallel ranks, and neither DDP nor ZeRO stage 1"
+        return "shard_embedding requires FSDP2: data-parallel ranks, and neither DDP nor ZeRO stage 1"
     return None
 
 
@@ -162,7 +166,7 @@ def _tp_divides(name: str) -> tuple[str, str, Check]:
 
 def _sp_needs_tp(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
-    return "sequence_parallel needs tp above 1" if layout.sequence_parallel and layout.tp == 1 else None
+    return "sequence_parallel requires tp above 1" if layout.sequence_parallel and layout.tp == 1 else None
 
 
 def _sp_sequence(workload: Workload, candidate: Candidate) -> str | None:
@@ -192,7 +196,7 @@ def _copies(_workload: Workload, candidate: Candidate) -> str | None:
     if layout.num_copies == 1:
         return None
     if layout.tp == 1 or layout.tp_engine != "local":
-        return "num_copies 2 hides tensor-parallel collectives: it needs tp above 1 and tp_engine local or auto"
+        return "num_copies 2 hides tensor-parallel collectives: it requires tp above 1 and tp_engine local or auto"
     if candidate.micro_batch_size % 2:
         return f"num_copies 2 halves the micro-batch: micro_batch_size {candidate.micro_batch_size} is odd"
     return None
@@ -232,16 +236,16 @@ def _virtual_stages(workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
     chunks, schedule = layout.num_virtual_stages, layout.schedule
     if layout.pp == 1:
-        return None if chunks == 1 else f"num_virtual_stages {chunks} needs pp above 1"
+        return None if chunks == 1 else f"num_virtual_stages {chunks} requires pp above 1"
     if schedule == "1f1b" and chunks != 1:
         return f"schedule 1f1b has one stage per rank, not {chunks}; use interleaved or gpipe"
     if schedule == "interleaved" and chunks < 2:
-        return "schedule interleaved needs num_virtual_stages of at least 2"
+        return "schedule interleaved requires num_virtual_stages of at least 2"
     if schedule == "zbv" and chunks != 2:
         return f"schedule zbv has exactly 2 stages per rank, not {chunks}"
     if not has_sane_chunks(workload.num_layers, pp=layout.pp, num_virtual_stages=chunks):
         most = (workload.num_layers + 2 * layout.pp) // layout.pp
-        return f"{workload.num_layers} layers on pp {layout.pp} take num_virtual_stages up to {most}, not {chunks}"
+        return f"{workload.num_layers} layers on pp {layout.pp} allow num_virtual_stages up to {most}, not {chunks}"
     return None
 
 
@@ -249,13 +253,13 @@ def _stage_layers(workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
     counts = layout.stage_layers
     if layout.pp == 1:
-        return None if counts == () else "stage_layers needs pp above 1"
+        return None if counts == () else "stage_layers requires pp above 1"
     if problem := shape_problem(counts, layout):
         return f"stage_layers {problem}"
     if min(map(min, counts)) < 0:
-        return "stage_layers leaves a stage fewer than 0 layers"
+        return "stage_layers gives a stage fewer than 0 layers"
     total = sum(map(sum, counts))
-    return None if total == workload.num_layers else f"stage_layers hold {total} of {workload.num_layers} layers"
+    return None if total == workload.num_layers else f"stage_layers add up to {total} of {workload.num_layers} layers"
 
 
 def _num_microbatches(workload: Workload, candidate: Candidate) -> str | None:
@@ -265,17 +269,17 @@ def _num_microbatches(workload: Workload, candidate: Candidate) -> str | None:
     if layout.pp == 1:
         return None
     if layout.schedule == "1f1b" and number < layout.pp:
-        return f"schedule 1f1b needs a micro-batch per stage: {number} for pp {layout.pp}"
+        return f"schedule 1f1b requires at least one micro-batch per stage: {number} for pp {layout.pp}"
     rounds = max(1, number // layout.pp)
     if layout.schedule == "interleaved" and number % rounds:
-        return f"schedule interleaved works in {rounds} rounds, which do not divide {number} micro-batches"
+        return f"schedule interleaved uses {rounds} rounds, which do not divide {number} micro-batches"
     return None
 
 
 def _ddp_with_chunks(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
     if layout.num_virtual_stages > 1 and uses_ddp(layout):
-        return "DDP takes one stage per rank; use replicate_with fsdp2 or auto, or shard with zero_stage 1, 2 or 3"
+        return "DDP supports one stage per rank; use replicate_with fsdp2 or auto, or shard with zero_stage 1, 2 or 3"
     return None
 
 
@@ -320,16 +324,16 @@ class _NestedRepeatError(Exception):
 def pattern_problem(pattern: str) -> str | None:
     """What is wrong with a selective-recompute pattern; None for a good one."""
     if not 0 < len(pattern) <= MAX_PATTERN_CHARS:
-        return f"a pattern has 1 to {MAX_PATTERN_CHARS} characters, not {len(pattern)}"
+        return f"a pattern must have 1 to {MAX_PATTERN_CHARS} characters, not {len(pattern)}"
     try:
         re.compile(pattern)
         num_ways = _ways(_parser.parse(pattern))
     except (re.error, OverflowError, RecursionError) as error:
-        return f"the pattern {pattern!r} is no regular expression: {error}"
+        return f"the pattern {pattern!r} is not a valid regular expression: {error}"
     except _NestedRepeatError:
-        return f"the pattern {pattern!r} repeats a part that repeats or branches itself, which can take for ever"
+        return f"the pattern {pattern!r} repeats a part that itself repeats or branches, which can take forever"
     if num_ways > MAX_WAYS:
-        return f"the pattern {pattern!r} has too many repeats in a row to be matched fast"
+        return f"the pattern {pattern!r} has too many consecutive repeats to be matched quickly"
     return None
 
 
@@ -385,14 +389,14 @@ def _recompute_shape(workload: Workload, candidate: Candidate) -> str | None:
         if problem := shape_problem(counts, layout):
             return f"recompute: {name} {problem}"
         if shape_problem(present, layout) is None and not _at_most(counts, present):
-            return f"recompute: {name} counts {_text(counts)} layers where there are {_text(present)}"
+            return f"recompute: {name} counts {_text(counts)} layers, but there are {_text(present)}"
     return None
 
 
 def _recompute_patterns(_workload: Workload, candidate: Candidate) -> str | None:
     patterns = [part.pattern for part in candidate.recompute.selective]
     if len(set(patterns)) != len(patterns):
-        return "recompute: a pattern stands twice"
+        return "recompute: a pattern is listed twice"
     return next((problem for problem in map(pattern_problem, patterns) if problem), None)
 
 
@@ -400,7 +404,7 @@ def _recompute_with_compile(_workload: Workload, candidate: Candidate) -> str | 
     recompute = candidate.recompute
     if candidate.kernels.compile == "off" or not (recompute.selective or recompute.communication):
         return None
-    return "recompute of selected operators or of communication needs compile off; full recompute compiles"
+    return "recompute of selected operators or of communication requires compile off; full recompute supports compile"
 
 
 def _recompute_communication(_workload: Workload, candidate: Candidate) -> str | None:
@@ -409,7 +413,7 @@ def _recompute_communication(_workload: Workload, candidate: Candidate) -> str |
         return None
     if layout.tp > 1 and layout.sequence_parallel and layout.tp_engine == "local":
         return None
-    return "recompute of communication needs tp above 1, sequence_parallel and tp_engine local or auto"
+    return "recompute of communication requires tp above 1, sequence_parallel and tp_engine local or auto"
 
 
 # ---- kernels, precision, data ----
@@ -418,7 +422,7 @@ def _recompute_communication(_workload: Workload, candidate: Candidate) -> str |
 def _compile_with_zbv(_workload: Workload, candidate: Candidate) -> str | None:
     if candidate.kernels.compile == "off" or candidate.layout.schedule != "zbv":
         return None
-    return "schedule zbv splits the backward of every operator, which a compiled graph does not allow"
+    return "schedule zbv splits the backward pass of every operator, which compiled graphs do not allow"
 
 
 def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -> str | None:
@@ -428,7 +432,7 @@ def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -
         return None
     if not any(map(any, candidate.recompute.full)):
         return None
-    return "compile with tp and full recompute needs tp_engine local: torch cannot compile recomputed DTensors"
+    return "compile with tp and full recompute requires tp_engine local: torch cannot compile recomputed DTensors"
 
 
 def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
@@ -440,19 +444,19 @@ def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
     if kernels.compile == "off" or kernels.compile_mode != "reduce-overhead":
         return None
     if layout.pp > 1:
-        return f"compile_mode reduce-overhead (CUDA graphs) needs pp 1, not {layout.pp}"
+        return f"compile_mode reduce-overhead (CUDA graphs) requires pp 1, not {layout.pp}"
     number = candidate.num_microbatches(workload.global_batch_size)
     if number > 1:
-        return f"compile_mode reduce-overhead (CUDA graphs) needs one micro-batch per step, not {number}"
+        return f"compile_mode reduce-overhead (CUDA graphs) requires one micro-batch per step, not {number}"
     if layout.dp * layout.cp > 1 and not holds_plain(layout):
-        return "compile_mode reduce-overhead (CUDA graphs) needs DDP or ZeRO-1: FSDP2 moves the parameters"
+        return "compile_mode reduce-overhead (CUDA graphs) requires DDP or ZeRO-1: FSDP2 moves the parameters"
     return None
 
 
 def _amp_lists_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
     if candidate.kernels.compile == "off" or not (candidate.precision.white or candidate.precision.black):
         return None
-    return "white and black lists need compile off: a compiled graph is traced without them"
+    return "white and black lists require compile off: graphs are compiled without them"
 
 
 def _loss_chunks(workload: Workload, candidate: Candidate) -> str | None:
@@ -460,11 +464,11 @@ def _loss_chunks(workload: Workload, candidate: Candidate) -> str | None:
     if chunks == 1:
         return None
     if chunks < 1:
-        return f"loss_chunks starts at 1, not {chunks}"
+        return f"loss_chunks must be at least 1, not {chunks}"
     if isinstance(model, HuggingFaceModel) and model.facts.head is None:
-        return "loss_chunks needs a linear head without a bias whose outputs are the logits; this decoder has none"
+        return "loss_chunks requires a linear head without bias whose outputs are the logits; this decoder has none"
     if not isinstance(model, LlamaModel | HuggingFaceModel):
-        return f"loss_chunks is for decoders; model kind {model.kind} computes all its outputs at once"
+        return f"loss_chunks requires a decoder; model kind {model.kind} computes all its outputs at once"
     positions = candidate.micro_batch_size * workload.seq_length // candidate.layout.cp
     if chunks > positions:
         return f"loss_chunks {chunks} is more than the {positions} positions of a micro-batch on one rank"
@@ -475,45 +479,45 @@ def _loss_chunks_with_lists(_workload: Workload, candidate: Candidate) -> str | 
     precision = candidate.precision
     if candidate.kernels.loss_chunks == 1 or not (precision.white or precision.black):
         return None
-    return "white and black lists need loss_chunks 1: head and loss in chunks are one operator to them"
+    return "white and black lists require loss_chunks 1: chunked head and loss count as one operator"
 
 
 def _cudnn_range(_workload: Workload, candidate: Candidate) -> str | None:
     steps = candidate.kernels.cudnn_tuning_range
     if steps == () or (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         return None
-    return f"cudnn_benchmark: {steps} is not a first and a last step, from 1 on"
+    return f"cudnn_benchmark: {steps} is not a first and a last step, counted from 1"
 
 
 def _memory_format(_workload: Workload, candidate: Candidate) -> str | None:
     if candidate.kernels.memory_format != "auto" or candidate.layout.pp == 1:
         return None
-    return "memory_format auto times the whole model, which a pipeline splits: choose nchw or nhwc"
+    return "memory_format auto times the full model, which a pipeline splits: choose nchw or nhwc"
 
 
 def _amp_level(_workload: Workload, candidate: Candidate) -> str | None:
     precision = candidate.precision
     if (precision.level == "O0") == (precision.dtype == "float32"):
         return None
-    return f"AMP level {precision.level} does not go with {precision.dtype}; O0 is float32, the others are 16-bit"
+    return f"AMP level {precision.level} does not allow {precision.dtype}; O0 is float32, the others are 16-bit"
 
 
 def _loss_scale(_workload: Workload, candidate: Candidate) -> str | None:
     precision = candidate.precision
     if (precision.dtype == "float16") != (precision.loss_scale is not None):
-        return "loss_scale is set exactly when dtype is float16"
+        return "loss_scale must be set if and only if dtype is float16"
     return None if precision.loss_scale is None else _loss_scale_problem(precision.loss_scale)
 
 
 def _loss_scale_problem(scale: LossScale) -> str | None:
     if not FP32_TINY <= scale.initial <= FP32_MAX:
-        return f"loss_scale: initial {scale.initial:g} is no positive fp32 number with an inverse"
+        return f"loss_scale: initial {scale.initial:g} is not a positive fp32 number with an inverse"
     if not 1.0 < scale.growth_factor <= FP32_MAX:
-        return f"loss_scale: growth_factor {scale.growth_factor:g} is no fp32 number above 1"
+        return f"loss_scale: growth_factor {scale.growth_factor:g} is not an fp32 number above 1"
     if not 0.0 < scale.backoff_factor < 1.0:
         return f"loss_scale: backoff_factor {scale.backoff_factor:g} is not between 0 and 1"
     if min(scale.growth_interval, scale.backoff_interval) < 1:
-        return "loss_scale: growth_interval and backoff_interval start at 1"
+        return "loss_scale: growth_interval and backoff_interval must be at least 1"
     return None
 
 
@@ -521,25 +525,25 @@ def _amp_lists(_workload: Workload, candidate: Candidate) -> str | None:
     precision = candidate.precision
     names = (*precision.white, *precision.black)
     if names and precision.level != "O1":
-        return f"white and black lists are for AMP level O1, not {precision.level}"
+        return f"white and black lists require AMP level O1, not {precision.level}"
     if bad := next((name for name in names if not name.isidentifier()), None):
         return f"{bad!r} is not the name of an operator"
     twice = set(precision.white) & set(precision.black)
-    return f"{min(twice)} is on the white and on the black list" if twice else None
+    return f"{min(twice)} is on both the white and the black list" if twice else None
 
 
 def _loader(_workload: Workload, candidate: Candidate) -> str | None:
     loader = candidate.loader
     if min(loader.num_workers, loader.prefetch_factor) < 0:
-        return "num_workers and prefetch_factor are not negative"
+        return "num_workers and prefetch_factor must not be negative"
     if (loader.num_workers == 0) != (loader.prefetch_factor == 0):
-        return "prefetch_factor is 0 exactly when num_workers is 0"
+        return "prefetch_factor must be 0 if and only if num_workers is 0"
     if loader.tuning is not None and loader.num_workers:
-        return "a tuned loader finds num_workers and prefetch_factor itself; leave both 0"
+        return "a tuned loader sets num_workers and prefetch_factor itself; set both to 0"
     if loader.tuning is not None and min(loader.tuning.tuning_steps, loader.tuning.max_workers) < 1:
-        return "tuning_steps and max_workers start at 1"
+        return "tuning_steps and max_workers must be at least 1"
     if loader.persistent_workers and loader.tuning is None and not loader.num_workers:
-        return "persistent_workers needs num_workers above 0"
+        return "persistent_workers requires num_workers above 0"
     return None
 
 
@@ -590,13 +594,13 @@ def _dtype(_workload: Workload, candidate: Candidate) -> str | None:
     precision = candidate.precision
     if precision.level != LEVEL or precision.dtype == "bfloat16":
         return None
-    return f"precision {LEVEL} computes everything but its matmuls in bfloat16, not in {precision.dtype}"
+    return f"precision {LEVEL} computes everything except its matmuls in bfloat16, not in {precision.dtype}"
 
 
 def _model(workload: Workload, candidate: Candidate) -> str | None:
     if candidate.precision.level != LEVEL or not isinstance(workload.model, ResNetModel):
         return None
-    return f"precision {LEVEL} is for linear modules, of which the layers of model kind resnet have none; use O1"
+    return f"precision {LEVEL} requires linear modules, which the layers of model kind resnet do not have; use O1"
 
 
 def _sizes(workload: Workload, candidate: Candidate) -> str | None:
@@ -644,20 +648,20 @@ def _selective(_workload: Workload, candidate: Candidate) -> str | None:
     recompute = candidate.recompute
     if not candidate.offload.activations or not (recompute.selective or recompute.communication):
         return None
-    return "offload_activations goes with full recompute, not with that of selected operators or of communication"
+    return "offload_activations requires full recompute, not recompute of selected operators or of communication"
 
 
 def _compile_model(_workload: Workload, candidate: Candidate) -> str | None:
     if not candidate.offload.activations or candidate.kernels.compile != "model":
         return None
-    return "offload_activations moves what single layers keep, and compile model makes one graph of all; use block"
+    return "offload_activations moves activations layer by layer, but compile model makes a single graph; use block"
 
 
 def _cuda_graphs_offload(_workload: Workload, candidate: Candidate) -> str | None:
     kernels = candidate.kernels
     if kernels.compile == "off" or kernels.compile_mode != "reduce-overhead" or not candidate.offload.activations:
         return None
-    return "compile_mode reduce-overhead (CUDA graphs) keeps activations in memory of its own: no offload_activations"
+    return "compile_mode reduce-overhead (CUDA graphs) keeps activations in its own memory pool: no offload_activations"
 
 
 OFFLOAD_RULES = make_rules(
@@ -731,9 +735,9 @@ def _workload_problems(workload: Workload) -> Iterator[str]:
         yield from _llama_problems(model)
     if isinstance(model, LlamaModel | HuggingFaceModel):
         if isinstance(data, TextData) and model.vocab_size < 256:
-            yield f"vocab_size {model.vocab_size} is below the 256 values of byte-level tokens"
+            yield f"vocab_size {model.vocab_size} is less than the 256 values of byte-level tokens"
     elif not isinstance(model, PythonModel) and workload.seq_length != 1:
-        yield f"seq_length is 1 for model kind {model.kind}, not {workload.seq_length}"
+        yield f"seq_length must be 1 for model kind {model.kind}, not {workload.seq_length}"
     if not isinstance(data, DATA_OF_MODEL[type(model)]):
         yield f"model kind {model.kind} cannot train on data kind {data.kind}"
 

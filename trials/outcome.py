@@ -75,13 +75,13 @@ class Contradiction:
         )
         if self.reported_s < self.seen_s:
             return (
-                f"{found}; usual causes: a timer without torch.cuda.synchronize(), a timer that leaves out part of the"
-                " loop, an evaluation before every line, micro-batches counted as steps, a wrong unit. Time the whole"
-                " loop, from the end of one step to the end of the next"
+                f"{found}; usual causes: a timer without torch.cuda.synchronize(), a timer that skips part of "
+                "the loop, an evaluation before every line, micro-batches counted as steps, a wrong unit. Time "
+                "the full loop, from the end of one step to the end of the next"
             )
         return (
-            f"{found}; usual causes: a wrong unit, an average that includes the slow first steps, or reports that are"
-            " held back and sent together. Flush the output after every step"
+            f"{found}; usual causes: a wrong unit, an average that includes the slow first steps, or buffered "
+            "reports. Flush the output after every step"
         )
 
 

@@ -46,8 +46,8 @@ def check_device(precision: Precision, device: torch.device) -> None:
     if have < wanted:
         name = device_name(device)
         raise InfeasibleSpec(
-            f"{precision.dtype} is not fast on {name}: that takes compute capability {_version(wanted)}, the device has"
-            f" {_version(have)}; {_remedy(precision.dtype, have)}"
+            f"{precision.dtype} is slow on {name}: it requires compute capability {_version(wanted)}, the device "
+            f"has {_version(have)}; {_remedy(precision.dtype, have)}"
         )
 
 
@@ -195,7 +195,7 @@ class CastMeter:
     def _warn_of_unmet_names(self) -> None:
         for name in self._lists.keys() - self._num_calls.keys() - self._warned:
             logger.warning(
-                "autocast %s list: this part of the model never calls %r; names are those of torch.nn.functional",
+                "autocast %s list: this part of the model never calls %r; use names from torch.nn.functional",
                 self._lists[name],
                 name,
             )
@@ -305,23 +305,23 @@ def check_float8(device: torch.device) -> None:
     """
     if importlib.util.find_spec("torchao") is None:
         raise InfeasibleSpec(
-            f"precision {LEVEL} needs the package torchao: pip install 'tune-cluster[fp8]' where trials run, or"
-            f" {_REMEDY}"
+            f"precision {LEVEL} requires the package torchao: pip install 'tune-cluster[fp8]' on the nodes, or "
+            f"{_REMEDY}"
         )
     if is_host(device):
         return
     kind = kind_of(device)
     if kind not in ("cuda", "rocm"):
-        raise InfeasibleSpec(f"precision {LEVEL} runs on CUDA and ROCm devices, not on {kind}; {_REMEDY}")
+        raise InfeasibleSpec(f"precision {LEVEL} requires a CUDA or ROCm device, not {kind}; {_REMEDY}")
     if kind == "rocm":
         if not (found := architecture(device)).startswith(_ROCM_NAMES):
             raise InfeasibleSpec(
-                f"precision {LEVEL} needs an MI300 or newer, {device_name(device)} is {found}; {_REMEDY}"
+                f"precision {LEVEL} requires an MI300 or newer, {device_name(device)} is {found}; {_REMEDY}"
             )
     elif (have := capability(device) or (0, 0)) < FLOAT8_MIN_CAPABILITY:
         raise InfeasibleSpec(
-            f"precision {LEVEL} needs compute capability {_version_float8(FLOAT8_MIN_CAPABILITY)},"
-            f" {device_name(device)} has {_version_float8(have)}; {_REMEDY}"
+            f"precision {LEVEL} requires compute capability {_version_float8(FLOAT8_MIN_CAPABILITY)}, "
+            f"{device_name(device)} has {_version_float8(have)}; {_REMEDY}"
         )
 
 
@@ -343,9 +343,11 @@ def apply_float8(model: TrainModel, precision: Precision, device: torch.device, 
     linears = [module for layer in model.layers.values() for module in layer.modules() if isinstance(module, nn.Linear)]
     chosen = [linear for linear in linears if _fits(linear, tp)]
     if linears and not chosen:
-        raise InfeasibleSpec(f"precision {LEVEL}: no linear module of the layers has sizes divisible by {MULTIPLE}")
+        raise InfeasibleSpec(f"precision {LEVEL}: no linear module in the layers has sizes divisible by {MULTIPLE}")
     if len(chosen) < len(linears):
-        logger.warning("%d of %d linear modules keep 16 bits: their sizes do not divide", len(chosen), len(linears))
+        logger.warning(
+            "%d of %d linear modules stay in 16 bits: their sizes are not divisible", len(chosen), len(linears)
+        )
     ids = set(map(id, chosen))
     with torchao_float8() as float8:
         config = float8.Float8LinearConfig(emulate=emulates(device), pad_inner_dim=True)

@@ -198,7 +198,7 @@ class Rebuild:
     def _compute(self) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Run the operator as it ran: with gradients, on which the choice of a kernel can depend."""
         if not self.is_intact():
-            raise RuntimeError(f"an input of {self._name} was changed in place before its output was recomputed")
+            raise RuntimeError(f"an input of {self._name} was modified in place before its output was recomputed")
         # Dropped inputs first: their time is counted where they are.
         args, kwargs = map_leaves(Input.tensor, self._args, Input)
         saved: dict[int, Tensor] = {}
@@ -212,7 +212,9 @@ class Rebuild:
         with self._timing(self._device), self._autocast.restored(), saved_tensors_hooks(pack, _no_unpack):
             result = self._function(*args, **kwargs)
         if len(saved) != len(self._saved):
-            raise RuntimeError(f"{self._name} kept other tensors when it was run again; leave it out of the patterns")
+            raise RuntimeError(
+                f"{self._name} kept different tensors when it was run again; exclude it from the patterns"
+            )
         return [output.detach() for output in leaves_in(result, Tensor)], saved
 
 

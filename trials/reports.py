@@ -355,6 +355,9 @@ class ScriptFacts:
     dtype: str | None = None
     parameter_bytes_local: int | None = None
     parameter_bytes_global: int | None = None
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    activation_bytes: int | None = None
     layer_calls_per_forward: float | None = None
     flops_per_step: float | None = None
     parameters: int | None = None

@@ -73,13 +73,13 @@ def problem(version: str | None) -> str:
         return "torch is not installed"
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is not None and (int(match[1]), int(match[2])) < OLDEST:
-        return f"torch {version} is too old for trials, which need {OLDEST[0]}.{OLDEST[1]} or newer"
+        return f"torch {version} is too old: trials require {OLDEST[0]}.{OLDEST[1]} or newer"
     return ""
 
 
 REMEDY = (
-    f"Install torch {OLDEST[0]}.{OLDEST[1]} or newer (tested with {TESTED[0]}.{TESTED[1]}) where trials run, in the "
-    "build for the driver there; plan, report, promote and the like run with any torch or none."
+    f"Install torch {OLDEST[0]}.{OLDEST[1]} or newer (tested with {TESTED[0]}.{TESTED[1]}) on the nodes, in the "
+    "build for their driver; plan, report, promote and similar commands run with any torch or none."
 )
 
 

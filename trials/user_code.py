@@ -30,9 +30,7 @@ def load_function(name: str, folder: str) -> Callable[..., Any]:
     """
     module, _, function = name.partition(":")
     if module.partition(".")[0] in RESERVED:
-        raise InfeasibleSpec(
-            f"{name}: a module of yours cannot be called {module.partition('.')[0]!r}; rename the file"
-        )
+        raise InfeasibleSpec(f"{name}: your module must not be called {module.partition('.')[0]!r}; rename the file")
     if folder not in sys.path:
         sys.path.append(folder)
         importlib.invalidate_caches()
@@ -41,7 +39,7 @@ def load_function(name: str, folder: str) -> Callable[..., Any]:
     except Exception as error:
         if classify(error) != "error":
             raise
-        remedy = "check workload.cwd and that the packages it needs are installed where trials run"
+        remedy = "check workload.cwd, and that the packages it needs are installed on the nodes"
         raise InfeasibleSpec(f"cannot import {module} from {folder}: {described(error)}; {remedy}") from error
     if not callable(made := getattr(found, function, None)):
         raise InfeasibleSpec(f"{getattr(found, '__file__', module)} has no function {function!r}; check {name!r}")
@@ -61,7 +59,7 @@ def call_function(name: str, folder: str, *args: Any) -> Any:
     except Exception as error:
         if classify(error) != "error":
             raise
-        raise InfeasibleSpec(f"{name} fails: {described(error)}; run it by itself in {folder}") from error
+        raise InfeasibleSpec(f"{name} fails: {described(error)}; run it separately in {folder}") from error
 
 
 def described(error: BaseException) -> str:

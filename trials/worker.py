@@ -70,7 +70,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     identity = RankIdentity.from_env()
     wanted = trial.candidate.layout.world_size
     if identity.world_size != wanted:
-        raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
+        raise ValueError(f"the layout requires {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
     device = open_device(trial.device, identity.local_rank)
     own = RankDevice(trial, device)
     check_device(trial.candidate.precision, device)

@@ -139,12 +139,11 @@ class _Search:
             has_its_least = known >= (wanted if p.stage_layers else least)
             shortages.append((has_its_least, excess_bytes(self.stages[stage], wanted), stage, wanted))
         has_its_least, shortage, stage, wanted = min(shortages)
-        fitting = f"at most {sum(most)} of {p.num_layers} layers do; " if has_its_least else ""
+        fitting = f"at most {sum(most)} of {p.num_layers} layers fit; " if has_its_least else ""
         return DoesNotFitError(
-            f"no recompute makes it fit: {fitting}stage {stage} is short of "
-            f"{shortage / 2**30:.2f} GiB for {wanted} layers (limit {p.memory_limit_bytes / 2**30:.2f} GiB, of which "
-            f"{p.fixed_bytes[stage] / 2**30:.2f} GiB are taken whatever it holds). Use more stages or shards, a "
-            "smaller micro-batch, or allow more recompute",
+            f"no recompute makes it fit: {fitting}stage {stage} lacks {shortage / 2**30:.2f} GiB for {wanted} "
+            f"layers (limit {p.memory_limit_bytes / 2**30:.2f} GiB, of which {p.fixed_bytes[stage] / 2**30:.2f} "
+            "GiB are always used). Use more stages or shards, a smaller micro-batch, or allow more recompute",
             stage=stage,
             shortage_bytes=shortage,
         )

@@ -86,7 +86,7 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
 
 def _check(workload: Workload) -> None:
     if not isinstance(workload.model, LlamaModel):
-        raise NotImplementedError(f"{workload.model.kind} is no decoder")
+        raise NotImplementedError(f"{workload.model.kind} is not a decoder")
 
 
 def _hardware(_workload: Workload, _candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:

@@ -206,7 +206,9 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription, 
     if isinstance(model, UserModel) and model.facts.flops_per_sample == 0:
         raise NotImplementedError(f"this {model.kind} model was not counted")
     if layout.pp * layout.tp > 1:
-        raise NotImplementedError(f"of {model.kind} models only data parallelism and ZeRO are predicted, not pp and tp")
+        raise NotImplementedError(
+            f"for {model.kind} models only data parallelism and ZeRO are predicted, not pp and tp"
+        )
     inside = layout.world_size <= cluster.domain_size
     estimate = known.find(workload, candidate)
     counts = _by_formula(workload, candidate)
@@ -234,7 +236,7 @@ def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
     """Work and memory from the model's shape. Recomputing n of N layers in full keeps that share less, and repeats
     it."""
     model, level = workload.model, candidate.precision.level
-    assert isinstance(model, ResNetModel | LinearModel | UserModel), "decoders have a model of their own"
+    assert isinstance(model, ResNetModel | LinearModel | UserModel), "decoders have their own model"
     size = OPERAND_BYTES[level]
     repeated = sum(map(sum, candidate.recompute.full)) / model.num_layers
     kept = activation_elements(model) * size

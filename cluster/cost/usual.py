@@ -536,7 +536,8 @@ def _effects_by_name(own: Sequence[CustomChoice]) -> Mapping[str, float]:
     return dict(found for choice in own if (found := column_of(choice.name, choice.value)) is not None)
 
 
-# The peak memory of a program of which nothing is known, relative to its baseline's.
+# The peak memory of a program relative to that of one of its candidates: of the baseline, as long as nothing is known,
+# then of one whose peak was measured and taken apart.
 
 
 @dataclass(frozen=True, slots=True)
@@ -586,32 +587,118 @@ MEMORY_EFFECTS = (
     MemoryEffect("split", -0.1, 0.3, "How far tensor and pipeline parallelism stay behind an even split, as a log."),
 )
 
+MEASURED_MEMORY_EFFECTS = (
+    MemoryEffect(
+        "activations",
+        0.03,
+        0.05,
+        "Log of what grows like the activations over what they are: workspaces of kernels, what the allocator adds.",
+    ),
+    MemoryEffect(
+        "constant",
+        -1.0,
+        1.5,
+        "Logit of the part of the weights' bytes by which activations do not grow with the micro-batch: gathered "
+        "weights, their 16-bit copies under autocast, buckets of gradients.",
+    ),
+    MemoryEffect(
+        "sharded",
+        2.0,
+        1.0,
+        "Logit of how far ZeRO splits what its stage says that it splits: buffers stay whole (arXiv 1910.02054).",
+    ),
+)
+"""What takes the place of the effects by these names where a measured peak was taken apart."""
 
-def drawn_memory() -> Draw:
-    """Memory effects of ``NUM_DRAWS`` programs, the same at every call."""
-    normal = np.random.default_rng(1).standard_normal((NUM_DRAWS // 2, len(MEMORY_EFFECTS)))
+RESIDENT_MEMORY_EFFECTS = (
+    MemoryEffect(
+        "activations",
+        0.22,
+        0.15,
+        "The same of a process on CPUs: the C library keeps some of what tensors give back. Measured on plain PyTorch "
+        "(docs/measured/program-memory.md).",
+    ),
+    MemoryEffect(
+        "kept",
+        0.3,
+        0.8,
+        "Logit of the share that recompute saves of a resident set: less than it saves of tensors, as what is computed "
+        "again leaves holes between what stays. Measured likewise.",
+    ),
+)
+"""What takes the place of these where the peak is that of a process on CPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShares:
+    """What a measured peak consists of, as shares of it; the rest is the process, the framework and their buffers."""
+
+    activations: float
+    weights: float = 0.0
+    gradients: float = 0.0
+    states: float = 0.0
+
+
+def drawn_memory(kind: Kind, shares: MemoryShares | None = None) -> Draw:
+    """Memory effects of ``NUM_DRAWS`` programs, or of one whose shares are known; the same at every call."""
+    known = () if shares is None else MEASURED_MEMORY_EFFECTS
+    resident = RESIDENT_MEMORY_EFFECTS if known and kind == "cpu" else ()
+    effects = {effect.name: effect for effect in (*MEMORY_EFFECTS, *known, *resident)}
+    normal = np.random.default_rng(1).standard_normal((NUM_DRAWS // 2, len(effects)))
     both = np.concatenate([normal, -normal])
     exact = both @ np.linalg.inv(np.linalg.cholesky(both.T @ both / NUM_DRAWS)).T
-    return {e.name: (e.mean + e.std * exact[:, i])[:, None] for i, e in enumerate(MEMORY_EFFECTS)}
+    return {e.name: (e.mean + e.std * exact[:, i])[:, None] for i, e in enumerate(effects.values())}
 
 
-def relative_peak(k: KnobColumns, baseline: KnobColumns, usual: Draw) -> Array:
-    """Log of the peak relative to that of ``baseline``, a single row; shape (n,) or (draws, n)."""
-    return np.log(_peak(k, baseline, usual)) - np.log(_peak(baseline, baseline, usual))
+def relative_peak(k: KnobColumns, reference: KnobColumns, usual: Draw, shares: MemoryShares | None = None) -> Array:
+    """Log of the peak relative to that of ``reference``, a single row; shape (n,) or (draws, n).
+
+    ``shares`` are those of the reference's measured peak; None: it was not taken apart.
+    """
+    return np.log(_peak(k, reference, usual, shares)) - np.log(_peak(reference, reference, usual, shares))
 
 
-def _peak(k: KnobColumns, baseline: KnobColumns, usual: Draw) -> Array:
-    share = _logistic(usual["activations"])
-    first = float(baseline.micro_batch_size[0])
+def _peak(k: KnobColumns, reference: KnobColumns, usual: Draw, shares: MemoryShares | None) -> Array:
+    growing = _growing(k, usual) / float(reference.micro_batch_size[0])
+    if shares is None:
+        share = _logistic(usual["activations"])
+        states = (1 - share) * _unsplit(k, usual, 1) * _state_size(k, usual)
+        return np.asarray((share * growing + states) * _split(k, usual))
+    constant = _logistic(usual["constant"]) * min(shares.weights, shares.activations)
+    reference_growing = _growing(reference, usual) / float(reference.micro_batch_size[0])
+    activations = (shares.activations - constant) * np.exp(usual["activations"]) * growing / reference_growing
+    parts = ((1, shares.states), (2, shares.gradients), (3, shares.weights))
+    held = [share * _unsplit(k, usual, stage) / _unsplit(reference, usual, stage) for stage, share in parts]
+    states = np.sum(held, axis=0) * _state_size(k, usual) / _state_size(reference, usual)
+    excess = np.expm1(usual["activations"]) * (shares.activations - constant)
+    rest = 1 - shares.activations - shares.states - shares.gradients - shares.weights
+    split = _split(k, usual) / _split(reference, usual)
+    return np.asarray((activations + constant + states) * split + np.maximum(rest - excess, 0.0))
+
+
+def _split(k: KnobColumns, usual: Draw) -> Array:
+    """The part of the model's memory that tensor and pipeline parallelism leave to a rank."""
+    return np.where(k.tp * k.pp > 1, np.exp(-usual["split"]), 1.0) / (k.tp * k.pp)
+
+
+def _state_size(k: KnobColumns, usual: Draw) -> Array:
+    """Weights, gradients and states by number format and offloading."""
+    on_device = 1 - _logistic(usual["offloaded"]) * k.offload_optimizer
+    return np.asarray(np.exp(usual["low_weights"] * k.low_weights) * on_device)
+
+
+def _growing(k: KnobColumns, usual: Draw) -> Array:
+    """What activations are proportional to: the micro-batch, and what is kept of it."""
     low = usual["low_precision"] * k.low_precision + usual["compiled"] * k.compiled
     saved = 1 - k.repeated_share * _logistic(usual["kept"])
-    offloaded = _logistic(usual["offloaded"])
-    split = np.where(k.tp * k.pp > 1, np.exp(-usual["split"]), 1.0) / (k.tp * k.pp)
-    activations = k.micro_batch_size / first * np.exp(low) * saved * (1 - offloaded * k.offload_activations) / k.cp
-    sharded = _logistic(usual["sharded"])
-    states = (1 - sharded + sharded / k.num_shards) * np.exp(usual["low_weights"] * k.low_weights)
-    states = states * (1 - offloaded * k.offload_optimizer)
-    return np.asarray((share * activations + (1 - share) * states) * split)
+    offloaded = _logistic(usual["offloaded"]) * k.offload_activations
+    return np.asarray(k.micro_batch_size * np.exp(low) * saved * (1 - offloaded) / k.cp)
+
+
+def _unsplit(k: KnobColumns, usual: Draw, stage: int) -> Array:
+    """The part that one rank holds of what ZeRO splits from that stage on."""
+    is_split = (k.zero_stage >= stage).astype(np.float64)
+    return np.asarray(1 - is_split * _logistic(usual["sharded"]) * (1 - 1 / k.num_shards))
 
 
 def _logistic(x: Array) -> Array:

@@ -66,94 +66,96 @@ DEFAULTS: tuple[Default, ...] = (
     Default(
         name="GLOO_SOCKET_IFNAME",
         value="lo",
-        why="ranks of one host meet over loopback, whatever its name resolves to",
+        why="ranks of one host connect over loopback, regardless of what its name resolves to",
         several_nodes=False,
     ),
     Default(
         name="GLOO_SOCKET_IFNAME",
         value=INTERFACE,
-        why="gloo would take the interface that the host's name resolves to, often loopback or docker0",
+        why="gloo would use the interface that the host name resolves to, often loopback or docker0",
         several_nodes=True,
     ),
     Default(
         name="NCCL_SOCKET_IFNAME",
         value=f"={INTERFACE}",
-        why="NCCL would take the first interface that is not lo or docker, maybe one that reaches no other node",
+        why="NCCL would use the first interface that is not lo or docker, possibly one that reaches no other node",
         kinds=_NVIDIA_LIKE,
         several_nodes=True,
     ),
     Default(
         name="HCCL_SOCKET_IFNAME",
         value=f"={INTERFACE}",
-        why="HCCL meets over the interface by which the nodes reach each other",
+        why="HCCL uses the interface through which the nodes reach each other",
         kinds=("npu",),
         several_nodes=True,
     ),
     Default(
         name="NCCL_DEBUG",
         value="WARN",
-        why="errors of the network and the driver are named in the rank's log; without them a failure has no reason",
+        why="logs network and driver errors; without them a failure has no reason",
         kinds=_NVIDIA_LIKE,
     ),
     Default(
         name="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
         value=PATIENCE,
-        why="NCCL's monitor would end a rank that waits for a peer within the gang's deadlines; hangs are judged there",
+        why="NCCL's monitor would kill a rank that waits for a peer within the deadlines of the gang, which "
+        "detects hangs itself",
         kinds=_NVIDIA_LIKE,
     ),
     Default(
         name="TORCH_NCCL_ENABLE_TIMING",
         value="1",
-        why="distinguishes a device hung in its own kernel from those that wait for it; one event more per collective",
+        why="distinguishes a device that hangs in a kernel from those that wait for it; costs one more event "
+        "per collective",
         kinds=_NVIDIA_LIKE,
         synonyms=("NCCL_ENABLE_TIMING",),
     ),
     Default(
         name="TORCH_NCCL_DUMP_ON_TIMEOUT",
         value="1",
-        why="where torch leaves it off, NCCL checks for a request only once per heartbeat",
+        why="if torch leaves it off, NCCL checks only once per heartbeat whether a record is requested",
         kinds=_NVIDIA_LIKE,
         synonyms=("TORCH_FR_DUMP_ON_TIMEOUT",),
     ),
     Default(
         name="TORCH_FR_BUFFER_SIZE",
         value="2000",
-        why="the flight recorder's last collectives show which rank is behind when a gang hangs",
+        why="the last collectives in the flight recorder show which rank is behind when a gang hangs",
         kinds=_NVIDIA_LIKE,
         is_set_here=False,
     ),
     Default(
         name="TORCH_HCCL_TRACE_BUFFER_SIZE",
         value="2000",
-        why="the same for HCCL, whose recorder is off without it",
+        why="the same for HCCL, whose recorder is off by default",
         kinds=("npu",),
         is_set_here=False,
     ),
     Default(
         name="HCCL_CONNECT_TIMEOUT",
         value=PATIENCE,
-        why="HCCL would give up after 120 s on a peer that still loads or compiles; it takes 7200 s at most",
+        why="HCCL would give up after 120 s on a peer that still loads or compiles; the maximum is 7200 s",
         kinds=("npu",),
         bounds=(120, 7200),
     ),
     Default(
         name="HCCL_EXEC_TIMEOUT",
         value=PATIENCE,
-        why="HCCL would end a collective after half an hour, whatever the deadlines; it takes 17340 s at most",
+        why="HCCL would abort a collective after half an hour, regardless of the deadlines; the maximum is 17340 s",
         kinds=("npu",),
         bounds=(68, 17340),
     ),
     Default(
         name="PYTORCH_CUDA_ALLOC_CONF",
         value="expandable_segments:True",
-        why="segments that grow: else sizes that differ from step to step leave holes that nothing fits into",
+        why="growing segments: otherwise sizes that vary from step to step fragment memory",
         kinds=("cuda",),
         is_set_here=False,
     ),
     Default(
         name=NUMA_VARIABLE,
         value="on",
-        why="a rank keeps to the cores, and so to the memory, near its device on hosts of several sockets; off: all",
+        why="on hosts with several sockets, a rank uses the cores, and so the memory, near its device; off: all cores",
         kinds=("cuda", "rocm", "xpu", "npu"),
     ),
 )
@@ -201,9 +203,9 @@ MAX_TIMEOUT_S = 7 * 86400.0
 CACHE_FOLDER = "cache-{node}"
 """Folder for compilers' caches beside those of the attempts, shared by all of a lease on one node."""
 _OWNED: Mapping[str, str] = {
-    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "whoever starts the ranks"),
-    **dict.fromkeys(("GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "whoever starts the ranks"),
-    **dict.fromkeys(("NNODES", "NODE_RANK", "NPROC_PER_NODE"), "whoever starts the ranks"),
+    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "the launcher of the ranks"),
+    **dict.fromkeys(("GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "the launcher of the ranks"),
+    **dict.fromkeys(("NNODES", "NODE_RANK", "NPROC_PER_NODE"), "the launcher of the ranks"),
     **{family.visible_variable: "the placement of ranks" for family in FAMILIES.values() if family.visible_variable},
     **{name: "the placement of ranks" for family in FAMILIES.values() for name in family.order_variables},
 }
@@ -366,7 +368,7 @@ def pieces(directory: Path, attempt_id: str, token: str, slots: tuple[RankSlot, 
         size = sum(num_bytes for _, num_bytes in files)
         if size > MAX_BYTES_PER_RANK:
             logger.warning(
-                "the files of rank %d stay in %s: %d MiB, and %d MiB are brought home at most",
+                "the files of rank %d stay in %s: %d MiB, more than the limit of %d MiB for transfers",
                 *(slot.rank, directory / FOLDER, size >> 20, MAX_BYTES_PER_RANK >> 20),
             )
             continue
@@ -374,7 +376,7 @@ def pieces(directory: Path, attempt_id: str, token: str, slots: tuple[RankSlot, 
             try:
                 yield from _pieces_of(path, num_bytes, attempt_id, token)
             except OSError as error:
-                logger.warning("%s stays where it is: %s", path, error)
+                logger.warning("%s is not transferred: %s", path, error)
 
 
 def _files_of(folder: Path, rank: int) -> list[tuple[Path, int]]:
@@ -409,7 +411,7 @@ class FileReceiver:
         """Add a piece of a file of a known attempt; what is not as it should be is left out, with a warning."""
         match = _NAME.fullmatch(piece.name)
         if match is None:
-            logger.warning("a file of attempt %s is refused for its name: %.100r", piece.attempt_id, piece.name)
+            logger.warning("a file of attempt %s is refused because of its name: %.100r", piece.attempt_id, piece.name)
             return
         key = piece.attempt_id, match[1]
         self._received[key] = self._received.get(key, 0) + len(piece.data)

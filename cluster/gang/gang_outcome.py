@@ -112,7 +112,7 @@ def refusal(reports: Sequence[RankReport]) -> Crashed | Diverged | NotBelieved |
     """
     for rank, report in enumerate(reports):
         for name, value, wanted in _impossible(rank, report):
-            message = f"rank {rank} reported {name} = {value}: it has to be {wanted}"
+            message = f"rank {rank} reported {name} = {value}: it must be {wanted}"
             return Crashed(evidence=Evidence(message=message, rank=rank, error_type=ERROR_TYPE))
     if problem := _disagreement(reports):
         return Crashed(evidence=Evidence(message=problem, error_type=ERROR_TYPE))
@@ -208,9 +208,7 @@ def _disagreement(reports: Sequence[RankReport]) -> str:
     """How the reports contradict each other; empty where they do not."""
     reporting = [report for report in reports if report.step_times_s]
     if not reporting:
-        return (
-            "no rank told the time of any step: neither a report nor a hook, file or log line of the program gave one"
-        )
+        return "no rank reported the time of a step: there was none in a report, hook, file or log line"
     of_script = any(map(is_script, reports))
     for name, of in ({"steps": "step_times_s"} | ({} if of_script else {"losses": "losses"})).items():
         counts = [len(getattr(report, of)) for report in reporting]
@@ -281,7 +279,7 @@ def fold(results: Iterable[RankResult], disturbances: Sequence[Disturbance] = ()
         return _merge(successes, disturbances)
     causes = [failure for failure in failures if failure.category != STOPPED]
     if not causes:
-        return GangLost(evidence=Evidence(message="some ranks reported nothing, and no cause is known"))
+        return GangLost(evidence=Evidence(message="some ranks reported nothing, and the cause is unknown"))
     root = root_cause(causes)
     if root.category == "deadline":
         return _hang(root, failures)
@@ -388,7 +386,7 @@ def _by_treatment(treatment: Treatment, evidence: Evidence) -> Failure:
         case "crashed":
             return Crashed(evidence=evidence)
         case "gang_lost":
-            doubt = "" if treatment.strikes_node else f" (on {evidence.node}, which need not be the culprit)"
+            doubt = "" if treatment.strikes_node else f" (on {evidence.node}, which may not be the cause)"
             message = _with_remedy(evidence.message, doubt, treatment.remedy)
             node = evidence.node if treatment.strikes_node else None
             return GangLost(evidence=replace(evidence, message=message, node=node))
@@ -419,7 +417,7 @@ def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
             problem = f"ranks of {place.node} ran on two hosts, {host} and {place.host}"
         else:
             continue
-        return Evidence(message=f"not placed as ordered: {problem}", rank=rank, node=place.node)
+        return Evidence(message=f"wrong placement: {problem}", rank=rank, node=place.node)
     return None
 
 

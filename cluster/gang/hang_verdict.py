@@ -225,7 +225,7 @@ def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) ->
         return HangVerdict(kind="rank", suspects=elsewhere)
     calls = {rank: sight.record.calls for rank, sight in sights.items() if sight.record and sight.record.calls}
     if not calls:
-        return HangVerdict(kind="unknown", suspects=ranks, detail="every rank seems to wait for its peers")
+        return HangVerdict(kind="unknown", suspects=ranks, detail="all ranks seem to wait for their peers")
     first = {(call.group, call.number): call for found in calls.values() for call in found if call.peer is None}
     differing = [
         (first[call.group, call.number], call)
@@ -246,12 +246,14 @@ def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) ->
     call = calls[stuck[0]][0]
     members = _members(stuck[0], call, sights)
     if unseen := sorted(set(members) - set(ranks)):
-        detail = f"rank {stuck[0]} is in {_call(call)} with rank {unseen[0]}, of which nothing was seen"
+        detail = f"rank {stuck[0]} is in {_call(call)} with rank {unseen[0]}, which has no record"
         return HangVerdict(kind="unknown", suspects=ranks, detail=detail)
     if not all(_may_be_in(call, sights[rank]) for rank in members):
-        return HangVerdict(kind="unknown", suspects=ranks, detail="every rank seems to wait for its peers")
+        return HangVerdict(kind="unknown", suspects=ranks, detail="all ranks seem to wait for their peers")
     number = "" if call.peer is not None else f" (number {call.number} of group {_label(stuck[0], call, sights)})"
-    detail = f"ranks {', '.join(map(str, stuck))} all wait in {_call(call)}{number}: what joins them stands still"
+    detail = (
+        f"ranks {', '.join(map(str, stuck))} all wait in {_call(call)}{number}: the connection between them is stalled"
+    )
     return HangVerdict(kind="link", suspects=tuple(stuck), detail=detail)
 
 

@@ -39,7 +39,8 @@ QUERY_TIMEOUT_S = 90.0
 """Longer than a driver takes that has to start all devices of a large host first: NVIDIA's does at every question, for
 some seconds per device, where its persistence mode is off and nobody uses the devices."""
 PERSISTENCE = (
-    "; without persistence mode the driver starts all GPUs at every question: nvidia-smi -pm 1, or nvidia-persistenced"
+    "; without persistence mode the driver initializes all GPUs on every query: run nvidia-smi -pm 1, or "
+    "nvidia-persistenced"
 )
 _MAX_WORDS = 300
 
@@ -91,7 +92,7 @@ def query(tool: str, *arguments: str) -> str:
     except subprocess.TimeoutExpired:
         _abandon(process)
         hint = PERSISTENCE if tool == "nvidia-smi" else ""
-        raise DeviceQueryError(f"{tool} gave no answer within {QUERY_TIMEOUT_S:g} s{hint}") from None
+        raise DeviceQueryError(f"{tool} did not respond within {QUERY_TIMEOUT_S:g} s{hint}") from None
     if process.returncode != 0:
         message = " ".join(output.split())[:_MAX_WORDS]
         raise DeviceQueryError(f"{tool} failed with code {process.returncode}: {message}")
@@ -112,7 +113,7 @@ def query_json(tool: str, *arguments: str) -> Any:
         value = None
     if value is None:
         message = " ".join(output.split())[:_MAX_WORDS] or "nothing"
-        raise DeviceQueryError(f"{tool} answers without JSON: {message}")
+        raise DeviceQueryError(f"{tool} did not print JSON: {message}")
     return value
 
 
@@ -336,8 +337,8 @@ _FORMAT = "--format=csv,noheader,nounits"
 _GPU = re.compile(r"^GPU (\d+):")
 _SLICE = re.compile(r"^\s+MIG (?P<profile>\S+)\s+Device\s+(?P<number>\d+): \(UUID: (?P<uuid>MIG-[^)\s]+)\)")
 _GIGABYTES = re.compile(r"(\d+)gb")
-_DIVIDED = "it is divided (MIG), and its slices are used only where CUDA_VISIBLE_DEVICES names them"
-_BARE = "it is in MIG mode without slices: create some with nvidia-smi mig, or end the mode with nvidia-smi -mig 0"
+_DIVIDED = "it is partitioned (MIG), and its slices are used only if listed in CUDA_VISIBLE_DEVICES"
+_BARE = "it is in MIG mode without slices: create some with nvidia-smi mig, or disable the mode with nvidia-smi -mig 0"
 _LOST = "Unable to determine the device handle"
 
 
@@ -416,8 +417,8 @@ def _gpus() -> Iterator[_Gpu]:
 def _trouble(profile_name: str) -> str:
     """What a GPU without a figure of its memory lacks; ``profile_name`` stands in the figure's place."""
     if "N/A" in profile_name or "Not Supported" in profile_name:
-        return f"nvidia-smi shows no memory of its own ({profile_name}), as of GPUs that share their host's"
-    return f"nvidia-smi says {profile_name}"
+        return f"nvidia-smi shows no dedicated memory ({profile_name}), as for GPUs that share host memory"
+    return f"nvidia-smi reports {profile_name}"
 
 
 def _slices(gpus: dict[str, ListedDevice]) -> Iterator[ListedDevice]:
@@ -517,7 +518,7 @@ def discover_node(
     found = _Found(kind="cpu") if device == "cpu" else _found(device)
     kind, listed = found.kind, found.devices
     if kind == "cpu" and not may_be_cpu:
-        raise DeviceError(f"none of {', '.join(all_tools())} lists a device here; install the tool of its driver")
+        raise DeviceError(f"none of {', '.join(all_tools())} lists a device; install the tool of its driver")
     cores = num_usable_cores()
     if listed:
         count, first = num_devices or len(listed), listed[0]
@@ -605,8 +606,8 @@ def _found(device: DeviceChoice) -> _Found:
         if not any(map(is_installed, maker.tools)):
             if files := _driver_files(maker):
                 _warn(
-                    f"{files[0]} is here, but no {' or '.join(maker.tools)} to list devices of kind {kind}: they are "
-                    "not used; install it, or say device: cpu to train on cores on purpose"
+                    f"{files[0]} exists, but there is no {' or '.join(maker.tools)} to list devices of kind "
+                    f"{kind}, so they are not used; install it, or set device: cpu to train on CPU cores"
                 )
             continue
         if (found := _offered(kind, maker)).devices:
@@ -633,14 +634,14 @@ def _offered(kind: DeviceKind, maker: _Maker) -> _Found:
 
 
 def _unusable(kind: DeviceKind, why: str) -> DeviceError:
-    remedy = "fix that, or say device: cpu to train on cores on purpose"
+    remedy = "fix that, or set device: cpu to train on CPU cores"
     return DeviceError(f"this host has devices of kind {kind} that cannot be used: {why}; {remedy}")
 
 
 def _query_kind(kind: DeviceKind) -> _Found:
-    maker, remedy = _MAKERS[kind], "use device: cpu, or another host"
+    maker, remedy = _MAKERS[kind], "set device: cpu, or use another host"
     if not any(map(is_installed, maker.tools)):
-        raise DeviceError(f"device: {kind}, but there is no {' or '.join(maker.tools)} here; {remedy}")
+        raise DeviceError(f"device: {kind}, but {' or '.join(maker.tools)} is not installed; {remedy}")
     try:
         listed = maker.listed()
     except DeviceQueryError as error:
@@ -671,13 +672,13 @@ def _reason_for_none(kind: DeviceKind, found: _Found, listed: Sequence[ListedDev
         return _troubles(found.left_out)
     if listed and (limit := _limit(kind)) is not None:
         names = ", ".join(one.name for one in listed)
-        return f"{tool} lists {names}, of which {limit[0]}={limit[1]} names none"
-    return f"{tool} lists no device here"
+        return f"{tool} lists {names}, none of which is in {limit[0]}={limit[1]}"
+    return f"{tool} lists no device"
 
 
 def _troubles(left_out: Sequence[ListedDevice]) -> str:
     """Each device with what is the matter, for people."""
-    return "; ".join(f"{one.name} ({one.model}) is of no use: {one.trouble}" for one in left_out)
+    return "; ".join(f"{one.name} ({one.model}) is unusable: {one.trouble}" for one in left_out)
 
 
 def _driver_files(maker: _Maker) -> list[str]:
@@ -713,14 +714,12 @@ def _visible(kind: DeviceKind, listed: Sequence[ListedDevice]) -> list[ListedDev
     limit = _limit(kind)
     empty = [name for name in _variables(kind) if os.environ.get(name) == ""]
     if listed and limit is None and empty:
-        _warn(
-            f"{empty[0]} is empty, which hides no device of kind {kind}; say device: cpu to train on cores on purpose"
-        )
+        _warn(f"{empty[0]} is empty, which hides no device of kind {kind}; set device: cpu to train on CPU cores")
     found = list(listed) if limit is None else _named(kind, limit[1], listed)
     counts = Counter(one.model for one in found if one.is_slice)
     if len(counts) > 1:
         what = ", ".join(f"{count} x {model}" for model, count in counts.items())
-        raise DeviceError(f"slices of GPUs differ ({what}); name alike ones in CUDA_VISIBLE_DEVICES by their UUIDs")
+        raise DeviceError(f"GPU slices differ ({what}); list identical ones in CUDA_VISIBLE_DEVICES by their UUIDs")
     return found
 
 
@@ -729,8 +728,8 @@ def _check_numbers(kind: DeviceKind, listed: Sequence[ListedDevice]) -> None:
     shown = os.environ.get("ROCR_VISIBLE_DEVICES")
     if kind == "rocm" and shown is not None and _entries(shown) != [one.name for one in listed]:
         raise DeviceError(
-            f"ROCR_VISIBLE_DEVICES={shown} numbers devices otherwise than their tool does; unset it, and name the same "
-            "devices in HIP_VISIBLE_DEVICES"
+            f"ROCR_VISIBLE_DEVICES={shown} numbers devices differently from their tool; unset it, and list the "
+            "same devices in HIP_VISIBLE_DEVICES"
         )
     levels = os.environ.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT")
     if kind == "xpu" and levels != "FLAT" and (limit := _limit(kind)) is not None:

@@ -459,7 +459,7 @@ def find_accelerator(device_name: str) -> Accelerator:
     """
     found = _match(device_name)
     if found is None:
-        raise CatalogueError(f"no accelerator called {device_name!r}; the catalogue has {', '.join(catalogue())}")
+        raise CatalogueError(f"unknown accelerator {device_name!r}; the catalogue has {', '.join(catalogue())}")
     part = _MIG.search(device_name)
     return found[1] if part is None else _slice(found[1], part)
 
@@ -561,12 +561,12 @@ def load_cluster(name: str) -> ClusterDescription:
     path = Path(name) if is_file else CONFIGS / "clusters" / f"{name}.yaml"
     if not path.is_file():
         raise CatalogueError(
-            f"no cluster {'file' if is_file else 'called'} {name!r}; there are {', '.join(clusters())}"
+            f"unknown cluster {'file' if is_file else 'name'} {name!r}; available: {', '.join(clusters())}"
         )
     data = _read(path, {"accelerator", "num_nodes"}, {"devices_per_node", "network_bytes_per_s", "sources"})
     for key in ("num_nodes", "devices_per_node"):
         if not isinstance(size := data.get(key, 1), int) or isinstance(size, bool) or size < 1:
-            raise CatalogueError(f"{path.name}: {key} is {str(size)[:40]!r}, no number of them")
+            raise CatalogueError(f"{path.name}: {key} is {str(size)[:40]!r}, not a number")
     accelerator = find_accelerator(str(data["accelerator"]))
     return ClusterDescription(
         name=path.stem,

@@ -137,7 +137,9 @@ class Agent:
             try:
                 self._fork_server.wait(CLOSE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                logger.error("processes on %s cannot be killed; a driver may hold them: restart the host", self._node)
+                logger.error(
+                    "processes on %s cannot be killed, possibly blocked in a driver: restart the host", self._node
+                )
             shutil.rmtree(self._cache, ignore_errors=True)
             self._selector.close()
 
@@ -183,8 +185,8 @@ class Agent:
             self._fork_server.kill()
             self._fork_server.wait()
             self._control.close()
-            why = last_output(self._log_path) or "it says nothing"
-            raise ClusterError(f"the fork server on {self._node} does not start: {why} ({self._log_path})")
+            why = last_output(self._log_path) or "no output"
+            raise ClusterError(f"the fork server on {self._node} did not start: {why} ({self._log_path})")
         for problem in json.loads(message)["problems"]:
             logger.warning("fork server on %s: %s", self._node, problem)
 

@@ -622,7 +622,7 @@ def _examine_slot(
         if any(state in ("T", "t") for state in states):
             stack_state, where = StackState.STOPPED, "it was stopped by a signal"
         elif stacks.get(rank) == () and any(state not in ("Z", "X") for state in states):
-            stack_state, where = StackState.UNCLEAR, "it did not tell its stack in time"
+            stack_state, where = StackState.UNCLEAR, "it did not report its stack in time"
         elif slot.reports is not None and not stacks.get(rank):
             where = f"its program had printed nothing for {log.silent_s:.0f} s"
         sights.append(
@@ -653,7 +653,7 @@ def judge(stack: Sequence[str], device: DeviceKind = "cpu") -> tuple[StackState,
     frames = [match for text in stack if (match := _FRAME.match(text))]
     frame = next((frame for frame in frames if not frame["file"].endswith("torch/_ops.py")), None)
     if frame is None:
-        return StackState.ELSEWHERE, "its stack cannot be had"
+        return StackState.ELSEWHERE, "its stack is unavailable"
     where = f"it was in {frame['function']} ({Path(frame['file']).name}:{frame['line']})"
     part = _in_torch(frame["file"])
     if re.fullmatch(r"distributed/[^/]+", part):  # not what lies deeper, DTensor's and FSDP's own work

@@ -565,8 +565,8 @@ def shortage(num_ranks: int, limit_bytes: int) -> str | None:
         return None
     gib = float(1 << 30)
     return (
-        f"{num_ranks} rank(s) may use {limit_bytes / gib:.1f} GiB each, but {available / gib:.1f} GiB of host memory "
-        "are available; is something else running here, or is cluster.device_memory too large?"
+        f"{num_ranks} rank(s) may use {limit_bytes / gib:.1f} GiB each, but {available / gib:.1f} GiB of host "
+        "memory are available; check for other processes on the host, or reduce cluster.device_memory"
     )
 
 
@@ -615,7 +615,7 @@ def shared_memory_shortage(needed_bytes: int) -> str | None:
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
-        return f"there is no {SHARED_MEMORY}: NCCL and data loaders with workers fail; {SHARED_REMEDY}"
+        return f"{SHARED_MEMORY} does not exist: NCCL and data loaders with workers fail; {SHARED_REMEDY}"
     if usage.free >= needed_bytes:
         return None
     return (
@@ -725,7 +725,7 @@ def device_uses(kind: DeviceKind, handles: Sequence[DeviceHandle]) -> list[Devic
         if (one := shown.get(handle.name)) is None:
             continue
         if one.trouble:
-            raise DeviceQueryError(f"device {one.name} is of no use any more: {one.trouble}")
+            raise DeviceQueryError(f"device {one.name} became unusable: {one.trouble}")
         if one.used_bytes is not None:
             found.append(DeviceUse(handle=handle, used_bytes=one.used_bytes))
     return found
@@ -745,7 +745,7 @@ def _describe(kind: DeviceKind, busy: Sequence[DeviceUse]) -> str:
     for use in busy:
         handle = use.handle
         holders = [f"pid {pid} ({mebibytes} MiB)" for uuid, pid, mebibytes in rows if uuid == handle.uuid]
-        by = ", ".join(holders) or "no process that its tool shows"
+        by = ", ".join(holders) or "no process that its tool lists"
         named = f"{handle.name} ({handle.uuid})" if handle.uuid not in ("", handle.name) else handle.name
         parts.append(f"{what} {named} has {use.used_bytes >> 20} MiB in use by {by}")
     return "; ".join(parts)

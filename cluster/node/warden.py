@@ -153,7 +153,7 @@ COLLATERAL_GRACE_S = 2.0
 """How long a failure may wait for the one that caused it before the gang is killed for it."""
 SIGTERM_GRACE_S = 0.5
 """How far apart a batch system's signals to the processes of one node may arrive."""
-SIGTERM_SEEN = "the node's processes were told to end (SIGTERM), as batch systems do"
+SIGTERM_SEEN = "the processes of the node received SIGTERM, as sent by batch systems"
 
 
 class Warden:
@@ -268,7 +268,7 @@ class Warden:
                         self._note("controller", order.reason)
                     self._stop(order.reason, is_hang=order.is_hang)
         if self._link.is_closed:
-            self._stop("the agent is gone")
+            self._stop("the agent has exited")
 
     def _read(self, rank: ForkedRank) -> None:
         if rank.pipe < 0:  # drained by _reap() in the same round
@@ -318,7 +318,7 @@ class Warden:
 
     def _unreported(self, rank: ForkedRank, exit_code: int) -> RankFailure:
         if self._is_stopping and exit_code == -signal.SIGKILL:
-            return rank.failure(self._launch.node, "stopped", "killed because the gang was ending")
+            return rank.failure(self._launch.node, "stopped", "killed because the gang was being stopped")
         category, how = how_it_ended(exit_code, self._oom_kills)
         return rank.failure(self._launch.node, category, f"rank {rank.slot.rank} {how}", exit_code)
 
@@ -367,7 +367,7 @@ class Warden:
         if self._is_stopping:
             return
         if now_s >= self._silent_at_s:
-            message = f"{self._launch.node} received nothing from the controller for too long, and ended its ranks"
+            message = f"{self._launch.node} lost contact with the controller for too long, and stopped its ranks"
             self._note("controller", message)
             self._stop(message)
         elif now_s >= self._kill_at_s:

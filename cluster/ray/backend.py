@@ -314,7 +314,7 @@ class Agents:
         ready, silent = ray.wait(overdue, num_returns=len(overdue), timeout=0)
         found = [self._answer(ref) for ref in ready]
         for call in [self._calls.pop(ref) for ref in silent]:
-            error = SilentError(f"no answer to {call.what} for {_LIMITS_S[call.what]:g} s")
+            error = SilentError(f"no response to {call.what} for {_LIMITS_S[call.what]:g} s")
             found.append(AgentReply(what=call.what, slot=call.slot, error=error))
         return found
 
@@ -369,7 +369,7 @@ class RayAdmission:
     def beat(self, claim: Claim) -> Grant:
         shape = self._lease.shape
         if shape is None:
-            return Grant(claim.held, self._lease.waiting or "the Ray cluster is asked for its nodes")
+            return Grant(claim.held, self._lease.waiting or "querying the Ray cluster for its nodes")
         claim = replace(claim, devices_per_node=shape.num_devices)
         self._key = claim.key
         try:
@@ -377,7 +377,7 @@ class RayAdmission:
                 grant := self._request(QueueEntry(claim=claim, num_nodes=self._lease.num_able, policy=self._policy))
             ) is not None:
                 self._grant, self._granted_at_s = grant, time.monotonic()
-            problem = "has not answered yet"
+            problem = "has not responded yet"
         except (RayError, UnreachableError, ValueError) as error:
             self._actor = self._call = None  # it may have died: the next beat makes another
             problem = f"cannot be reached: {first_line(error)}"
@@ -404,7 +404,7 @@ class RayAdmission:
         ready, _ = ray.wait([self._call], timeout=ANSWER_S)
         if not ready:
             if now_s - self._called_at_s > EXPIRES_S:
-                raise UnreachableError(f"no answer for {EXPIRES_S:g} s")
+                raise UnreachableError(f"no response for {EXPIRES_S:g} s")
             return None
         call, self._call = self._call, None
         return from_json(Grant, ray.get(call, timeout=CALL_TIMEOUT_S))
@@ -472,7 +472,7 @@ class RayCluster:
         """Ids of the nodes on which the agent ended with an error of its own."""
         self._connection = contextlib.ExitStack()
         if ray.is_initialized():
-            raise ClusterError("this process is connected to a Ray already; close that connection first")
+            raise ClusterError("this process is already connected to a Ray cluster; close that connection first")
         (wanted, self._head), label = self._connect(request), request.claim.sweep if request.claim else uuid4().hex[:8]
         self._lease = RayLease(wanted, label, most=request.max_nodes, head=self._head)
         if admission is None:
@@ -513,7 +513,7 @@ class RayCluster:
     def release(self, node: str) -> None:
         if (slot := self._lease.slots.get(node)) is not None:
             self._lease.leave_out(slot.node_id)
-            self._give_up(node, f"node {node} was given back")
+            self._give_up(node, f"node {node} was released")
             self._give_back(slot)
 
     def launch(self, launch: GangLaunch) -> None:
@@ -522,7 +522,7 @@ class RayCluster:
         self._tracker.launched(launch, log_dir=str(directory), now_s=time.monotonic())
         for name in nodes:
             if name not in self._described:
-                reason = self._lost.get(name, f"node {name} is not held any more")
+                reason = self._lost.get(name, f"node {name} is no longer leased")
                 self._give_up(name, reason, attempt_id=launch.attempt_id)
                 return
         slots = [self._lease.slots[name] for name in nodes]
@@ -601,7 +601,7 @@ class RayCluster:
 
     def _order(self, slot: NodeSlot) -> NodeOrder:
         shape = self._lease.shape
-        assert shape is not None, "nodes are asked for by their shape"
+        assert shape is not None, "nodes are requested by shape"
         return NodeOrder(
             name=slot.name,
             address=slot.address,
@@ -656,7 +656,7 @@ class RayCluster:
     def _fail(self, slot: NodeSlot, error: Exception) -> None:
         """Take in that a call failed: the agent may be gone."""
         if not slot.is_ready:
-            reason = f"the agent does not start on node {slot.name}: {last_line(error)}"
+            reason = f"the agent did not start on node {slot.name}: {last_line(error)}"
             if isinstance(error, RayActorError) and error.actor_init_failed:
                 self._unable.add(slot.node_id)
                 self._require_an_able_node(reason)

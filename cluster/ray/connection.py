@@ -57,7 +57,7 @@ def require_listener(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ClusterError(
-            f"nothing answers at {address} ({error}); start the head with `ray start --head`, or correct the address"
+            f"nothing responds at {address} ({error}); start the head with `ray start --head`, or correct the address"
         ) from None
 
 
@@ -165,7 +165,7 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
     try:
         return started(call).result(timeout_s)
     except TimeoutError:
-        raise UnreachableError(f"the head of the Ray cluster does not answer for {timeout_s:g} s") from None
+        raise UnreachableError(f"the head of the Ray cluster has not responded for {timeout_s:g} s") from None
     except Exception as error:  # Ray raises anything from RpcError to ValueError
         raise UnreachableError(first_line(error)) from error
 
@@ -239,15 +239,15 @@ def _start_in_two_tries(node: Node, folder: Path, lease: str) -> None:
         _start_ray(node, folder / "r")  # Ray opens its folder to everybody: not what lies beside it
         return
     except Exception as error:
-        logger.warning("the private Ray on this host does not start (%s); second try", first_line(error))
+        logger.warning("the private Ray on this host did not start (%s); trying again", first_line(error))
     ray.shutdown()
     kill_marked(lease, str(folder))
     try:
         _start_ray(node, folder / "s")
     except Exception as error:
         raise ClusterError(
-            f"cannot start a private Ray on this host, in two tries: {first_line(error)}. "
-            "`cluster: {kind: local}` in the sweep file needs no Ray"
+            f"cannot start a private Ray on this host after two attempts: {first_line(error)}. Set `cluster: "
+            "{kind: local}` in the sweep file to run without Ray"
         ) from error
 
 
@@ -271,7 +271,10 @@ def _start_ray(node: Node, folder: Path) -> None:
 def remote_ray(address: str) -> Iterator[None]:
     """Be connected to the Ray cluster whose head is at ``address``."""
     require_listener(address)
-    remedy = "is the head running, is this host one of its nodes, is RAY_AUTH_TOKEN_PATH its token file?"
+    remedy = (
+        "check that the head is running, that this host is one of its nodes, and that RAY_AUTH_TOKEN_PATH is "
+        "its token file"
+    )
     with _quiet():
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, job_config=_OwnPath())
@@ -279,8 +282,8 @@ def remote_ray(address: str) -> Iterator[None]:
             raise ClusterError(f"cannot join the Ray cluster at {address}: {first_line(error)}; {remedy}") from None
         if not _requires_token():
             logger.warning(
-                "the Ray cluster at %s asks for no token: whoever reaches it can run code there; start it with "
-                "RAY_AUTH_MODE=token",
+                "the Ray cluster at %s requires no token: anyone who can reach it can run code on it; start it "
+                "with RAY_AUTH_MODE=token",
                 address,
             )
         try:
@@ -361,8 +364,8 @@ def dashboard_url(address: str) -> str:
     head, dashboard = _query(address)
     if not dashboard:
         raise ClusterError(
-            f"the head at {head} runs no dashboard, which takes Ray Jobs; start it with "
-            "`ray start --head --include-dashboard=true`, with ray[default] installed there"
+            f"the head at {head} runs no dashboard, which Ray Jobs require; start it with `ray start --head "
+            "--include-dashboard=true`, with ray[default] installed there"
         )
     _require_reachable(head, dashboard)
     return f"http://{dashboard}"
@@ -375,12 +378,12 @@ def _query(address: str) -> tuple[str, str]:
         completed = subprocess.run(argv, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise ClusterError(
-            f"no head of a Ray cluster answers at {address}, though something listens there; the head's port is the "
-            "--port of `ray start --head`, 6379 unless given"
+            f"no Ray head responds at {address}, although something listens there; the port of the head is the "
+            "--port of `ray start --head`, 6379 by default"
         ) from None
     if completed.returncode != 0:
         last = (completed.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
-        raise ClusterError(f"no head of a Ray cluster can be asked at {address}: {last}")
+        raise ClusterError(f"cannot query a Ray head at {address}: {last}")
     answer = json.loads(completed.stdout)
     if answer["refused"]:
         raise ClusterError(f"the Ray cluster at {address} does not accept this token; {TOKEN_REMEDY}")
@@ -392,8 +395,8 @@ def _require_reachable(address: str, dashboard: str) -> None:
     head, listens = address.rpartition(":")[0], dashboard.rpartition(":")[0].strip("[]")
     if _is_loopback(listens) and not _is_this_host(head):
         raise ClusterError(
-            f"the dashboard of the head at {address} listens on the head's loopback only ({dashboard}); submit on the "
-            "head itself, or start it with --dashboard-host, or give a tunnel's address as http://HOST:PORT"
+            f"the dashboard of the head at {address} listens only on loopback ({dashboard}); submit on the head "
+            "itself, start it with --dashboard-host, or pass the address of a tunnel as http://HOST:PORT"
         )
 
 

@@ -98,7 +98,9 @@ def submit_job(
         ValueError: a name in ``env`` is that of a secret.
     """
     if secret := [key for key in env or {} if is_secret_name(key)]:
-        raise ValueError(f"{secret[0]} is named like a secret, and what is sent along with a job can be read by all")
+        raise ValueError(
+            f"{secret[0]} is named like a secret, and the environment of a job is readable by all users of the cluster"
+        )
     with _connected(address) as client:
         for _ in range(MAX_TRIES):
             jobs = _jobs_of(client, name)
@@ -110,7 +112,7 @@ def submit_job(
             entrypoint = shlex.join(["exec", "env", *(f"{key}={value}" for key, value in variables.items()), *argv])
             if _submit(client, submission_id, entrypoint, metadata):
                 return JobHandle(url=client.url, submission_id=submission_id)
-    raise ClusterError(f"others submit {name} to {address} at the same time; try again")
+    raise ClusterError(f"{name} is being submitted to {address} by another process; try again")
 
 
 def find_job(address: str, submission_id: str) -> JobHandle:
@@ -175,12 +177,13 @@ def _connected(address: str) -> Iterator[_Client]:
         raise ClusterError(f"the Ray dashboard at {url} does not accept this token; {TOKEN_REMEDY}") from None
     except (ConnectionError, requests.ConnectionError, requests.Timeout) as error:
         raise ClusterError(
-            f"no Ray dashboard answers at {url} ({type(error).__name__}); is the head up, with its dashboard?"
+            f"no Ray dashboard responds at {url} ({type(error).__name__}); check that the head and its "
+            "dashboard are running"
         ) from None
     except (RuntimeError, requests.RequestException) as error:
         if isinstance(error, ClusterError):
             raise
-        raise ClusterError(f"the Ray dashboard at {url} refuses: {first_line(error)}") from None
+        raise ClusterError(f"the Ray dashboard at {url} refused the request: {first_line(error)}") from None
 
 
 def _submit(client: _Client, submission_id: str, entrypoint: str, metadata: Mapping[str, str] | None) -> bool:
@@ -211,7 +214,7 @@ def _details(client: _Client, submission_id: str) -> JobDetails:
         return client.get_job_info(submission_id)
     except RuntimeError as error:
         if "status code 404" in str(error):
-            raise ClusterError(f"the Ray cluster at {client.url} knows no job {submission_id}") from None
+            raise ClusterError(f"the Ray cluster at {client.url} has no job {submission_id}") from None
         raise
 
 
@@ -238,7 +241,9 @@ def _follow(job: JobHandle) -> Iterator[str]:
         except ClusterError:
             if time.monotonic() - answered_s > FOLLOW_OUTAGE_S:
                 raise
-            logger.warning("no answer from %s; the job goes on, its log follows when it answers", job.url)
+            logger.warning(
+                "no response from %s; the job continues, and its log follows when the dashboard responds", job.url
+            )
         time.sleep(1.0)
 
 

@@ -91,7 +91,7 @@ class Wanted:
         left = [node["Resources"] for node in able if node["NodeID"] not in left_out]
         if not left:
             raise ClusterError(
-                f"every node of the Ray cluster with {resource}s is excluded ({len(able)}); exclude fewer"
+                f"all nodes of the Ray cluster with {resource}s are excluded ({len(able)}); exclude fewer"
             )
         best = sorted(left, key=lambda node: (-node[resource], -node.get("CPU", 0)))[: max(1, num_nodes)]
         quantity = min(node[resource] for node in best)
@@ -274,7 +274,7 @@ class RayLease:
         if num_ready >= self._num_nodes:
             return ""
         if self._view is None or self.shape is None or self._problem:
-            return self._problem or "the Ray cluster is asked for its nodes"
+            return self._problem or "querying the Ray cluster for its nodes"
         usable = self._usable()
         if len(usable) <= num_ready or len(usable) < self._at_least:
             return self._infeasible(self.shape, len(usable))
@@ -282,7 +282,7 @@ class RayLease:
             return f"{len(self.slots) - num_ready} of {self._num_nodes} nodes starting"
         num_free = num_ready + len(self._free_nodes())
         if num_free >= self._num_nodes:
-            return f"nodes are asked for ({self._num_nodes})"
+            return f"requesting nodes ({self._num_nodes})"
         return f"{num_free} of {self._num_nodes} nodes free; others hold the rest"
 
     def resize(self, num_nodes: int, at_least: int) -> None:
@@ -315,7 +315,7 @@ class RayLease:
         try:
             within(self._patience_s, lambda: remove_placement_group(slot.group))
         except UnreachableError as error:
-            logger.warning("node %s is not given back: %s", slot.name, error)
+            logger.warning("node %s cannot be released: %s", slot.name, error)
             self._patience_s = 0.5  # so that the next ones do not each take as long
             return False
         self._patience_s = CALL_TIMEOUT_S
@@ -355,7 +355,7 @@ class RayLease:
                 view = polled.result()
                 self._unanswered_since_s = None
                 return view
-            logger.warning("the Ray cluster cannot be asked: %s", polled.exception())
+            logger.warning("the Ray cluster cannot be queried: %s", polled.exception())
         if self._unanswered_since_s is not None:
             self._check_head(now_s - self._unanswered_since_s)
         return None
@@ -370,10 +370,10 @@ class RayLease:
         limit_s = OWN_HEAD_PATIENCE_S if is_own else HEAD_LOST_S
         if silent_s > limit_s:
             raise ClusterLostError(
-                f"the head of the Ray cluster has not answered for {limit_s:g} s; resume the sweep once it is back"
+                f"the head of the Ray cluster has not responded for {limit_s:g} s; resume the sweep when it is back"
             )
         if is_own and silent_s > HEAD_LOST_S and not self._is_slow:
-            logger.warning("Ray's head on this host has not answered for %.0f s; it is waited for", silent_s)
+            logger.warning("the Ray head on this host has not responded for %.0f s; waiting for it", silent_s)
         self._is_slow = silent_s > HEAD_LOST_S
 
     def _stays(self, slot: NodeSlot, view: ClusterView) -> bool:
@@ -382,9 +382,9 @@ class RayLease:
 
     def _lost(self, slot: NodeSlot, view: ClusterView) -> Lost:
         if slot.node_id in view.draining:
-            return Lost(slot=slot, category="preempted", reason="Ray drains the node: it will be taken away")
-        message = view.nodes.get(slot.node_id, {}).get("DeathReasonMessage") or "its raylet is gone"
-        return Lost(slot=slot, category="lost", reason=f"Ray says that the node is dead: {message}")
+            return Lost(slot=slot, category="preempted", reason="Ray is draining the node, which will be removed")
+        message = view.nodes.get(slot.node_id, {}).get("DeathReasonMessage") or "its raylet has exited"
+        return Lost(slot=slot, category="lost", reason=f"Ray reports that the node is dead: {message}")
 
     def _take_placed(self, view: ClusterView, now_s: float) -> list[NodeSlot]:
         """Slots that Ray has placed since; none of the first ones before all of them are placed."""
@@ -438,7 +438,7 @@ class RayLease:
         try:
             group = within(CALL_TIMEOUT_S, request_group)
         except UnreachableError as error:
-            logger.warning("node %s cannot be asked for: %s", self._names[node_id], error)
+            logger.warning("node %s cannot be requested: %s", self._names[node_id], error)
             return
         name, address = self._names[node_id], node["NodeManagerAddress"]
         self.slots[name] = NodeSlot(
@@ -465,9 +465,9 @@ class RayLease:
     def _infeasible(self, shape: Shape, num_usable: int) -> str:
         assert self._view is not None
         num_able = len(self._view.able(shape))
-        left_out = f", {num_able - num_usable} of them left out" if num_usable < num_able else ""
-        what = f"{self._num_nodes} node{'s are' if self._num_nodes != 1 else ' is'} asked for"
-        return f"{what}, each of {shape.label}; the Ray cluster has {num_able}{left_out}"
+        left_out = f", {num_able - num_usable} of them excluded" if num_usable < num_able else ""
+        what = f"{self._num_nodes} node{'s' if self._num_nodes != 1 else ''} requested"
+        return f"{what}, each with {shape.label}; the Ray cluster has {num_able}{left_out}"
 
 
 def _poll(groups: dict[int, PlacementGroup]) -> ClusterView:
@@ -521,7 +521,7 @@ def survey(address: str, *, timeout_s: float = TIMEOUT_S) -> tuple[RayHost, ...]
     try:
         completed = subprocess.run(argv, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"the Ray cluster at {address} has not told its nodes within {timeout_s:g} s") from None
+        raise ClusterError(f"the Ray cluster at {address} has not listed its nodes within {timeout_s:g} s") from None
     if completed.returncode != 0:
         lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise ClusterError(f"the Ray cluster at {address} cannot be joined: {lines[-1]}; {TOKEN_REMEDY}")

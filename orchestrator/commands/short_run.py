@@ -17,16 +17,20 @@ from packaging.specifiers import SpecifierSet
 
 from cluster.base import ClusterRequest, GangLaunch, GangProgress
 from cluster.connect import connect
+from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD
 from cluster.hardware.topology import Placement, Topology
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller.runtime import LeaseManager, Runtime, SteadyClock, make_launcher, preload
 from orchestrator.frameworks.edit import Training
 from orchestrator.planning.dry_runs import cluster_request, known_topology
 from orchestrator.planning.planner import make_plan
+from orchestrator.planning.predictions import relative_predictor
 from orchestrator.proof.confirmation import MIN_SOAK_S
+from orchestrator.search.knob_effects import memory_shares
+from orchestrator.search.predictor import UnpredictableError
 from orchestrator.search.search import Search
 from orchestrator.space.inside import MICRO_BATCH, NOTHING_INSIDE, InsideBaseline, knobs_set
-from orchestrator.space.knobs import is_inside
+from orchestrator.space.knobs import is_inside, roles_of
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.sweep.events import Budget, Hardware, SweepCreated
 from orchestrator.sweep.ledger import Ledger
@@ -118,6 +122,23 @@ class CheckedInside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedMemory:
+    """What the peak of a custom program consists of, and what follows for the sweep."""
+
+    peak_bytes: int
+    """Peak of the fullest rank."""
+    limit_bytes: int
+    weights_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    sample_bytes: int
+    """Activations per sample of the micro-batch."""
+    num_fitting: int
+    """Candidates that are expected to fit."""
+    num_candidates: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """The result of a short run."""
 
@@ -144,6 +165,8 @@ class Checked:
     """Tokens per sample in the sweep file; 1: not counted."""
     data_parallel: int = 1
     """Number of data-parallel ranks."""
+    memory: CheckedMemory | None = None
+    """None if the peak was not split, or memory has no limit."""
     inside: CheckedInside | None = None
     """Whether the program accepts the knobs of ``space.inside``; None without that section, or if it was not run."""
 
@@ -284,6 +307,7 @@ class Checked:
             "needed_starting_s": self.needed_starting_s,
             "duration_s": self.duration_s,
             "expected": to_json(self.expected) if self.expected is not None else None,
+            "memory": to_json(self.memory) if self.memory is not None else None,
             "inside": to_json(self.inside) if self.inside is not None else None,
         }
 
@@ -344,11 +368,14 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, noti
     if spec.cluster.kind not in ("ray", "local"):
         raise spec.error(("cluster", "kind"), f"a {spec.cluster.kind} cluster runs nothing", "Use ray or local.")
     report_line = notify or (lambda _: None)
-    candidate, num_legal = smallest(spec, known_topology(spec, home, address=address))
+    topology = known_topology(spec, home, address=address)
+    candidate, num_legal = smallest(spec, topology)
     begun_s = time.monotonic()
     report_line(f"running {short_name(candidate)} for {SHORT.min_warmup_steps + SHORT.num_steps} steps")
     ran = run_once(spec, candidate, home, report_line, address=address)
-    expected = None
+    expected = memory = None
+    if isinstance(ran.outcome, Measured):
+        memory = _memory(spec, topology, candidate, ran.outcome.measurement)
     if isinstance(ran.outcome, Measured) and ran.starting_s is not None:
         step_s = ran.outcome.measurement.step_time_s
         expected = expected_duration(spec, num_legal, starting_s=ran.starting_s, step_s=step_s)
@@ -363,9 +390,41 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, noti
         duration_s=time.monotonic() - begun_s,
         training=None if spec.script is None else spec.script.training,
         expected=expected,
+        memory=memory,
         global_batch_size=spec.to_workload().global_batch_size,
         seq_length=spec.to_workload().seq_length,
         data_parallel=candidate.layout.dp,
+    )
+
+
+def _memory(
+    spec: SweepSpec, topology: Topology | None, candidate: Candidate, measured: Measurement
+) -> CheckedMemory | None:
+    """The peak taken apart, and how many candidates fit by the memory that the search predicts from it."""
+    shares = memory_shares(measured)
+    if shares is None or measured.findings.script is None:
+        return None
+    plan = make_plan(spec, topology)
+    try:
+        predictor = relative_predictor(plan, spec.to_workload(), topology, roles=roles_of(spec.custom_knobs))
+    except UnpredictableError:
+        return None
+    row, num = predictor.candidates.row_of(candidate), len(plan.candidates)
+    belief = None if row is None else predictor.memory_given({row: shares})
+    if row is None or belief is None:
+        return None
+    fits = belief.after({row: measured.peak_bytes / predictor.limit_bytes}, (), ()).probability_fits()[:num]
+    facts = measured.findings.script.facts
+    per_sample = shares.activations * measured.peak_bytes / (facts.micro_batch_size or candidate.micro_batch_size)
+    return CheckedMemory(
+        peak_bytes=measured.peak_bytes,
+        limit_bytes=int(predictor.limit_bytes),
+        weights_bytes=facts.parameter_bytes_local or 0,
+        gradient_bytes=facts.gradient_bytes or 0,
+        optimizer_bytes=facts.optimizer_bytes or 0,
+        sample_bytes=round(per_sample),
+        num_fitting=int((fits >= 1 - OUT_OF_MEMORY_THRESHOLD).sum()),
+        num_candidates=num,
     )
 
 

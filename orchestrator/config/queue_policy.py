@@ -1,10 +1,10 @@
-"""``queue.yaml`` in the home: how many devices each user may hold, and how queues share.
+"""``queue.yaml`` in the home: the device quota of each user, and the weights of the queues.
 
 .. code-block:: yaml
 
-    quotas:            # devices that all sweeps of a user may hold together
+quotas:            # devices that all sweeps of a user may hold together
       alice: 16
-      "*": 8           # everybody else
+      "*": 8           # all other users
     weights:           # shares of the queues relative to each other; 1 where none is named
       production: 3
 """
@@ -23,7 +23,7 @@ SECTIONS = ("quotas", "weights")
 
 
 def load_policy(home: Home) -> QueuePolicy:
-    """The policy of the home; without a file everybody may hold everything, and all queues share alike.
+    """The policy of the home; without a file there are no quotas, and all queues have the same weight.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -33,10 +33,10 @@ def load_policy(home: Home) -> QueuePolicy:
         return QueuePolicy()
     source = read_yaml(file)
     if not isinstance(source.data, Mapping):
-        raise source.error((), "expected sections", f"Write {' and '.join(SECTIONS)}.")
+        raise source.error((), "expected a mapping of sections", f"Write {' and '.join(SECTIONS)}.")
     for name in source.data:
         if name not in SECTIONS:
-            raise source.error((name,), "no such section", f"There are {' and '.join(SECTIONS)}.")
+            raise source.error((name,), "unknown section", f"Sections: {' and '.join(SECTIONS)}.")
     return QueuePolicy(quotas=_section(source, "quotas", _num_devices), weights=_section(source, "weights", _weight))
 
 
@@ -45,7 +45,7 @@ def _section(source: YamlSource, section: str, read: Callable[[Any], Any]) -> di
     if values is None:
         return {}
     if not isinstance(values, Mapping):
-        raise source.error((section,), "expected names with numbers", "Write a number for each name.")
+        raise source.error((section,), "expected a mapping of names to numbers", "Write a number for each name.")
     found = {}
     for name, value in values.items():
         try:

@@ -20,7 +20,7 @@ SCHEMA_FILE = "configs/sweeps/sweep.schema.json"
 DOCS_FILE = "docs/sweep-file.md"
 NOTATION_FILE = "docs/notation.md"
 HUGE = 10**5
-"""Upper bounds from here on are guards, which the table leaves out."""
+"""Upper bounds this large are guards; the table omits them."""
 TABLE_START = "<!-- keys: written by python -m orchestrator.config.schema -->\n"
 TABLE_END = "<!-- end of keys -->\n"
 SIGNS_START = "<!-- signs: written by python -m orchestrator.config.schema -->\n"
@@ -43,12 +43,12 @@ def key_table() -> str:
 
 
 def with_table(docs: str) -> str:
-    """``docs`` with the table between the markers brought up to date."""
+    """``docs`` with the table between the markers updated."""
     return _between(docs, TABLE_START, key_table(), TABLE_END)
 
 
 def with_signs(docs: str) -> str:
-    """``docs`` with the table of the short notation brought up to date."""
+    """``docs`` with the table of the short notation updated."""
     return _between(docs, SIGNS_START, notation_table(), SIGNS_END)
 
 
@@ -88,16 +88,16 @@ def _without_knobs(node: dict[str, Any], definitions: dict[str, Any]) -> dict[st
 
 
 def _kind(properties: dict[str, Any]) -> str:
-    """What tells a section from others at the same path."""
+    """What distinguishes a section from others at the same path."""
     if "kind" in properties:
         return f", kind {properties['kind']['const']}"
-    return ", a training program of your own" if "recipe" in properties else ", a model of our runner"
+    return ", your training program" if "recipe" in properties else ", a built-in model"
 
 
 def _sections(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Sections below ``node`` with their dotted paths, knobs' own mappings described once, under ``baseline``."""
+    """Sections below ``node`` with their dotted paths; the mappings of knobs are described once, under ``baseline``."""
     for key, value in node["properties"].items():
-        if prefix.startswith("space.") and prefix + key != "space.inside":  # knobs are those of the baseline
+        if prefix.startswith("space.") and prefix + key != "space.inside":  # the knobs of the baseline
             continue
         names = [name for name in definitions if f'/{name}"' in json.dumps(_without_lists(value))]
         for name in names:
@@ -124,7 +124,7 @@ def _table(title: str, node: dict[str, Any], definitions: dict[str, Any]) -> Ite
 
 
 def _description(value: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """Description of a key; that of its section where pydantic leaves the key's own out as equal."""
+    """Description of a key, or of its section if pydantic omits an identical one."""
     section = definitions.get(value.get("$ref", "").rpartition("/")[2], {})
     return str(value.get("description") or section.get("description", ""))
 

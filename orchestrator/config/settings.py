@@ -1,4 +1,4 @@
-"""All sections of a sweep file but ``workload``, and the types of single values in them.
+"""All sections of a sweep file except ``workload``, and the types of their values.
 
 The descriptions of their keys feed the JSON Schema and ``docs/sweep-file.md``.
 """
@@ -59,16 +59,14 @@ _BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 MAX_DURATION_S = 36500 * 86400.0
-"""A hundred years: the system's clocks and timers take no much longer ones."""
+"""A hundred years; system clocks and timers do not support much more."""
 MAX_SIZE_BYTES = 2**63 - 1
 
 
 def _parse_duration(value: Any) -> float:
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None or float(match[1]) == 0:
-        raise fault(
-            None, f"expected a duration with its unit, got {show(value)}", 'Write it like "90s", "10m" or "2h".'
-        )
+        raise fault(None, f"expected a duration with a unit, got {show(value)}", 'Write it like "90s", "10m" or "2h".')
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > MAX_DURATION_S:
         raise fault(None, f"{show(value)} is out of range", "Use at most 36500d.")
@@ -78,7 +76,7 @@ def _parse_duration(value: Any) -> float:
 def _parse_size(value: Any) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None or float(match[1]) == 0:
-        raise fault(None, f"expected a size with its unit, got {show(value)}", 'Write it like "512MiB" or "80GB".')
+        raise fault(None, f"expected a size with a unit, got {show(value)}", 'Write it like "512MiB" or "80GB".')
     size = float(match[1]) * _BYTES[match[2]]
     if size > MAX_SIZE_BYTES:
         raise fault(None, f"{show(value)} is out of range", "Use at most 8000000TiB.")
@@ -115,17 +113,17 @@ Identifier = Annotated[
 
 
 def resolve(value: str | None, info: ValidationInfo) -> str | None:
-    """Make a path absolute, from the folder of the sweep file."""
+    """Make a path absolute, relative to the folder of the sweep file."""
     if value is None:
         return None
     if not value or "\0" in value:
-        raise fault(None, "not a path", "Name a file or folder, or leave the key out.")
+        raise fault(None, "not a path", "Give the path of a file or folder, or remove the key.")
     folder = Path((info.context or {}).get("folder", "."))
     return os.path.normpath(folder.absolute() / value)
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything lies at this path; nothing does where no file system could take such a name."""
+    """Whether the path exists; False if no file system allows such a name."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -133,7 +131,7 @@ def is_there(path: Path) -> bool:
 
 
 def word(value: Any, key: str | None = None) -> str:
-    """The value as the text that a program gets.
+    """The value as the text that is passed to a program.
 
     Raises:
         PydanticCustomError: it is neither text nor a number.
@@ -143,7 +141,7 @@ def word(value: Any, key: str | None = None) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return argument_text(value)
     what = "nothing" if value is None else show(value)
-    raise fault(key, f"expected text or a number, got {what}", "Put the word in quotes.")
+    raise fault(key, f"expected text or a number, got {what}", "Quote the value.")
 
 
 def _texts(value: Any) -> Any:
@@ -155,7 +153,9 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 def _variable_name(name: str) -> str:
     if _VARIABLE.fullmatch(name) is None:
-        raise fault(None, f"{show(name)} is no name of an environment variable", "Use letters, digits and _.")
+        raise fault(
+            None, f"{show(name)} is not a valid name of an environment variable", "Use letters, digits and underscores."
+        )
     return name
 
 
@@ -165,14 +165,14 @@ Environment = Annotated[
     BeforeValidator(_texts),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number"]}}),
 ]
-"""Environment variables with their values; a number is the text it is written as."""
+"""Environment variables with their values; a number is passed as written."""
 
 
 # Sections made from the table of knobs: ``baseline``, ``space`` and the patterns in it
 
 _WORLD_SIZE = (
-    "Allowed numbers of ranks, pp x dp_replicate x dp_shard x cp x tp; left out: the whole lease, or the part of it "
-    "that is always held (cluster.min_nodes)."
+    "Allowed numbers of ranks (pp x dp_replicate x dp_shard x cp x tp). Default: all leased devices, or those "
+    "of cluster.min_nodes."
 )
 
 
@@ -181,7 +181,8 @@ def _choices(value_type: Any) -> Any:
 
 
 def _patterns(*, resolved: bool) -> dict[str, Any]:
-    """Pydantic fields, one per knob; ``resolved``: those of a pattern, which compares with what ``auto`` came to."""
+    """Pydantic fields, one per knob; ``resolved``: those of a pattern, compared with the value that ``auto``
+    resolved to."""
     sizes = _choices(Size) if resolved else _choices(Size) | None
     fields: dict[str, Any] = {"world_size": (sizes, Field(default=None, description=_WORLD_SIZE))}
     for knob in KNOBS:
@@ -203,11 +204,11 @@ _SpaceKnobs: Any = create_model("_SpaceKnobs", __base__=Section, **_patterns(res
 
 
 class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
-    """The configuration used today: one value per knob, the knob's default where left out; of your own training program
-    what its command says, which is all that `from_run` means."""
+    """The configuration used today, one value per knob. Omitted knobs have their default; in your training program
+    they keep the value in its command, and `from_run` keeps all of them."""
 
     own: CustomBaseline | None = Field(
-        default=None, description="Values of knobs of your own, by name; those left out are as the command says."
+        default=None, description="Values of custom knobs by name. Omitted knobs keep the value in the command."
     )
 
     def values(self) -> dict[str, Any]:
@@ -217,7 +218,7 @@ class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
 class PatternSection(_PatternKnobs):  # type: ignore[misc]
     """Knobs and accepted values; matches a candidate when all of them match."""
 
-    own: CustomFilter | None = Field(default=None, description="Knobs of your own and accepted values.")
+    own: CustomFilter | None = Field(default=None, description="Custom knobs and accepted values.")
 
     @model_validator(mode="after")
     def _not_empty(self) -> PatternSection:
@@ -239,27 +240,30 @@ Patterns = Annotated[tuple[PatternSection, ...], BeforeValidator(_to_tuple)]
 
 
 class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
-    """The search space: every knob one value (fixed) or a list of choices; left out, it keeps the baseline's value."""
+    """The search space: one value (fixed) or a list of choices per knob. Omitted knobs keep the value of the
+    baseline."""
 
     own: CustomSpace | None = Field(
         default=None,
-        description="Knobs of your own training program: `--flag`, `file:dotted.key`, `$NAME`, or a placeholder of its "
-        "command, each with a value, a list, or a mapping of values, flag, memory and when.",
+        description="Custom knobs of your training program: `--flag`, `file:dotted.key`, `$NAME`, or a "
+        "placeholder of its command, each with a value, a list, or a mapping of values, flag, "
+        "memory and when.",
     )
     inside: InsideSection | None = Field(
         default=None,
-        description="Knobs for which your own training program has no option, set inside it by our hook.",
+        description="Knobs that your training program has no option for; the hook sets them inside the program.",
     )
-    forbid: Patterns = Field(default=(), description="Candidates matching any of these patterns are left out.")
+    forbid: Patterns = Field(default=(), description="Candidates that match any of these patterns are excluded.")
     require: Patterns = Field(default=(), description="Candidates must match all of these patterns.")
     balance: bool = Field(
         default=False,
-        description="Also try, for every layout of the space, the layers and the recompute per stage and chunk that "
-        "the cost model finds fastest within the memory, using the kinds of recompute that the space names.",
+        description="For every layout of the space, also try the layers and recompute per stage and chunk that "
+        "the cost model predicts to be fastest within memory. Uses only the kinds of recompute in "
+        "the space.",
     )
 
     def choices(self, baseline: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-        """Values of every knob; those left out take the one of ``baseline``."""
+        """Values of every knob; omitted knobs take that of ``baseline``."""
         given = {name: getattr(self, name) for name in KNOB_NAMES} | self.set_inside.choices()
         return {name: (baseline[name],) if values is None else values for name, values in given.items()}
 
@@ -269,12 +273,12 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
         return self
 
     def custom_knobs(self) -> tuple[CustomKnob, ...]:
-        """The user's knobs, each after those that its conditions name."""
+        """The custom knobs, each after those that its conditions name."""
         return custom_knobs(self.own or {})
 
     @property
     def set_inside(self) -> InsideSection:
-        """What is set within the program; nothing where the file has no such section."""
+        """Knobs set inside the program; empty without such a section."""
         return self.inside or InsideSection()
 
 
@@ -286,40 +290,40 @@ Share = Annotated[float, Field(ge=0, le=1)]
 def _known_accelerator(name: str) -> str:
     if name not in catalogue():
         known = ", ".join(catalogue())
-        raise fault(None, f"no accelerator {name[:80]!r} in the catalogue", f"There are {known}.")
+        raise fault(None, f"unknown accelerator {name[:80]!r}", f"The catalogue has {known}.")
     return name
 
 
 def _known_factor(value: object) -> object:
-    """Refuse what is neither a number nor ``off`` with one message for both."""
+    """Refuse anything but a number or ``off``, with one message."""
     value = off_is_false(value)
     if value == "off" or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
     shown = "nothing" if value is None else repr(value)[:60]
-    raise fault(None, f"expected a number or off, got {shown}", "Write how many times slower is too slow, like 1.5.")
+    raise fault(None, f"expected a number or off, got {shown}", "Give a slowdown factor above 1, like 1.5.")
 
 
 _RUNNER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class SimulationSection(Section):
-    """A cluster that does not exist: virtual time, step times and memory from the cost model."""
+    """A simulated cluster: virtual time, step times and memory from the cost model."""
 
     accelerator: Annotated[str, AfterValidator(_known_accelerator)] = Field(
-        description="Name in the catalogue, configs/accelerators, like ascend-910b."
+        description="Accelerator from the catalogue, configs/accelerators, like ascend-910b."
     )
     noise: Share = Field(default=0.0, description="Standard deviation of the logarithm of each step time.")
     deviation: float = Field(
         default=0.0,
         ge=0,
         le=3,
-        description="How far the machine is from what the cost model assumes, in standard deviations of its prior.",
+        description="Deviation of the machine from the cost model's assumptions, in standard deviations of the prior.",
     )
     slow_nodes: dict[str, Positive] = Field(
-        default={}, description="Node (node0000 and on) to the factor by which it is slower."
+        default={}, description="Slowdown factor by node (node0000, node0001, ...)."
     )
     node_losses: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        default={}, description="Node to the second in which it goes away."
+        default={}, description="Second at which a node is lost, by node."
     )
     faults: dict[Literal["crash", "hang", "start_hang", "exit"], Share] = Field(
         default={}, description="Probability per launch that a rank raises, stops, never starts or is killed."
@@ -329,7 +333,11 @@ class SimulationSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> SimulationSection:
         if (total := sum(self.faults.values())) > 1:
-            raise fault("faults", f"probabilities sum to {total:g}", "Lower them: a launch has one fault at most.")
+            raise fault(
+                "faults",
+                f"the probabilities add up to {total:g}, more than 1",
+                "Lower them; a launch has at most one fault.",
+            )
         return self
 
 
@@ -338,75 +346,87 @@ class ClusterSection(Section):
 
     kind: Literal["ray", "local", "simulated"] = Field(
         default="ray",
-        description="ray: a Ray cluster, or one started here; local: this host without Ray; simulated: the cost model "
-        "in virtual time.",
+        description="ray: a running Ray cluster, or a private one on this host; local: this host without Ray; "
+        "simulated: the cost model in virtual time.",
     )
-    address: str | None = Field(default=None, description="Address of a running Ray cluster; null starts one here.")
+    address: str | None = Field(
+        default=None, description="Address of a running Ray cluster; null starts a private one on this host."
+    )
     num_nodes: Size = Field(default=1, description="Nodes to lease.")
     min_nodes: Size | None = Field(
-        default=None, description="Nodes to begin and go on with, at least; null: num_nodes. Further ones join later."
+        default=None,
+        description="Minimum number of nodes to start and continue with; null: num_nodes. More nodes join as they "
+        "become available.",
     )
     max_wait_s: Duration | None = Field(
         default=None,
         alias="max_wait",
-        description='How long to wait for min_nodes, like "30m"; null: as long as it takes.',
+        description='How long to wait for min_nodes, like "30m"; null: no limit.',
     )
-    queue: Identifier = Field(default="default", description="Queue that this sweep waits in; see docs/service.md.")
+    queue: Identifier = Field(default="default", description="Queue of this sweep; see docs/service.md.")
     priority: Annotated[int, Field(ge=-100, le=100)] = Field(
-        default=0, description="Sweeps of a higher priority take nodes from those of a lower one, which are paused."
+        default=0, description="A sweep with a higher priority takes nodes from lower ones and pauses them."
     )
-    devices_per_node: Size | None = Field(default=None, description="Devices per node; null: all there are.")
+    devices_per_node: Size | None = Field(default=None, description="Devices per node; null: all.")
     device: DeviceChoice = Field(
         default="auto",
-        description="auto: the accelerators that there are, else cores; rocm: AMD's GPUs; xpu: Intel's; npu: Ascend.",
+        description="auto: accelerators if present, else CPU cores; rocm: AMD GPUs; xpu: Intel GPUs; npu: Ascend.",
     )
     device_memory_bytes: ByteSize | None = Field(
         default=None,
         alias="device_memory",
-        description='Memory a rank may use, like "2GiB", context and communicators included; null: what the device '
-        "has. Stands in for device memory on machines without GPU.",
+        description='Memory limit of a rank, like "2GiB", including context and communicators; null: the memory of the '
+        "device. On machines without a GPU it takes the place of device memory.",
     )
     env: Environment = Field(
         default={},
-        description="Environment variables of every rank of the sweep, over those of the host and the defaults of "
-        "docs/devices.md; part of what trials compare by.",
+        description="Environment variables of every rank. They override those of the host and the defaults in "
+        "docs/devices.md, and trials with different values are not compared.",
     )
-    simulation: SimulationSection | None = Field(default=None, description="What kind: simulated simulates.")
+    simulation: SimulationSection | None = Field(
+        default=None, description="Parameters of the cluster for kind: simulated."
+    )
     isolation: Literal["node", "device"] = Field(
-        default="node", description="node: a trial has its nodes to itself; device: small trials share a node."
+        default="node", description="node: trials never share a node; device: small trials share one."
     )
     price_per_device_hour: Positive | None = Field(
-        default=None, description="Money in any currency, to show costs in; null: they are shown in device-hours."
+        default=None, description="Price in any currency, used to show costs; null: costs are shown in device-hours."
     )
-    exclude_nodes: list[str] = Field(default=[], description="Names of leased nodes that no trial may use.")
+    exclude_nodes: list[str] = Field(default=[], description="Leased nodes that trials must not use, by name.")
     exclude_slow_nodes: bool = Field(
-        default=False, description="Leave out nodes that `tune-cluster probe` found slow, or could not measure."
+        default=False, description="Exclude nodes that `tune-cluster probe` found slow or could not measure."
     )
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """Fewest and most nodes to hold."""
+        """Minimum and maximum number of nodes to hold."""
         return self.min_nodes or self.num_nodes, self.num_nodes
 
     @model_validator(mode="after")
     def _consistent(self) -> ClusterSection:
         if self.min_nodes is not None and self.min_nodes > self.num_nodes:
-            raise fault("min_nodes", f"{self.min_nodes} is above num_nodes {self.num_nodes}", "Lower it.")
+            raise fault(
+                "min_nodes", f"min_nodes {self.min_nodes} is greater than num_nodes {self.num_nodes}", "Lower it."
+            )
         if self.kind != "ray" and self.address is not None:
-            raise fault("address", f"a {self.kind} cluster has no address", "Remove it, or use kind: ray.")
+            raise fault("address", f"`address` is not allowed with kind: {self.kind}", "Remove it, or use kind: ray.")
         if (self.simulation is not None) != (self.kind == "simulated"):
-            raise fault("simulation", "kind: simulated and simulation go together", "Give both, or remove simulation.")
+            raise fault(
+                "simulation",
+                "`simulation` requires kind: simulated, and kind: simulated requires `simulation`",
+                "Set both, or remove simulation.",
+            )
         self._check_nodes()
         self._check_env()
         return self
 
     def _check_env(self) -> None:
-        """Refuse variables that belong to whoever starts the ranks."""
+        """Refuse variables that the launcher of the ranks sets."""
         for name, value in self.env.items():
             if (owner := owner_of(name)) is not None:
-                raise fault(f"env.{name}", f"{name} is set by {owner}", "Leave it out.")
+                raise fault(f"env.{name}", f"{owner} sets {name}", "Remove it.")
             if "\0" in value:
-                raise fault(f"env.{name}", "a value cannot hold a zero byte", "Leave it out.")
+                raise fault(f"env.{name}", "the value contains a NUL byte", "Remove it.")
 
     def _check_nodes(self) -> None:
         """Refuse nodes in ``simulation`` that the cluster does not have."""
@@ -417,7 +437,7 @@ class ClusterSection(Section):
         for key in ("slow_nodes", "node_losses"):
             for name in getattr(self.simulation, key):
                 if name not in names:
-                    raise fault(f"simulation.{key}", f"there is no node {name[:80]!r}", f"The last one is {last}.")
+                    raise fault(f"simulation.{key}", f"unknown node {name[:80]!r}", f"The last node is {last}.")
 
 
 EarlyStopFactor = Annotated[
@@ -432,33 +452,36 @@ class SearchSection(Section):
 
     sampler: Literal["guided", "tpe", "random", "grid"] = Field(
         default="guided",
-        description="guided: cost model, or what knobs usually do, corrected by the sweep's trials; "
+        description="guided: cost model, or typical effects of knobs, corrected by the trials of the sweep; "
         "tpe: tree-structured Parzen estimator; random; grid: every candidate in order.",
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the sampler.")
-    max_concurrent: Size = Field(default=1, description="Trials running at the same time.")
+    max_concurrent: Size = Field(default=1, description="Number of trials that run at the same time.")
     stop_when_converged: bool = Field(
-        default=False,
-        description="End before the budget when the guided sampler expects nothing better than what it has found.",
+        default=False, description="Stop early when the guided sampler expects no further improvement."
     )
     patience: Size | None = Field(
-        default=None, description="End when none of this many trials in a row was the fastest so far; null: never."
+        default=None, description="Stop after this many consecutive trials without a new best; null: never."
     )
     transfer: bool = Field(
         default=True,
-        description="Let the guided sampler start with what earlier sweeps, in the same MLflow store and on the same "
-        "hardware, measured.",
+        description="Start the guided sampler from measurements of earlier sweeps in the same MLflow store, on "
+        "the same hardware.",
     )
     early_stop: EarlyStopFactor = Field(
         default=1.5,
-        description="End a trial whose first steps show that it takes this many times as long as the best one, by the "
-        "objective; off: measure every trial to its end.",
+        description="Stop a trial once its first steps show that it is slower than the best one by this factor, "
+        "according to the objective; off: measure every trial in full.",
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchSection:
         if self.stop_when_converged and self.sampler != "guided":
-            raise fault("stop_when_converged", f"{self.sampler} cannot tell", "Use sampler: guided, or leave it out.")
+            raise fault(
+                "stop_when_converged",
+                f"the sampler {self.sampler} does not support it",
+                "Use sampler: guided, or remove the key.",
+            )
         return self
 
 
@@ -466,29 +489,32 @@ class MeasureSection(Section):
     """How a trial is measured."""
 
     min_warmup_steps: int = Field(
-        default=Protocol().min_warmup_steps, ge=1, le=10**6, description="Steps dropped at the start, at least."
+        default=Protocol().min_warmup_steps, ge=1, le=10**6, description="Minimum number of warm-up steps."
     )
     max_warmup_steps: int = Field(
-        default=Protocol().max_warmup_steps, ge=1, le=10**6, description="Steps dropped at the start, at most."
+        default=Protocol().max_warmup_steps, ge=1, le=10**6, description="Maximum number of warm-up steps."
     )
     warmup_tolerance: Positive = Field(
         default=Protocol().warmup_tolerance,
-        description="Warm-up ends when two step times in a row differ by at most this share.",
+        description="Warm-up ends when two consecutive step times differ by at most this fraction.",
     )
-    num_steps: int = Field(default=Protocol().num_steps, ge=1, le=10**6, description="Steps measured.")
+    num_steps: int = Field(default=Protocol().num_steps, ge=1, le=10**6, description="Number of measured steps.")
     max_steps: int = Field(
-        default=Protocol().max_steps, ge=1, le=10**6, description="Steps measured at most, while times spread."
+        default=Protocol().max_steps,
+        ge=1,
+        le=10**6,
+        description="Maximum number of measured steps, used while step times vary too much.",
     )
     max_relative_spread: Positive = Field(
         default=Protocol().max_relative_spread,
-        description="Inter-quartile range over median above which more steps are measured.",
+        description="More steps are measured while the interquartile range divided by the median is above this.",
     )
 
     @model_validator(mode="after")
     def _ordered(self) -> MeasureSection:
         for low, high in (("min_warmup_steps", "max_warmup_steps"), ("num_steps", "max_steps")):
             if getattr(self, low) > getattr(self, high):
-                message = f"{getattr(self, high)} is below {low} {getattr(self, low)}"
+                message = f"{high} {getattr(self, high)} is less than {low} {getattr(self, low)}"
                 raise fault(high, message, f"Raise {high} or lower {low}.")
         return self
 
@@ -499,32 +525,35 @@ class MeasureSection(Section):
 class BudgetSection(Section):
     """When to stop, whichever comes first."""
 
-    max_trials: Size = Field(default=50, description="Trials in total, the baseline included.")
-    device_hours: Positive | None = Field(default=None, description="Device-hours spent; null: no limit.")
+    max_trials: Size = Field(default=50, description="Maximum number of trials, including the baseline.")
+    device_hours: Positive | None = Field(default=None, description="Maximum device-hours; null: no limit.")
     wall_time_s: Duration | None = Field(
         default=None,
         alias="wall_time",
-        description='Time with a controller at work, like "10m" or "2h"; null: no limit.',
+        description='Maximum time that the sweep runs, like "10m" or "2h"; pauses do not count. null: no limit.',
     )
-    consecutive_failures: Size = Field(default=5, description="Failed trials in a row.")
+    consecutive_failures: Size = Field(default=5, description="Maximum number of consecutive failed trials.")
     strikes_per_node: Size = Field(
-        default=3, description="Losses and hangs in a row that are blamed on a node before it is not used any more."
+        default=3, description="A node is excluded after this many consecutive losses or hangs attributed to it."
     )
 
 
 class DeadlinesSection(Section):
     """Seconds a trial may spend before it is killed."""
 
-    starting_s: Positive = Field(default=Deadlines().starting_s, description="From launch until all ranks train.")
-    warmup_s: Positive = Field(default=Deadlines().warmup_s, description="In warm-up.")
-    measuring_s: Positive = Field(default=Deadlines().measuring_s, description="In the measured steps.")
-    stall_s: Positive = Field(default=Deadlines().stall_s, description="Between two signs of progress of any rank.")
+    starting_s: Positive = Field(
+        default=Deadlines().starting_s, description="From launch until all ranks are training."
+    )
+    warmup_s: Positive = Field(default=Deadlines().warmup_s, description="Warm-up.")
+    measuring_s: Positive = Field(default=Deadlines().measuring_s, description="Measured steps.")
+    stall_s: Positive = Field(default=Deadlines().stall_s, description="Maximum time without progress on any rank.")
     compile_s: Positive = Field(
         default=Deadlines().compile_s,
-        description="Compiling in all; the other deadlines stand still as long as a rank compiles.",
+        description="Total compilation time; the other deadlines are paused while a rank compiles.",
     )
     placing_s: Positive = Field(
-        default=600.0, description="Waiting for nodes while nothing else runs; then the sweep stops and can be resumed."
+        default=600.0,
+        description="Maximum wait for nodes while no trial runs; the sweep then stops and can be resumed.",
     )
 
     def to_deadlines(self) -> Deadlines:
@@ -537,31 +566,35 @@ class TrackingSection(Section):
     uri: str | None = Field(
         default=None,
         pattern=URI_PATTERN,
-        description="MLflow tracking URI without credentials, http(s)://host:port or sqlite:////absolute/path.db; "
-        "null: a SQLite store in the home folder of tune-cluster.",
+        description="MLflow tracking URI without credentials: http(s)://host:port or "
+        "sqlite:////absolute/path.db; null: a SQLite store in the tune-cluster home folder.",
     )
     experiment: str | None = Field(
-        default=None, min_length=1, max_length=200, description="Experiment; null: named after model and hardware."
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="MLflow experiment; null: named after model and hardware.",
     )
     report: bool = Field(
         default=True,
-        description="Attach the report page and its plots to the sweep's run; they take some seconds when it ends.",
+        description="Attach the report page and its plots to the MLflow run of the sweep; takes a few seconds at the "
+        "end.",
     )
 
 
 def check_runner(value: str) -> str:
     if _RUNNER.fullmatch(value) is None:
-        raise fault(None, f"{value[:80]!r} does not name a function", "Write module:function.")
+        raise fault(None, f"{value[:80]!r} is not of the form module:function", "Write module:function.")
     return value
 
 
-# Sections ``confirm`` and ``gate``: how a finalist is proven
+# Sections ``confirm`` and ``gate``: proof of a finalist
 
 _SOAKS: dict[str, float | None] = {"auto": None, "off": 0.0}
 
 
 class Switchable(Section):
-    """A section that may be the word ``off`` instead."""
+    """A section, or the word ``off``."""
 
     _is_on: bool = PrivateAttr(default=True)
 
@@ -571,22 +604,25 @@ class Switchable(Section):
 
 
 class PromotedSection(Section):
-    """Rounds of a promotion that those of a verification are compared with; written by `verify`."""
+    """Rounds of a promotion, the reference for those of a verification; written by `verify`."""
 
     own: list[Positive] = Field(
-        min_length=1, description="Speed of the configuration in each round of its promotion, in tokens/s/p."
+        min_length=1,
+        description="Speed of the configuration in each round of its promotion, in tokens/s/p (per device).",
     )
     baseline: list[Positive] = Field(default=[], description="Speed of the baseline in the same rounds, if measured.")
-    tolerance: Annotated[float, Field(ge=0, lt=1)] = Field(description="Relative loss of speed that does not count.")
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = Field(description="Relative loss of speed that is ignored.")
     hardware: dict[str, str] = Field(
-        default={}, description="Entries of the fingerprint that must be the same for speeds to be compared."
+        default={}, description="Entries of the fingerprint that must match for speeds to be comparable."
     )
 
     @model_validator(mode="after")
     def _paired(self) -> PromotedSection:
         if self.baseline and len(self.baseline) != len(self.own):
             raise fault(
-                "baseline", f"{len(self.baseline)} speeds beside {len(self.own)} of own", "Write one per round."
+                "baseline",
+                f"`baseline` has {len(self.baseline)} speeds, `own` has {len(self.own)}",
+                "Give one per round in each.",
             )
         return self
 
@@ -595,42 +631,45 @@ class PromotedSection(Section):
 
 
 class ConfirmSection(Switchable):
-    """How the fastest trials are measured again before one of them is believed."""
+    """How the fastest trials are measured again before one of them is confirmed."""
 
     finalists: Annotated[int, Field(ge=1, le=20)] = Field(
-        default=ConfirmSettings().num_finalists, description="Trials to confirm: those that may be the fastest."
+        default=ConfirmSettings().num_finalists,
+        description="Maximum number of trials to confirm, chosen from those that may be the fastest.",
     )
     min_rounds: Annotated[int, Field(ge=2, le=100)] = Field(
-        default=ConfirmSettings().min_rounds, description="Times each is measured again, at least."
+        default=ConfirmSettings().min_rounds, description="Minimum number of rounds."
     )
     max_rounds: Annotated[int, Field(ge=2, le=100)] = Field(
-        default=ConfirmSettings().max_rounds, description="Times each is measured again, at most."
+        default=ConfirmSettings().max_rounds, description="Maximum number of rounds."
     )
     budget_share: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=ConfirmSettings().budget_share,
-        description="Share of device_hours and wall_time that the search leaves over for confirmation and gate.",
+        description="Fraction of device_hours and wall_time reserved for confirmation and gate.",
     )
 
     soak: Literal["auto", "off"] | Duration = Field(
         default="auto",
-        description="One longer run each of winner and baseline before the winner is confirmed: how long its measured "
-        "steps take at the speed of the rounds. auto: as long as its rounds together, and at least 30s; none on "
-        "clusters that do not exist.",
+        description="Length of one longer run each of winner and baseline before the winner is confirmed, as "
+        "time for its measured steps at the speed of the rounds. auto: as long as all rounds "
+        "together, at least 30s; no longer run on simulated clusters.",
     )
     always: bool = Field(
         default=ConfirmSettings().always,
-        description="Measure the fastest trials again even where none may be faster than the baseline.",
+        description="Measure the fastest trials again even if none of them is likely to be faster than the baseline.",
     )
     promoted: PromotedSection | None = Field(
         default=None,
-        description="Written by `verify`: rounds go on until they show whether the finalist has lost speed since its "
-        "promotion.",
+        description="Written by `verify`: rounds continue until they show whether the finalist has become "
+        "slower since its promotion.",
     )
 
     @model_validator(mode="after")
     def _ordered(self) -> ConfirmSection:
         if self.max_rounds < self.min_rounds:
-            raise fault("max_rounds", f"{self.max_rounds} is below min_rounds {self.min_rounds}", "Raise it.")
+            raise fault(
+                "max_rounds", f"max_rounds {self.max_rounds} is less than min_rounds {self.min_rounds}", "Raise it."
+            )
         return self
 
     def to_settings(self) -> ConfirmSettings:
@@ -646,33 +685,35 @@ class GateSection(Switchable):
     """Whether the winner trains the same model as the baseline."""
 
     num_steps: Annotated[int, Field(ge=2, le=10_000)] = Field(
-        default=GateSettings().num_steps, description="Steps that baseline and finalist train with the same seed."
+        default=GateSettings().num_steps, description="Steps trained by baseline and finalist."
     )
     loss_tolerance: Positive | None = Field(
-        default=None, description="Relative deviation of the loss allowed; null: by number format, docs/loss-gate.md."
+        default=None,
+        description="Allowed relative deviation of the loss; null: by number format, see docs/loss-gate.md.",
     )
     grad_norm_tolerance: Positive | None = Field(
-        default=None, description="Relative deviation of the gradient norm allowed; null: by number format."
+        default=None, description="Allowed relative deviation of the gradient norm; null: depends on the number format."
     )
     command: list[Annotated[str, Field(min_length=1, max_length=4096)]] = Field(
         default=[],
         max_length=64,
-        description="Your own evaluation of the finalist: program and arguments, run without a shell; `{facts}` stands "
-        "for a JSON file about it. Exit code 0 passes. Empty: none.",
+        description="Custom evaluation of the finalist: program and arguments, run without a shell. `{facts}` "
+        "is replaced by the path of a JSON file that describes the finalist. Exit code 0 means "
+        "passed. Empty: no evaluation.",
     )
     command_timeout_s: Duration = Field(
-        default=GateSettings().command_timeout_s, alias="command_timeout", description="How long it may take."
+        default=GateSettings().command_timeout_s, alias="command_timeout", description="Time limit of the evaluation."
     )
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> GateSection:
         if any("\0" in part for part in self.command):
-            raise fault("command", "a NUL character in an argument", "Remove it.")
+            raise fault("command", "an argument contains a NUL character", "Remove it.")
         context = info.context or {}
         is_run_here = context.get("check_files", True) and not context.get("is_remote", False)
         if self.command and is_run_here and shutil.which(self.command[0]) is None:
-            where = "cannot be run" if "/" in self.command[0] else "is not on PATH"
-            raise fault("command.0", f"the program {self.command[0]!r} {where}", "Install it, or give its whole path.")
+            where = "is not executable" if "/" in self.command[0] else "is not on PATH"
+            raise fault("command.0", f"program {self.command[0]!r} {where}", "Install it, or give its full path.")
         return self
 
     def to_settings(self) -> GateSettings:
@@ -695,7 +736,7 @@ GateValue = Annotated[GateSection, *_off(GateSection())]
 # Section ``profile``: which trials run again under the profiler
 
 MAX_STEPS = 20
-"""Steps recorded at most: traces grow with the steps, and three tell as much."""
+"""Maximum number of recorded steps: traces grow with the steps, and three are usually enough."""
 _PROFILE = ProfileSpec()
 
 Step = Annotated[int, Field(ge=1, le=10_000)]
@@ -706,18 +747,18 @@ Ranks = Annotated[list[Rank], Word("stages", []), PlainSerializer(lambda ranks: 
 
 
 class ProfileSection(Switchable):
-    """Trials run again, at the end, under torch's profiler."""
+    """Trials to run again at the end, under the PyTorch profiler."""
 
     _is_auto: bool = PrivateAttr(default=False)
 
     trials: list[Literal["winner", "baseline"]] = Field(
         default=["winner"],
         min_length=1,
-        description="Which trials: winner, baseline. `tune-cluster profile` takes any other.",
+        description="Trials to profile: winner, baseline. Use `tune-cluster profile` for others.",
     )
     start_step: Step = Field(
         default=_PROFILE.start_step,
-        description="First recorded step, counted from 1 with the warm-up: the first ones compile and allocate.",
+        description="First recorded step, counted from 1 including warm-up; the very first steps compile and allocate.",
     )
     stop_step: Step = Field(default=_PROFILE.stop_step, description="Last recorded step.")
     ranks: Ranks = Field(
@@ -725,14 +766,14 @@ class ProfileSection(Switchable):
         json_schema_extra={"default": "stages"},
         description="Ranks to record; stages: the first rank of every pipeline stage.",
     )
-    memory: bool = Field(default=_PROFILE.memory, description="Record allocations too: a timeline, and the peak.")
-    stack: bool = Field(default=_PROFILE.stack, description="Record Python's call stacks too; traces get large.")
+    memory: bool = Field(default=_PROFILE.memory, description="Also record allocations: a timeline, and the peak.")
+    stack: bool = Field(default=_PROFILE.stack, description="Also record Python call stacks; traces become large.")
     communication: bool = Field(
         default=_PROFILE.communication,
-        description="Count collectives per module and flag redundant ones, in one further step.",
+        description="Count collectives per module and flag redundant ones, in one additional step.",
     )
     output: str | None = Field(
-        default=None, description="Folder that traces are copied to as well; null: the sweep's own folder has them."
+        default=None, description="Additional folder that traces are copied to; null: only the folder of the sweep."
     )
 
     _resolve = field_validator("output")(resolve)
@@ -742,21 +783,23 @@ class ProfileSection(Switchable):
         if self.stop_step < self.start_step:
             raise fault(
                 "stop_step",
-                f"stop_step {self.stop_step} comes before start_step {self.start_step}",
-                "Both steps are recorded; make stop_step at least start_step.",
+                f"stop_step stop_step {self.stop_step} is before start_step {self.start_step}",
+                "Set stop_step to at least start_step; both steps are recorded.",
             )
         if self.stop_step - self.start_step >= MAX_STEPS:
             raise fault(
-                "stop_step", f"records more than {MAX_STEPS} steps", f"Record {MAX_STEPS} or fewer; 3 tell as much."
+                "stop_step",
+                f"more than {MAX_STEPS} steps to record",
+                f"Record at most {MAX_STEPS}; 3 are usually enough.",
             )
         for key, values in (("trials", self.trials), ("ranks", self.ranks)):
             if len(set(map(str, values))) < len(values):
-                raise fault(key, "the same one is listed twice", "Leave one out.")
+                raise fault(key, "listed twice", "Remove one of them.")
         return self
 
     @property
     def is_auto(self) -> bool:
-        """Whether baseline and winner are profiled automatically, if that is cheap compared with the sweep."""
+        """Whether baseline and winner are profiled automatically if that is cheap compared with the sweep."""
         return self._is_auto
 
     def to_spec(self) -> ProfileSpec:
@@ -787,7 +830,7 @@ ProfileValue = Annotated[
 ]
 
 
-# Section ``notify``: who is told when something happens to the sweep
+# Section ``notify``: receivers of notifications
 
 NotifyEvent = Literal["finished", "budget", "failed", "paused", "cancelled", "repeated_failure"]
 EVENTS: tuple[NotifyEvent, ...] = get_args(NotifyEvent)
@@ -795,46 +838,45 @@ _WEBHOOK_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 def _webhook_variable(value: str) -> str:
-    """Refuse an environment variable whose name does not look like a secret's: its value would not be redacted.
+    """Refuse an environment variable whose name does not look like that of a secret: its value would not be
+    redacted.
 
     The message does not repeat what was written: it may be the secret itself.
     """
     if _WEBHOOK_VARIABLE.fullmatch(value) is None:
         raise fault(
             None,
-            "expected the name of an environment variable that holds the webhook's URL",
-            "Keep the URL itself out of the file: whoever knows it can post there.",
+            "expected the name of the environment variable that holds the webhook URL",
+            "Keep the URL itself out of the file: anyone who has it can post there.",
         )
     if not is_secret_name(value):
         raise fault(
             None,
-            f"{value} does not look like the name of a secret",
+            f"{value} must look like the name of a secret, so that its value is redacted",
             "Name it like TUNE_CLUSTER_WEBHOOK or TEAM_WEBHOOK.",
         )
     return value
 
 
 class NotifySection(Section):
-    """Who is told when something happens to the sweep. Each way gets every notification at least once, in order."""
+    """Receivers of notifications about the sweep. Each gets every notification at least once, in order."""
 
     webhook_env: Annotated[str, AfterValidator(_webhook_variable)] | None = Field(
-        default=None, description="Environment variable with the URL that notifications are posted to, as JSON."
+        default=None, description="Environment variable with the URL to which notifications are posted as JSON."
     )
-    webhook_file: str | None = Field(
-        default=None, description="File with that URL instead: where the controller runs on another host."
-    )
+    webhook_file: str | None = Field(default=None, description="File with the URL, for a controller on another host.")
     command: list[Annotated[str, Field(min_length=1, max_length=4096)]] | None = Field(
         default=None,
         min_length=1,
         max_length=64,
-        description="Program and arguments, run without a shell: JSON on its input, TUNE_CLUSTER_EVENT in its "
-        "environment.",
+        description="Program and arguments, run without a shell: receives JSON on standard input and "
+        "TUNE_CLUSTER_EVENT in its environment.",
     )
     on: list[NotifyEvent] = Field(
-        default=list(EVENTS), min_length=1, description="What to tell: " + ", ".join(EVENTS) + "."
+        default=list(EVENTS), min_length=1, description="Events to notify of: " + ", ".join(EVENTS) + "."
     )
     after_failures: Size = Field(
-        default=3, description="repeated_failure: this many trials in a row failed, or a node is not used any more."
+        default=3, description="repeated_failure: this many consecutive trials failed, or a node was excluded."
     )
 
     _resolve = field_validator("webhook_file")(resolve)
@@ -842,16 +884,16 @@ class NotifySection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> NotifySection:
         if self.webhook_env is not None and self.webhook_file is not None:
-            raise fault("webhook_file", "webhook_env names the URL already", "Keep one of the two.")
+            raise fault("webhook_file", "webhook_env and webhook_file are both set", "Remove one of them.")
         if not self.is_on:
-            raise fault(None, "nobody is told", "Give webhook_env, webhook_file or command.")
+            raise fault(None, "no receiver is configured", "Set webhook_env, webhook_file or command.")
         if self.command is not None and any("\0" in part for part in self.command):
-            raise fault("command", "a NUL character in an argument", "Remove it.")
+            raise fault("command", "an argument contains a NUL character", "Remove it.")
         if len(set(self.on)) != len(self.on):
-            raise fault("on", "the same event is listed twice", "Remove one.")
+            raise fault("on", "an event is listed twice", "Remove one.")
         return self
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anybody to tell."""
+        """Whether any receiver is configured."""
         return not (self.webhook_env is None and self.webhook_file is None and self.command is None)

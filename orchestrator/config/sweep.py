@@ -1,4 +1,4 @@
-"""The user's sweep file, parsed once and strictly into a :class:`SweepSpec`."""
+"""The sweep file, parsed once and strictly into a :class:`SweepSpec`."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from trials.files import digest
 from trials.spec import Candidate, Protocol, Workload
 
 OPERATIONAL = frozenset({"address", "min_nodes", "max_wait", "queue", "priority"})
-"""Keys of ``cluster`` that say where and when, not what is measured on."""
+"""Keys of ``cluster`` that determine where and when, not on which hardware, trials run."""
 READ = "read"
 """Key of a stored ``workload`` with the files of a training program as they were when the sweep was created."""
 FROM_RUN = "from_run"
 
 
 def _kind_of_workload(value: Any) -> str:
-    """Which section a workload is: told by the keys that only one of them has."""
+    """The kind of a workload section, recognized by keys that only one kind has."""
     if not isinstance(value, Mapping):
         return str(getattr(type(value), "TAG", WorkloadSection.TAG))
     if "recipe" in value or "run" in value:
@@ -72,51 +72,50 @@ BaselineValue = Annotated[BaselineSection, ShortForms({FROM_RUN: {}})]
 
 
 class SweepSpec(Section):
-    """One sweep, as the user described it."""
+    """One sweep, as described in the sweep file."""
 
-    name: Identifier = Field(description="Name of the sweep; names its folder and its records.")
+    name: Identifier = Field(description="Name of the sweep, its folder and its records.")
     workload: WorkloadValue = Field(
-        description="What is trained: a model or a module of your own that our runner trains, or a training program of "
-        "your own."
+        description="What is trained: a built-in model or your module in the built-in runner, or your training program."
     )
     cluster: ClusterSection = Field(default=ClusterSection(), description="Where trials run.")
-    space: SpaceSection = Field(description="What may be changed.")
+    space: SpaceSection = Field(description="Which knobs may change, and their choices.")
     baseline: BaselineValue = Field(
         default=BaselineSection(),
-        description="What is used today; always trial 0. from_run: your own training program exactly as its command "
-        "stands.",
+        description="The configuration used today, always trial 0. from_run: your training program, with the "
+        "command unchanged.",
     )
     objective: ObjectiveName = Field(
         default=Objective().name,
-        description="What counts as faster, see docs/objective.md: tokens per second and device used, the time of a "
-        "step, or what the nodes cost per token.",
+        description="What to optimize, see docs/objective.md: tokens per second per device, step time, or cost "
+        "per token.",
     )
-    search: SearchSection = Field(default=SearchSection(), description="In what order candidates are tried.")
+    search: SearchSection = Field(default=SearchSection(), description="In which order candidates are tried.")
     measure: MeasureSection = Field(default=MeasureSection(), description="How a trial is measured.")
     budget: BudgetSection = Field(default=BudgetSection(), description="When to stop.")
     confirm: ConfirmValue = Field(
-        default=ConfirmSection(), description="How the fastest trials are measured again; off: they are not."
+        default=ConfirmSection(), description="How the fastest trials are measured again; off: no confirmation."
     )
     gate: GateValue = Field(
-        default=GateSection(), description="Whether the winner trains the same model; off: not checked."
+        default=GateSection(), description="Verify that the winner trains the same model; off disables the check."
     )
     profile: ProfileValue = Field(
         default=AUTO_PROFILE,
-        description="Trials to run again with the profiler on; auto: baseline and winner, if the sweep took ten "
-        "minutes or more; off: none.",
+        description="Trials to run again under the profiler; auto: baseline and winner if the sweep took at "
+        "least ten minutes; off: none.",
     )
-    deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="How long a trial may take.")
+    deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="Time limits of a trial.")
     runner: Annotated[str, AfterValidator(check_runner)] = Field(
-        default="trials.worker:run_rank", description="Function every rank runs, as module:function."
+        default="trials.worker:run_rank", description="Function that every rank runs, as module:function."
     )
-    tracking: TrackingSection = Field(default=TrackingSection(), description="Where results are recorded.")
-    notify: NotifySection | None = Field(default=None, description="Who is told when something happens to it.")
+    tracking: TrackingSection = Field(default=TrackingSection(), description="Where results are recorded in MLflow.")
+    notify: NotifySection | None = Field(default=None, description="Who receives notifications about the sweep.")
 
     _source: YamlSource | None = PrivateAttr(default=None)
     _scripted: ScriptSweep | None = PrivateAttr(default=None)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both mean the same, wherever they were read from."""
+        """Whether both mean the same, regardless of their source."""
         return isinstance(other, SweepSpec) and self.to_json() == other.to_json()
 
     def __hash__(self) -> int:
@@ -124,11 +123,11 @@ class SweepSpec(Section):
 
     @property
     def file_text(self) -> str | None:
-        """The file as it was written; None where this was read back from a ledger."""
+        """The file as written; None if read from a ledger."""
         return None if self._source is None else self._source.text
 
     def error(self, path: KeyPath, message: str, remedy: str) -> ConfigError:
-        """A problem with the key at ``path``, located in the file this was read from."""
+        """A problem with the key at ``path``, located in the file."""
         if self._source is None:
             return ConfigError(message, key=dotted(path), remedy=remedy)
         return self._source.error(path, message, remedy)
@@ -139,18 +138,20 @@ class SweepSpec(Section):
         if isinstance(values, Mapping) and values.get("baseline") == FROM_RUN:
             workload = values.get("workload")
             if isinstance(workload, Mapping) and _kind_of_workload(workload) != ScriptSection.TAG:
-                remedy = "Give the values used today, or workload: {recipe: ..., run: [...]}."
-                raise fault("baseline", "from_run is for a training program of your own", remedy)
+                remedy = (
+                    "Set the values used today, or tune your training program with workload: {recipe: ..., run: [...]}."
+                )
+                raise fault("baseline", "`from_run` requires a training program (workload.run)", remedy)
         return values
 
     @model_validator(mode="after")
     def _resolve_script(self) -> Self:
-        """Read a user's training program together with what is to be changed in it."""
+        """Read a training program together with the knobs to change in it."""
         if not isinstance(self.workload, ScriptSection):
             if own := next((name for name in ("space", "baseline") if getattr(self, name).own), None):
-                raise fault(f"{own}.own", "is for a training program of your own", "Remove it.")
+                raise fault(f"{own}.own", "requires a training program (workload.run)", "Remove it.")
             if self.space.inside is not None:
-                message = "is only for custom training programs; our runner has every knob"
+                message = "requires a training program; the built-in runner has an option for every knob"
                 raise fault("space.inside", message, "Move these knobs to space.")
             return self
         refuse_for_scripts(self)
@@ -164,19 +165,19 @@ class SweepSpec(Section):
 
     @property
     def script(self) -> Script | None:
-        """The user's training program; None where our runner trains a model."""
+        """The user's training program; None for the built-in runner."""
         return None if self._scripted is None else self._scripted.script
 
     @model_validator(mode="after")
     def _legal_baseline(self) -> Self:
-        """Refuse an illegal baseline. The user's filters do not apply: they say what should not be proposed."""
+        """Refuse an illegal baseline. The user's filters do not apply: they restrict proposals only."""
         broken = check(self.baseline_candidate, self.to_workload())
         if broken:
-            raise fault("baseline", f"not a legal configuration: {broken[0].reason}", "Correct the baseline.")
+            raise fault("baseline", f"invalid configuration: {broken[0].reason}", "Correct the baseline.")
         if self.script is not None and (reason := problem(self.script, self.baseline_candidate)):
             is_read = self.baseline_candidate == self.script.unchanged
             key, what = ("workload.run", "command") if is_read else ("baseline", "baseline")
-            raise fault(key, f"{self.script.training.title} cannot run it: {reason}", f"Correct the {what}.")
+            raise fault(key, f"{self.script.training.title} does not support it: {reason}", f"Correct the {what}.")
         return self
 
     @property
@@ -195,11 +196,11 @@ class SweepSpec(Section):
 
     @property
     def custom_knobs(self) -> tuple[CustomKnob, ...]:
-        """The user's knobs; none where our runner trains a model."""
+        """The custom knobs; empty for the built-in runner."""
         return () if self.script is None else self.script.own
 
     def candidate_of(self, values: Mapping[str, Any], own: Mapping[str, CustomScalar]) -> Candidate:
-        """The baseline with these values of knobs, ours and the user's own."""
+        """The baseline with these values of built-in and custom knobs."""
         scripted = self._scripted
         if scripted is None:
             return build_candidate({**self.baseline.values(), **values}, self.to_workload().model)
@@ -224,7 +225,7 @@ class SweepSpec(Section):
         )
 
     def to_objective(self, topology: Topology | None) -> Objective:
-        """What counts as faster on these nodes; where they are not known, on those of the file."""
+        """The objective on these nodes, or on those of the file if unknown."""
         devices = topology.nodes[0].num_devices if topology else self.cluster.devices_per_node or 1
         return Objective(
             name=self.objective,
@@ -234,13 +235,13 @@ class SweepSpec(Section):
 
     def to_workload(self) -> Workload:
         if isinstance(self.workload, ScriptSection):
-            assert self._scripted is not None, "settled when the file was checked"
+            assert self._scripted is not None, "resolved when the file was checked"
             return self._scripted.script.workload
         return self.workload.to_workload()
 
     @property
     def proof(self) -> ProofSettings:
-        """What the winner has to pass."""
+        """Checks that the winner must pass."""
         return ProofSettings(
             confirm=self.confirm.to_settings() if self.confirm.is_on else None,
             gate=self.gate.to_settings() if self.gate.is_on else None,
@@ -257,7 +258,7 @@ class SweepSpec(Section):
         return self.deadlines.to_deadlines()
 
     def to_json(self) -> dict[str, Any]:
-        """The content of an equivalent sweep file: everything written out, paths absolute, the model in place."""
+        """The content of an equivalent sweep file: everything written out, paths absolute, the model inline."""
         content = self.model_dump(mode="json", by_alias=True, exclude_none=True)
         if isinstance(self.workload, ScriptSection):
             content["workload"][READ] = self.workload.what_was_read()
@@ -267,15 +268,15 @@ class SweepSpec(Section):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Back from :meth:`to_json`. Does not look whether the training text is still there."""
+        """Inverse of :meth:`to_json`. Does not check that the training text still exists."""
         workload = dict(data.get("workload", {}))
         context = {"check_files": False, READ: workload.pop(READ, None)}
         return cls.model_validate({**data, "workload": workload}, context=context)
 
     @property
     def spec_hash(self) -> str:
-        """SHA-256 of :meth:`to_json` without what may change later (the budget, who is notified, where and when it
-        runs); equal for files that mean the same."""
+        """SHA-256 of :meth:`to_json` without the parts that may change later (budget, notifications, place and time
+        of runs); equal for files that mean the same."""
         content = {key: value for key, value in self.to_json().items() if key not in ("budget", "notify")}
         cluster = {key: value for key, value in content["cluster"].items() if key not in OPERATIONAL}
         search = {key: value for key, value in content["search"].items() if key != "patience"}
@@ -283,10 +284,10 @@ class SweepSpec(Section):
 
 
 def load_sweep(path: str | Path, *, address: str | None = None, budget: Mapping[str, Any] | None = None) -> SweepSpec:
-    """Read and check a sweep file, and on this host the data and programs that it names.
+    """Read and check a sweep file, including the data and programs that it names on this host.
 
     Args:
-        address: the Ray cluster's as given on the command line; what runs there may lie there only.
+        address: address of the Ray cluster from the command line; programs and data may exist only there.
         budget: values that replace those of the file's section ``budget``.
 
     Raises:
@@ -304,12 +305,12 @@ def load_sweep(path: str | Path, *, address: str | None = None, budget: Mapping[
     except ValidationError as error:
         raise to_config_error(error, source, SweepSpec) from None
     spec._source = source
-    refuse_secrets(source)  # again: now it is known which variables env_pass names
+    refuse_secrets(source)  # again: env_pass is known only now
     return spec
 
 
 def _check_budget(values: Mapping[str, Any]) -> None:
-    """Refuse values of the command line that a sweep file could not have.
+    """Refuse command-line values that are invalid in a sweep file.
 
     Raises:
         ConfigError: with the option's name.
@@ -323,7 +324,7 @@ def _check_budget(values: Mapping[str, Any]) -> None:
 
 
 def _is_remote(data: Mapping[str, Any], address: str | None) -> bool:
-    """Whether the sweep is to run on a Ray cluster that other hosts belong to."""
+    """Whether the sweep runs on a Ray cluster with other hosts."""
     cluster = data.get("cluster")
     if not isinstance(cluster, Mapping) or cluster.get("kind") != "ray":
         return False
@@ -339,7 +340,7 @@ def _read(path: str | Path) -> YamlSource:
 
 
 def _with_model(source: YamlSource) -> dict[str, Any]:
-    """The data of the file, with the content of ``workload.model`` where that names another file."""
+    """The data of the file, with ``workload.model`` replaced by the content of the file it names."""
     workload = source.data.get("workload")
     reference = workload.get("model") if isinstance(workload, dict) else None
     is_model_file = _kind_of_workload(workload) == WorkloadSection.TAG
@@ -348,13 +349,13 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     file = source.file.parent / reference
     if not is_there(file) or file.is_dir():
         raise source.error(
-            ("workload", "model"), f"there is no model file {file}", "The path is relative to the sweep file."
+            ("workload", "model"), f"model file {file} does not exist", "The path is relative to the sweep file."
         )
     model = _read(file)
     kind = model.data.get("kind")
     section = MODEL_SECTIONS.get(kind if isinstance(kind, str) else "")
     if section is None:
-        raise model.error(("kind",), "expected " + ", ".join(MODEL_SECTIONS), "Name the kind of model.")
+        raise model.error(("kind",), "expected " + ", ".join(MODEL_SECTIONS), "Set the kind of model.")
     try:
         section.model_validate(model.data, context={"folder": source.file.parent})
     except ValidationError as error:
@@ -363,14 +364,14 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
 
 
 def check_same(created: SweepCreated, spec: SweepSpec) -> None:
-    """Refuse a sweep file that means something else than the one the sweep was created from.
+    """Refuse a sweep file whose meaning differs from the one the sweep was created from.
 
     Raises:
         ConfigError: it does.
     """
     if created.spec_hash != spec.spec_hash:
         raise ConfigError(
-            f"the sweep {spec.name!r} was started with another content",
+            f"sweep {spec.name!r} was started with a different file",
             key="name",
-            remedy="Give this one another name, or keep it in another folder with --home.",
+            remedy="Rename this sweep, or use another home with --home.",
         )

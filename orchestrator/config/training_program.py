@@ -1,5 +1,5 @@
-"""Section ``workload`` of a sweep file whose workload is a user's training program, and what it resolves to: the
-program, its baseline and its choices."""
+"""Section ``workload`` of a sweep file for a training program, resolved to the program, its baseline and its
+choices."""
 
 from __future__ import annotations
 
@@ -69,23 +69,25 @@ def check_log(pattern: str | None) -> str | None:
     """The pattern of log lines.
 
     Raises:
-        PydanticCustomError: it is no regular expression, lacks the group ``step``, or has an unknown one.
+        PydanticCustomError: not a regular expression, no group ``step``, or an unknown group.
     """
     if pattern is None:
         return None
     try:
         groups = set(re.compile(pattern).groupindex)
     except re.error as error:
-        raise fault(None, f"not a regular expression: {error}", "Put a backslash before signs meant as such.") from None
+        raise fault(
+            None, f"not a valid regular expression: {error}", "Escape literal special characters with a backslash."
+        ) from None
     if "step" not in groups:
-        raise fault(None, "no group 'step'", r"Write (?P<step>\d+) where the line has the number of the step.")
+        raise fault(None, "no group named 'step'", r"Write (?P<step>\d+) at the step number.")
     if unknown := sorted(groups - {"step", *_GROUPS}):
-        raise fault(None, f"unknown group {unknown[0]!r}", f"Groups in addition to step: {', '.join(_GROUPS)}.")
+        raise fault(None, f"unknown group {unknown[0]!r}", f"Allowed groups: step, {', '.join(_GROUPS)}.")
     return pattern
 
 
 def check_command(run: Sequence[str], launcher: str) -> None:
-    """Refuse a command that starts ranks itself where we do that.
+    """Refuse a command that starts ranks if tune-cluster starts them.
 
     Raises:
         PydanticCustomError: it does.
@@ -95,33 +97,35 @@ def check_command(run: Sequence[str], launcher: str) -> None:
     launched = without_launcher(tuple(run))
     if launched.launcher is not None:
         listed = ", ".join(f'"{word}"' if "{" in word else word for word in launched.argv)
-        remedy = f"Write run: [{listed}]; or launcher: own, if {launched.launcher} has to do it."
-        raise fault("run", f"{launched.launcher} would start ranks inside of every rank", remedy)
+        remedy = f"Write run: [{listed}], or launcher: own if {launched.launcher} must start the ranks."
+        raise fault("run", f"{launched.launcher} would start ranks inside every rank", remedy)
 
 
 def check_program(run: Sequence[str], cwd: Path) -> None:
-    """Refuse a command that cannot start on this host: its folder, program or script is not there.
+    """Refuse a command that cannot start on this host: its folder, program or script does not exist.
 
     Raises:
-        PydanticCustomError: one of them is not.
+        PydanticCustomError: one of them does not exist.
     """
     if not cwd.is_dir():
-        raise fault("cwd", f"there is no folder {cwd}", "The path is relative to the sweep file.")
+        raise fault("cwd", f"folder {cwd} does not exist", "The path is relative to the sweep file.")
     program = run[0]
     if "{" not in program and shutil.which(program if os.sep not in program else str(cwd / program)) is None:
-        where = "executable file" if os.sep in program else "program on the PATH called"
-        raise fault("run.0", f"there is no {where} {program!r}", "Name the program that starts the training.")
+        where = "executable" if os.sep in program else "on the PATH"
+        raise fault(
+            "run.0", f"program {program!r} not found: not {where}", "Give the program that starts the training."
+        )
     script = program_of(without_launcher(tuple(run)).argv).script
     if script is not None and "{" not in script and not is_there(cwd / script):
         place = list(run).index(script)
-        raise fault(f"run.{place}", f"there is no file {cwd / script}", "The path is relative to cwd.")
+        raise fault(f"run.{place}", f"file {cwd / script} does not exist", "The path is relative to cwd.")
 
 
 def read_files(paths: Mapping[str, str], given: set[str]) -> dict[str, tuple[str, str]]:
-    """Absolute path and text of every file by name; ``given``: those that the sweep file names.
+    """Absolute path and text of every file by name; ``given``: the files in the sweep file.
 
     Raises:
-        PydanticCustomError: one of them cannot be read, is no text, too large, or holds a credential.
+        PydanticCustomError: one of them cannot be read, is not text, is too large, or contains a credential.
     """
     redact = redactor()
     found = {}
@@ -139,26 +143,26 @@ def read_files(paths: Mapping[str, str], given: set[str]) -> dict[str, tuple[str
             raise fault(key, f"{file} is larger than {MAX_FILE_BYTES >> 20} MiB", "Name a configuration file.")
         if redact(text) != text:
             raise fault(
-                key, f"{file} holds a credential", "Keep secrets in the environment, and name them in env_pass."
+                key, f"{file} contains a credential", "Keep secrets in the environment, and name them in env_pass."
             )
         found[name] = (file, text)
     return found
 
 
 def refuse_for_scripts(spec: Any) -> None:
-    """Refuse what a sweep file asks for that only our runner, or a cluster that does not exist, can do.
+    """Refuse sections that require the built-in runner or a simulated cluster.
 
     Raises:
-        PydanticCustomError: at the key that asks.
+        PydanticCustomError: at the key.
     """
     if spec.cluster.kind == "simulated":
-        raise fault("cluster.kind", "a simulated cluster cannot run a program", "Use local or ray.")
+        raise fault("cluster.kind", "a simulated cluster cannot run programs", "Use local or ray.")
     if spec.runner != type(spec).model_fields["runner"].default:
-        raise fault("runner", "a training program of your own has no other runner", "Leave it out.")
+        raise fault("runner", "`runner` is not supported with workload.run", "Leave it out.")
     if spec.profile.is_on and not spec.profile.is_auto and not spec.workload.metrics.hook:
-        raise fault("profile", "a profile needs the hook, and metrics.hook is off", "Turn metrics.hook on.")
+        raise fault("profile", "profiling requires the hook, and metrics.hook is off", "Turn metrics.hook on.")
     if spec.space.balance:
-        raise fault("space.balance", "the balancer knows models of our runner only", "Leave it out.")
+        raise fault("space.balance", "balancing requires a model of the built-in runner", "Leave it out.")
 
 
 def _known_recipe(name: str) -> str:
@@ -170,16 +174,16 @@ def _known_recipe(name: str) -> str:
 
 
 def _words(value: Any) -> Any:
-    """The command as a list of words; numbers are words, too."""
+    """The command as a list of arguments; numbers become text."""
     if isinstance(value, str):
         try:
             split = shlex.split(value)
         except ValueError:
             split = value.split()
         listed = ", ".join(map(_quoted, split))
-        raise fault(None, "expected a list of words, got text: no shell takes it apart", f"Write [{listed}].")
+        raise fault(None, "must be a list of arguments, not a string (no shell is involved)", f"Write [{listed}].")
     if not isinstance(value, list | tuple):
-        raise fault(None, f"expected a list of words, got {show(value)}", "Write [python, train.py, --lr, 1e-3].")
+        raise fault(None, f"expected a list of arguments, got {show(value)}", "Write [python, train.py, --lr, 1e-3].")
     if not value:
         raise fault(None, "an empty command", "Write [python, train.py].")
     words = tuple(word(one, str(place)) for place, one in enumerate(value))
@@ -201,64 +205,68 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
 class MetricsSection(Section):
-    """How the program says what it measured, in addition to reports and what our hook sees."""
+    """How measurements are read from the output, in addition to reports and the hook."""
 
     log: str | None = Field(
         default=None,
-        description="Regular expression for a line of its output, with the group step and any of loss, step_s, "
-        "step_ms, tokens_per_s, samples_per_s, grad_norm, allocated_gib, reserved_gib; null: as the recipe knows it.",
+        description="Regular expression for a log line, with the group step and any of loss, step_s, step_ms, "
+        "tokens_per_s, samples_per_s, grad_norm, allocated_gib, reserved_gib; null: that of the "
+        "recipe.",
     )
     files: list[str] = Field(
-        default=[], description="Glob patterns of files it logs to, relative to cwd; {out} is the trial's own folder."
+        default=[], description="Glob patterns of log files, relative to cwd; {out} is the folder of the trial."
     )
-    hook: bool = Field(default=True, description="Load our reporting hook into its Python.")
+    hook: bool = Field(default=True, description="Load the reporting hook into the Python processes of the program.")
 
     _check = field_validator("log")(check_log)
 
 
 class ScriptSection(Section):
-    """A training program of your own, started as it is. See docs/your-own-training.md."""
+    """Your training program, unmodified. See docs/your-own-training.md."""
 
     TAG: ClassVar[str] = "script"
-    recipe: RecipeName = Field(description="The framework it is written for; custom: any program.")
+    recipe: RecipeName = Field(description="Framework of the program; custom: any other program.")
     run: Words = Field(
-        description="The command as a list of words, without a shell; {name} stands for a knob, accumulation, "
-        "world_size, steps, seed, out, or one of `files`. `python` is the one on the node's PATH."
+        description="The command as a list of arguments, run without a shell. {name} is a placeholder for a "
+        "knob, accumulation, world_size, steps, seed, out, or one of `files`. `python` is the one "
+        "on the PATH of the node."
     )
-    cwd: str = Field(default=".", validate_default=True, description="Folder it starts in, relative to the sweep file.")
-    env: Environment = Field(default={}, description="Environment variables of its own.")
+    cwd: str = Field(default=".", validate_default=True, description="Working directory, relative to the sweep file.")
+    env: Environment = Field(default={}, description="Environment variables of the program.")
     env_pass: list[VariableName] = Field(
-        default=[], description="Variables of the node's environment that it may see as well, by name."
+        default=[], description="Names of variables passed through from the environment of the node."
     )
     files: dict[FileName, str] = Field(
         default={},
-        description="Configuration files, relative to cwd, by the name of their placeholder; trials get copies.",
+        description="Configuration files, relative to cwd, by placeholder name; each trial gets copies.",
     )
     launcher: Literal["env", "own"] | None = Field(
         default=None,
-        description="Who starts the ranks: env: we do, one per device, with torchrun's variables; own: the command, "
-        "once per node; null: as the recipe needs it.",
+        description="Who starts the ranks. env: tune-cluster, one per device, with torchrun's variables; own: "
+        "the command, once per node; null: the default of the recipe.",
     )
-    metrics: MetricsSection = Field(default=MetricsSection(), description="Where its figures come from.")
-    seq_length: Size | None = Field(default=None, description="Tokens per sample; null: as read, or not counted.")
-    tokens_per_step: Size | None = Field(
-        default=None, description="Tokens of an optimiser step, in place of seq_length."
+    metrics: MetricsSection = Field(default=MetricsSection(), description="Where measurements come from.")
+    seq_length: Size | None = Field(
+        default=None, description="Tokens per sample; null: read from the command, or not counted."
     )
+    tokens_per_step: Size | None = Field(default=None, description="Tokens per optimiser step, instead of seq_length.")
     global_batch_size: Size | None = Field(
-        default=None, description="Samples of an optimiser step over all ranks; null: as the command says."
+        default=None, description="Samples per optimiser step over all ranks; null: read from the command."
     )
-    num_layers: Size | None = Field(default=None, description="Repeated layers; null: as read. Pipelines need it.")
+    num_layers: Size | None = Field(
+        default=None, description="Number of repeated layers; null: read from the command. Required for pipelines."
+    )
     model: str | None = Field(
         default=None,
-        description="config.json of a Hugging Face model, relative to cwd, whose dimensions the cost model takes.",
+        description="config.json of a Hugging Face model, relative to cwd; the cost model uses its dimensions.",
     )
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
-        default=None, description="Seed of weights and data order; null: as the command says."
+        default=None, description="Seed of weights and data order; null: read from the command."
     )
 
     @model_validator(mode="after")
     def _keep_secret(self) -> Self:
-        """What env_pass names is redacted wherever this process writes, unless programs see it anyway."""
+        """Variables in env_pass are redacted in all output of this process, except those that programs always see."""
         keep_secret(name for name in self.env_pass if not is_seen_anyway(name))
         return self
 
@@ -267,7 +275,7 @@ class ScriptSection(Section):
 
     @model_validator(mode="after")
     def _read(self, info: ValidationInfo) -> ScriptSection:
-        """Read what the command consists of; what was read when the sweep was created counts instead."""
+        """Read the parts of the command; the result from when the sweep was created takes precedence."""
         context = info.context or {}
         known = context.get("read")
         training = self.to_training()
@@ -295,7 +303,7 @@ class ScriptSection(Section):
         return training(self.recipe)
 
     def to_run(self) -> Run:
-        """The command as it was read."""
+        """The command as read."""
         assert self._run is not None, "read when the section was checked"
         return self._run
 
@@ -306,18 +314,18 @@ class ScriptSection(Section):
 
 
 MODEL = "model_config"
-"""Name under which the model's ``config.json`` is kept among the files."""
+"""Name of the model's ``config.json`` among the files."""
 
 
 LAYOUT_WITHOUT_PLACEHOLDER = frozenset({"dp_replicate"})
-"""Knobs that act on any program, by how many ranks are started."""
+"""Knobs that apply to any program through the number of ranks."""
 LAYOUT_AXES = frozenset({"dp_replicate", "dp_shard", "tp", "cp", "pp"})
 CUSTOM = "custom"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptSweep:
-    """A script with what the sweep file wants to try of it."""
+    """A program with the choices of the sweep file."""
 
     script: Script
     baseline_values: Mapping[str, Any]
@@ -334,14 +342,14 @@ def resolve_script(
     num_devices: int | None,
     device: str | None = None,
 ) -> ScriptSweep:
-    """Put together what the file says and what the command says.
+    """Combine the file with the settings in the command.
 
     Args:
-        num_devices: that the sweep always holds; None where the file does not tell.
-        device: their kind; None where the file leaves it open.
+        num_devices: devices held throughout the sweep; None if unknown.
+        device: their kind; None if unknown.
 
     Raises:
-        PydanticCustomError: at the key of the sweep file that is wrong, or missing.
+        PydanticCustomError: at the wrong or missing key of the sweep file.
     """
     run = workload.to_run()
     own = _custom_knobs(space, baseline)
@@ -356,7 +364,7 @@ def resolve_script(
     inside = space.set_inside.choices()
     _check_no_setting(workload, reading, inside)
     command_values = values_of(reading, num_layers=model.num_layers, num_devices=num_devices)
-    command_values |= {name: given[name] for name in inside if name in given}  # nothing in the command says it
+    command_values |= {name: given[name] for name in inside if name in given}  # not set in the command
     values = {**command_values, **given}
     choices = _choices(space, values, given, num_devices)
     _check_devices(reading, given, num_devices)
@@ -393,19 +401,19 @@ def resolve_script(
 
 
 def _mentioned_paths(space: SpaceSection, run: Run, given: Mapping[str, Any]) -> frozenset[str]:
-    """Paths of the fields that the file or the command has a word for."""
+    """Paths of the fields that the file or the command sets."""
     templated = _templated_knobs(run)
     names = [name for name in KNOB_NAMES if getattr(space, name) is not None or name in given or name in templated]
     return frozenset(path for name in names for path in paths_of(name))
 
 
 def _has_knobs(run: Run, own: tuple[CustomKnob, ...]) -> bool:
-    """Whether the command has placeholders of knobs, so that it cannot run as it stands."""
+    """Whether the command contains knob placeholders and cannot run unmodified."""
     return bool(_templated_knobs(run)) or any(is_placeholder(knob.name, run) for knob in own)
 
 
 def _custom_knobs(space: SpaceSection, baseline: BaselineSection) -> tuple[CustomKnob, ...]:
-    """Those to try, and those that the baseline sets for all."""
+    """Custom knobs to try, and those that the baseline sets for all trials."""
     fixed = [
         CustomKnob(name=name, values=(value,))
         for name, value in (baseline.own or {}).items()
@@ -420,11 +428,11 @@ def _custom_value(knob: CustomKnob, baseline: BaselineSection, run: Run) -> Cust
 
 
 def _templated_knobs(run: Run) -> frozenset[str]:
-    """Knobs of ours that the command has placeholders for."""
+    """Built-in knobs with placeholders in the command."""
     return templated_knobs(names_in((*run.argv, *run.env.values(), *run.files.values())))
 
 
-# ---- what may be wrong ----
+# ---- validation ----
 
 
 def _check_placeholders(workload: ScriptSection, run: Run, own: tuple[CustomKnob, ...]) -> None:
@@ -436,12 +444,12 @@ def _check_placeholders(workload: ScriptSection, run: Run, own: tuple[CustomKnob
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 guess = f"Did you mean {{{close[0]}}}? " if close else ""
-                remedy = f"{guess}Write {{{{{name}}}}} for the text itself; a name of your own goes into space.own."
-                raise fault(f"workload.{key}", f"nothing is called {{{name}}}", remedy)
+                remedy = f"{guess}Write {{{{{name}}}}} for literal text, or define a custom knob in space.own."
+                raise fault(f"workload.{key}", f"unknown placeholder {{{name}}}", remedy)
 
 
 def _check_knobs_are_used(workload: ScriptSection, space: SpaceSection, run: Run, given: Mapping[str, Any]) -> None:
-    """Refuse knobs that a command of no framework cannot be told of, and placeholders without a baseline."""
+    """Refuse knobs that a command without a framework cannot use, and placeholders without a baseline."""
     templated = _templated_knobs(run)
     if workload.recipe == CUSTOM:
         for name in KNOB_NAMES:
@@ -452,21 +460,23 @@ def _check_knobs_are_used(workload: ScriptSection, space: SpaceSection, run: Run
     for name in sorted(templated - LAYOUT_WITHOUT_PLACEHOLDER):
         if name not in given:
             message = f"the placeholder {{{name}}} has no baseline value"
-            raise fault(f"baseline.{name}", message, f"Add baseline: {{{name}: VALUE}} with the present value.")
+            raise fault(f"baseline.{name}", message, f"Add baseline: {{{name}: VALUE}} with the value used today.")
 
 
 def _check_inside(workload: ScriptSection, space: SpaceSection, run: Run) -> None:
-    """Refuse knobs within the program that nothing would set, and those that the command sets as well."""
+    """Refuse knobs inside the program that cannot be set, or that the command also sets."""
     if space.inside is None:
         return
     if not workload.metrics.hook:
-        message = "these knobs need the hook, and workload.metrics.hook is false"
+        message = "these knobs require the hook, and workload.metrics.hook is false"
         raise fault(f"space.{INSIDE}", message, "Remove workload.metrics.hook.")
     if INSIDE in run.files:
-        raise fault(f"workload.files.{INSIDE}", "this name is reserved for the file of the knobs", "Rename this file.")
+        raise fault(
+            f"workload.files.{INSIDE}", "this name is reserved for the file with the knobs", "Rename this file."
+        )
     for name in space.inside.choices():
         if getattr(space, name) is not None or name in _templated_knobs(run):
-            where = f"space.{name}" if getattr(space, name) is not None else f"the command, as {{{name}}}"
+            where = f"space.{name}" if getattr(space, name) is not None else f"by the command, as {{{name}}}"
             raise fault(f"space.{INSIDE}.{name}", f"also set in {where}", "Keep one of the two.")
     for name in BATCH_ARGUMENTS if space.inside.micro_batch_size is not None else ():
         if name in space.inside.training_arguments:
@@ -475,10 +485,10 @@ def _check_inside(workload: ScriptSection, space: SpaceSection, run: Run) -> Non
 
 
 def _check_no_setting(workload: ScriptSection, reading: Reading, inside: Mapping[str, Any]) -> None:
-    """Refuse knobs within the program for which its framework has a setting."""
+    """Refuse knobs inside the program that its framework has a setting for."""
     for name in inside:
         if not paths_of(name).isdisjoint(reading.values):
-            message = f"{workload.to_training().title} has a setting for it"
+            message = f"{workload.to_training().title} has its own setting for this"
             raise fault(f"space.{INSIDE}.{name}", message, f"Move it to space.{name}.")
 
 
@@ -491,40 +501,40 @@ def _check_custom_knobs(
         file, colon, _ = knob.name.partition(":")
         is_here = is_placeholder(knob.name, run)
         if knob.name in KNOB_NAMES or knob.name in COUNTS or knob.name in (OUT, "dp"):
-            raise fault(key, f"{knob.name} is a knob already", f"Write space.{knob.name}, or another name.")
+            raise fault(
+                key, f"{knob.name} is already a built-in knob", f"Use space.{knob.name}, or rename the custom knob."
+            )
         if colon and file not in run.files:
             names = ", ".join(name for name in run.files if name != MODEL) or "none"
-            raise fault(key, f"no file is called {file}", f"Name it in workload.files; there are {names}.")
+            raise fault(key, f"unknown file {file}", f"Add it to workload.files; defined: {names}.")
         if filled := filled_in(knob, run):
-            message = f"the command fills in {{{filled}}} there already"
-            raise fault(key, message, f"Leave {knob.name} out, or write its value of today into the command.")
+            message = f"the command already has the placeholder {{{filled}}} there"
+            raise fault(key, message, f"Remove {knob.name}, or replace the placeholder with the value used today.")
         if is_here and knob.when:
-            raise fault(key, "it has no value where its condition does not hold", "Give it a flag in place of {...}.")
+            raise fault(key, "it has no value when its condition does not hold", "Use a flag instead of {...}.")
         if is_here and knob.name not in given and knob.name not in run.files:
-            remedy = f"Add baseline: {{own: {{{knob.name}: VALUE}}}} with today's value."
-            raise fault(f"baseline.own.{knob.name}", "the command's present value is unknown", remedy)
+            remedy = f"Add baseline: {{own: {{{knob.name}: VALUE}}}} with the value used today."
+            raise fault(f"baseline.own.{knob.name}", "the value used today is unknown", remedy)
         is_plain = not knob.name.startswith(("-", "$")) and not colon
         if is_plain and not is_here and knob.flag is None and workload.recipe == CUSTOM:
             remedy = f"Put {{{knob.name}}} into workload.run, give it a flag, or write --{knob.name}."
-            raise fault(key, "the command is not told of it", remedy)
+            raise fault(key, "the command never uses this knob", remedy)
 
 
 def _check_devices(reading: Reading, given: Mapping[str, Any], num_devices: int | None) -> None:
     if num_devices is None and "dp_replicate" not in {*given, *configured_knobs(reading)}:
-        message = "unknown number of devices: the command does not set it"
+        message = "the number of devices used today is unknown"
         raise fault("cluster.devices_per_node", message, "Add it, or baseline: {dp_replicate: N}.")
 
 
 def _check_ranks(run: Run, reading: Reading, given: Mapping[str, Any], baseline: Candidate) -> None:
-    """Refuse a baseline taken from a command whose own settings name another number of ranks. That of a launcher is
-    replaced by ours in any case."""
+    """Refuse a baseline from a command whose settings imply another number of ranks. A launcher's number is always
+    replaced."""
     today, ranks = reading.world_size, baseline.layout.world_size
     if today in (None, ranks) or LAYOUT_AXES & given.keys() or without_launcher(run.argv).launcher is not None:
         return
-    message = f"the command trains on {today} ranks, and the sweep's baseline on {ranks}"
-    remedy = (
-        f"Hold {today} devices (cluster.devices_per_node), or state the layout: baseline: {{dp_replicate: {ranks}}}."
-    )
+    message = f"the command trains on {today} ranks, but the baseline of the sweep on {ranks}"
+    remedy = f"Use {today} devices (cluster.devices_per_node), or set the layout: baseline: {{dp_replicate: {ranks}}}."
     raise fault("baseline", message, remedy)
 
 
@@ -537,7 +547,7 @@ def _check_layers(
 ) -> None:
     is_known = workload.num_layers or reading.num_layers or model.shape
     if not is_known and max(*choices["pp"], values["pp"]) > 1:
-        message = "a pipeline needs to know how many layers there are"
+        message = "a pipeline requires the number of layers"
         raise fault("workload.num_layers", message, "Add num_layers, or model: config.json.")
 
 
@@ -551,7 +561,7 @@ def _model(workload: ScriptSection, reading: Reading) -> ScriptModel:
             shape = decoder_of_config(run.files[MODEL], Path(run.paths[MODEL])).shape
         except ConfigError as error:
             message = f"{error.key}: {error.message}" if error.key else error.message
-            raise fault("workload.model", message, "Name the config.json of a decoder, or leave it out.") from None
+            raise fault("workload.model", message, "Use the config.json of a decoder, or remove the key.") from None
     known = workload.num_layers or reading.num_layers or (shape.num_layers if shape else None)
     if shape is not None and known is not None:
         shape = dataclasses.replace(shape, num_layers=known)
@@ -572,12 +582,12 @@ def _workload(workload: ScriptSection, model: ScriptModel, reading: Reading, bas
     if batch is None and reading.num_microbatches is not None:
         batch = reading.num_microbatches * baseline.micro_batch_size * baseline.layout.dp
     if batch is None:
-        message = "missing: the command does not say how many samples make an optimiser step"
-        raise fault("workload.global_batch_size", message, "Add it: samples over all ranks and micro-batches.")
+        message = "missing, and the command does not set the samples per optimiser step"
+        raise fault("workload.global_batch_size", message, "Add it, counting samples over all ranks and micro-batches.")
     tokens = workload.tokens_per_step
     if tokens is not None and tokens % batch:
-        message = f"{tokens} is no multiple of global_batch_size {batch}"
-        raise fault("workload.tokens_per_step", message, "Give tokens of whole samples, or leave it out.")
+        message = f"{tokens} is not a multiple of global_batch_size {batch}"
+        raise fault("workload.tokens_per_step", message, "Use a multiple, or remove the key.")
     return Workload(
         model=model,
         data=ScriptData(),
@@ -592,8 +602,8 @@ def _choices(
 ) -> dict[str, tuple[Any, ...]]:
     """Values to try of every knob.
 
-    Data parallelism that the file does not speak of takes up the devices that the other axes leave: all there are, or
-    each number of them in ``space.world_size``. Replicas of shards stay as the command says.
+    Data parallelism that the file omits uses the remaining devices: all, or each number in ``space.world_size``.
+    Replicas of shards keep the value in the command.
     """
     choices = space.choices(values)
     sizes = space.world_size or (() if num_devices is None else (num_devices,))

@@ -1,5 +1,5 @@
-"""Section ``workload`` of a sweep file that our runner trains: built-in models, decoders of transformers and
-PyTorch modules of the user's, with data and optimiser; checks that the data are there to be read.
+"""Section ``workload`` of a sweep file for the built-in runner: built-in models, decoders of transformers and user
+PyTorch modules, with data and optimiser; checks that the data can be read.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ from trials.spec import (
 )
 from trials.user_code import FUNCTION, RESERVED
 
-# Counting a module in an interpreter of its own: planning imports neither torch nor anything of the user's
+# Inspecting a module in a separate interpreter: planning imports neither torch nor user code
 
 TIMEOUT_S = 600.0
 
 
 class CountedSection(Section):
-    """What building the module once, when the sweep was submitted, told of it."""
+    """Properties of the module, found by building it once when the sweep was submitted."""
 
     num_layers: Size = Field(description="Layers in the list.")
-    num_parameters: int = Field(default=0, ge=0, description="Trained parameters; 0: not known.")
+    num_parameters: int = Field(default=0, ge=0, description="Trained parameters; 0: unknown.")
     flops_per_sample: float = Field(default=0.0, ge=0, description="Forward and backward FLOPs of a sample.")
     activation_elements: int = Field(default=0, ge=0, description="Elements kept for the backward pass of a sample.")
     num_kernels: int = Field(default=0, ge=0, description="Operators of a forward pass.")
-    has_batch_norm: bool = Field(default=False, description="Whether it normalises over the samples of a micro-batch.")
+    has_batch_norm: bool = Field(default=False, description="Whether it normalizes over the samples of a micro-batch.")
     has_convolutions: bool = Field(default=False, description="Whether it has layers of type Conv2d.")
     no_pipeline: str | None = Field(default=None, description="Why a pipeline cannot split it; null: it can.")
     no_tensor_parallel: str | None = Field(default=None, description="Why tp cannot split it; null: it can.")
     head: str | None = Field(
-        default=None, description="Module that makes a decoder's logits, and can make its loss; null: there is none."
+        default=None, description="Module that computes the logits of a decoder, and can compute its loss; null: none."
     )
     shape: dict[str, float] | None = Field(
-        default=None, description="Dimensions of the decoder like it, by which its time is predicted; null: none."
+        default=None, description="Dimensions of a similar decoder, used to predict its time; null: none."
     )
 
     def to_facts(self) -> ModuleFacts:
@@ -91,12 +91,12 @@ def count_module(model: UserModel, data: Data, seq_length: int) -> CountedSectio
     """Build the module in a child process without devices, and take a sample through it.
 
     Raises:
-        PydanticCustomError: it cannot be built, or fails; says why.
+        PydanticCustomError: it cannot be built, or fails; with the reason.
     """
     request = {"model": to_json(model), "data": to_json(data), "seq_length": seq_length}
     reply = _query(json.dumps(request))
     if reply.get("problem") is not None:
-        raise fault(None, str(reply["problem"]), "Correct it; docs/python-workload.md says what trials need.")
+        raise fault(None, str(reply["problem"]), "Correct it; see docs/python-workload.md for the requirements.")
     facts: ModuleFacts = from_json(ModuleFacts, reply["facts"])
     shape = reply.get("shape")
     if shape is not None:
@@ -106,7 +106,7 @@ def count_module(model: UserModel, data: Data, seq_length: int) -> CountedSectio
 
 @functools.lru_cache(maxsize=4)
 def _query(request: str) -> dict[str, Any]:
-    """The child's reply; a file is read more than once while it is submitted, but its code is looked at once."""
+    """The child's reply; a sweep file is read several times during submission, but its code is inspected once."""
     environment = {**without_devices(for_ranks(os.environ)), "TRANSFORMERS_VERBOSITY": "error"}
     command = python_module("trials.models.module_facts")
     try:
@@ -115,45 +115,47 @@ def _query(request: str) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         message = f"building the model and one step on a sample took longer than {TIMEOUT_S:.0f} s"
-        raise fault(None, message, "Write `counted: {num_layers: N}` to leave it out.") from None
+        raise fault(None, message, "Write `counted: {num_layers: N}` to skip it.") from None
     try:
         reply: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         words = done.stderr.strip().splitlines()
-        last_line = words[-1][:300] if words else "it printed nothing"
-        message = f"building the model ended with status {done.returncode}: {last_line}"
-        raise fault(None, message, "Is there enough memory here? `counted: {num_layers: N}` leaves it out.") from None
+        last_line = words[-1][:300] if words else "no output"
+        message = f"building the model failed with status {done.returncode}: {last_line}"
+        raise fault(
+            None, message, "Check that the host has enough memory, or write `counted: {num_layers: N}` to skip it."
+        ) from None
     return reply
 
 
 # Decoders that transformers builds from a ``config.json``, without weights
 
 MAX_BYTES = 1 << 20
-_NAME_CONFIG = "Name the config.json of a decoder, relative to the sweep file."
+_NAME_CONFIG = "Set the path of the config.json of a decoder, relative to the sweep file."
 
 
 class _OrPath:
-    """Annotation: the schema also allows the path of a file, whose content takes its place."""
+    """Annotation: the schema also allows the path of a file with the content."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"anyOf": [handler(schema), {"type": "string"}]}
 
 
 class HuggingFaceSection(Section):
-    """A decoder of the transformers package, with initial weights of its own."""
+    """A decoder of the transformers package, with its initial weights."""
 
     kind: Literal["huggingface"] = Field(description="Model family.")
     config: Annotated[dict[str, Any], _OrPath()] = Field(
         description="Path of the model's config.json, relative to the sweep file, or its content."
     )
     counted: CountedSection | None = Field(
-        default=None, description="What building it once here told of it; found out when left out."
+        default=None, description="Properties of the model, found by building it once. Default: built on this host."
     )
 
     @field_validator("config", mode="before")
     @classmethod
     def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """The content of the file, where it is one."""
+        """The content of the file, if it is one."""
         if not isinstance(value, str):
             return value
         file = resolve(value, info)
@@ -163,7 +165,7 @@ class HuggingFaceSection(Section):
         except OSError as error:
             raise fault(None, f"{file} cannot be read: {error.strerror or error}", _NAME_CONFIG) from None
         except ValueError as error:
-            raise fault(None, f"{file} is no JSON: {error}", _NAME_CONFIG) from None
+            raise fault(None, f"{file} is not JSON: {error}", _NAME_CONFIG) from None
         return content
 
     @field_validator("config")
@@ -187,7 +189,7 @@ class HuggingFaceSection(Section):
         return found
 
     def count(self, data: Data, seq_length: int) -> None:
-        """Find out what is not known, once.
+        """Determine unknown properties, once.
 
         Raises:
             PydanticCustomError: transformers is not installed here, or cannot build the model.
@@ -227,7 +229,9 @@ class LlamaSection(Section):
         if hidden % heads:
             raise fault("num_heads", f"{heads} does not divide hidden_size {hidden}", "Change one of them.")
         if hidden // heads % 2:
-            raise fault("num_heads", f"hidden_size {hidden} / {heads} heads is odd", "Rotary embedding needs it even.")
+            raise fault(
+                "num_heads", f"hidden_size {hidden} / {heads} heads is odd", "Rotary embeddings require an even size."
+            )
         if heads % self.num_kv_heads:
             raise fault("num_kv_heads", f"{self.num_kv_heads} does not divide num_heads {heads}", "Change one of them.")
         return self
@@ -241,7 +245,7 @@ class ResNetSection(Section):
 
     kind: Literal["resnet"] = Field(description="Model family.")
     depth: Literal[18, 50] = Field(default=ResNetModel().depth, description="18 (basic blocks) or 50 (bottlenecks).")
-    num_classes: Size = Field(default=ResNetModel().num_classes, description="Classes told apart.")
+    num_classes: Size = Field(default=ResNetModel().num_classes, description="Number of classes.")
     image_size: int = Field(
         default=ResNetModel().image_size, ge=32, le=4096, description="Height and width of the images, in pixels."
     )
@@ -267,7 +271,8 @@ class TextSection(Section):
 
     kind: Literal["text"] = Field(description="How the data is read.")
     path: str | None = Field(
-        default=None, description="File or folder, relative to the sweep file; null: the Python standard library."
+        default=None,
+        description="File or folder, relative to the sweep file; null: the source of the Python standard library.",
     )
     pattern: str = Field(default="*.py", min_length=1, description="Which files of a folder, searched recursively.")
 
@@ -308,7 +313,7 @@ class ImageFolderSection(Section):
     kind: Literal["image_folder"] = Field(description="How the data is read.")
     path: str | None = Field(
         default=None,
-        description="Folder of class folders, relative to the sweep file; null: images made up and encoded once.",
+        description="Folder with one folder per class, relative to the sweep file; null: synthetic images.",
     )
 
     _resolve = field_validator("path")(resolve)
@@ -366,7 +371,7 @@ _MODELS: Mapping[str, type[Model]] = {cls.kind: cls for cls in DATA_OF_MODEL}
 
 
 class WorkloadSection(Section):
-    """A model that our runner trains, the same for every trial."""
+    """A model that the built-in runner trains, the same for every trial."""
 
     TAG: ClassVar[str] = "built-in"
     model: Annotated[Annotated[ModelSection, Field(discriminator="kind")], _OrPath()] = Field(
@@ -375,11 +380,11 @@ class WorkloadSection(Section):
     data: Annotated[DataSection, Field(discriminator="kind")] = Field(
         default=None,
         validate_default=True,
-        description="The training data; a kind left out is the default of the model: text for llama and huggingface, "
-        "image_folder for resnet, random for linear.",
+        description="The training data. Default kind: text for llama and huggingface, image_folder for resnet, "
+        "random for linear.",
     )
     seq_length: Size | None = Field(
-        default=None, description="Tokens per sequence; llama and huggingface need it, others have none."
+        default=None, description="Tokens per sequence; required for llama and huggingface, not allowed for others."
     )
     global_batch_size: Size = Field(description="Samples (sequences) per optimiser step over all ranks.")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
@@ -415,7 +420,7 @@ class WorkloadSection(Section):
         return self
 
     def _are_files_here(self, context: Mapping[str, Any]) -> bool:
-        """Whether the data are to be looked at: those of a cluster elsewhere may lie on its hosts only."""
+        """Whether to check the data: those of a remote cluster may exist only on its hosts."""
         path = getattr(self.data, "path", None)
         is_elsewhere = context.get("is_remote", False) and path is not None and not is_there(Path(path))
         return bool(context.get("check_files", True)) and not is_elsewhere
@@ -441,16 +446,16 @@ class WorkloadSection(Section):
 
     @property
     def tokens_per_sample(self) -> int:
-        """Tokens in one sample; 1 where samples are no sequences."""
+        """Tokens in one sample; 1 if samples are not sequences."""
         return self.seq_length or 1
 
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
-"""Folders without training text, the same as in the runner, which cannot be imported here."""
+"""Folders without training text, as in the runner, which cannot be imported here."""
 
 
 NUM_SAMPLES, SAMPLE_BYTES = 16, 1 << 18
-"""Places of a token file at which ids are looked at, and bytes looked at there."""
+"""Number of positions of a token file at which ids are checked, and bytes checked at each."""
 
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg")
@@ -460,7 +465,7 @@ _REMEDY = "Check the path (relative to the sweep file) and its permissions."
 
 
 def check_text(root: Path, pattern: str, *, num_bytes: int) -> None:
-    """Raise a fault unless ``root``, or the files in it that match, can be read and hold ``num_bytes``."""
+    """Raise a fault unless ``root``, or the matching files in it, can be read and contain ``num_bytes``."""
     remedy = "Check the path (relative to the sweep file), its permissions and the pattern."
     found = 0
     path = root
@@ -473,7 +478,7 @@ def check_text(root: Path, pattern: str, *, num_bytes: int) -> None:
     except OSError as error:
         raise fault("data.path", f"{path} cannot be read: {error.strerror or error}", remedy) from None
     where = f"files matching {pattern!r} in {root}" if root.is_dir() else str(root)
-    raise fault("data.path", f"{where} hold {found} bytes, fewer than a sequence and its target ({num_bytes})", remedy)
+    raise fault("data.path", f"{where}: {found} bytes, fewer than a sequence and its target ({num_bytes})", remedy)
 
 
 def _files(root: Path, pattern: str) -> Iterator[Path]:
@@ -487,18 +492,18 @@ def _files(root: Path, pattern: str) -> Iterator[Path]:
 
 
 def check_tokens(path: Path, *, num_tokens: int, token_bytes: int) -> None:
-    """Raise a fault unless the file can be read and holds a whole number of tokens, at least ``num_tokens``."""
+    """Raise a fault unless the file can be read and contains a whole number of tokens, at least ``num_tokens``."""
     found, left = divmod(_size(path), token_bytes)
     if left:
-        message = f"{path} does not hold a whole number of ids of {token_bytes} bytes"
+        message = f"{path} does not contain a whole number of ids of {token_bytes} bytes"
         raise fault("data.path", message, "Check the file and dtype.")
     if found < num_tokens:
-        message = f"{path} holds {found} tokens, fewer than a sequence and its target ({num_tokens})"
+        message = f"{path} contains {found} tokens, fewer than a sequence and its target ({num_tokens})"
         raise fault("data.path", message, "Check the file and dtype.")
 
 
 def check_ids(path: Path, type_code: str, *, vocab_size: int) -> None:
-    """Raise a fault where the file holds ids that the model does not know, as far as a sample of it tells."""
+    """Raise a fault if a sample of the file contains ids outside the model's vocabulary."""
     ids = array(type_code)
     size = _size(path)
     with open_regular(path) as stream:
@@ -509,13 +514,13 @@ def check_ids(path: Path, type_code: str, *, vocab_size: int) -> None:
         ids.byteswap()
     bad = next((found for found in (min(ids), max(ids)) if not 0 <= found < vocab_size), None)
     if bad is not None:
-        message = f"{path} holds token id {bad}, outside the model's 0 to {vocab_size - 1}"
-        raise fault("model.vocab_size", message, "Raise vocab_size to that of the tokeniser, or check data.dtype.")
+        message = f"{path} contains token id {bad}, outside the model's 0 to {vocab_size - 1}"
+        raise fault("model.vocab_size", message, "Raise vocab_size to that of the tokenizer, or check data.dtype.")
 
 
 def check_images(root: Path, *, num_classes: int) -> None:
-    """Raise a fault unless some class folder in ``root`` holds a JPEG file that can be read, and the model tells as
-    many classes apart as there are folders."""
+    """Raise a fault unless a class folder in ``root`` contains a readable JPEG file, and the model has as many
+    classes as there are folders."""
     try:
         folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
         files = (file for folder in folders for file in folder.rglob("*"))
@@ -523,10 +528,10 @@ def check_images(root: Path, *, num_classes: int) -> None:
     except OSError as error:
         raise fault("data.path", f"{root} cannot be read: {error.strerror or error}", _REMEDY) from None
     if image is None:
-        raise fault("data.path", f"{root} holds no JPEG files in folders of their classes", _REMEDY)
+        raise fault("data.path", f"{root} contains no JPEG files in class folders", _REMEDY)
     _size(image)
     if len(folders) > num_classes:
-        message = f"{num_classes} classes, but {root} has {len(folders)} folders of classes"
+        message = f"{num_classes} classes, but {root} has {len(folders)} class folders"
         raise fault("model.num_classes", message, f"Set num_classes: {len(folders)}, or check data.path.")
 
 
@@ -538,15 +543,19 @@ def _size(path: Path) -> int:
         raise fault("data.path", f"{path} cannot be read: {error.strerror or error}", _REMEDY) from None
 
 
-# A PyTorch module of the user's, trained by our runner
+# A PyTorch module of the user, trained by the built-in runner
 
 
 def _function(value: str) -> str:
     if FUNCTION.fullmatch(value) is None:
-        raise fault(None, f"{show(value)} does not name a function", "Write module:function, like my_model:build.")
+        raise fault(
+            None, f"{show(value)} is not of the form module:function", "Write module:function, like my_model:build."
+        )
     package = value.partition(":")[0].partition(".")[0]
     if package in RESERVED:
-        raise fault(None, f"a module of yours cannot be called {package!r}: it is one of ours", "Rename the file.")
+        raise fault(
+            None, f"your module must not be called {package!r}: the name is used by tune-cluster", "Rename the file."
+        )
     return value
 
 
@@ -559,60 +568,60 @@ Style = Literal["colwise", "rowwise", "colwise_gather_output", "embedding_rowwis
 
 
 class PythonSection(Section):
-    """A PyTorch module of your own, which the runner parallelises. See docs/python-workload.md."""
+    """Your PyTorch module, parallelized by the built-in runner. See docs/python-workload.md."""
 
     TAG: ClassVar[str] = "python"
     kind: Literal["python"] = Field(description="That it is one.")
-    model: FunctionName = Field(description="Function that builds the module, without arguments: `my_model:build`.")
-    loss: FunctionName = Field(description="Function of outputs and targets that gives the mean loss, a scalar.")
+    model: FunctionName = Field(description="Function without arguments that builds the module: `my_model:build`.")
+    loss: FunctionName = Field(description="Function of outputs and targets that returns the mean loss, a scalar.")
     data: FunctionName = Field(
-        description="Function that gives the data set, without arguments: samples by number, pairs of input and target."
+        description="Function without arguments that returns a map-style data set of pairs of input and target."
     )
     layers: ModulePath = Field(
-        description="Where the module keeps its list of layers (ModuleList), dotted: unit of pp, recompute, FSDP and "
-        "compile."
+        description="Dotted path of the list of layers (ModuleList) in the module: unit of pp, recompute, FSDP "
+        "and compile."
     )
     before: list[ModulePath] | None = Field(
-        default=None, description="Modules that do all the work before the layers; pp needs it, also when empty."
+        default=None, description="Modules that run before the layers. Required for pp, even if empty."
     )
     after: list[ModulePath] | None = Field(
-        default=None, description="Modules that do all the work after the layers; pp needs it, also when empty."
+        default=None, description="Modules that run after the layers. Required for pp, even if empty."
     )
     tensor_parallel: dict[ModulePattern, Style] = Field(
-        default={}, description="How tp splits modules, by path, * for any one part: {layers.*.up: colwise}."
+        default={}, description="How tp splits modules, by path; * matches one part: {layers.*.up: colwise}."
     )
     cwd: str = Field(
         default=".",
         validate_default=True,
-        description="Folder of the code, relative to the sweep file; ranks work in it.",
+        description="Folder of the code, relative to the sweep file; working directory of the ranks.",
     )
-    seq_length: Size | None = Field(default=None, description="Tokens per sample; null: speeds count samples.")
+    seq_length: Size | None = Field(default=None, description="Tokens per sample; null: speed is measured in samples.")
     global_batch_size: Size = Field(description="Samples per optimiser step over all ranks.")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of weights and data order.")
     counted: CountedSection | None = Field(
-        default=None, description="What building it once here told of it; found out when left out."
+        default=None, description="Properties of the model, found by building it once. Default: built on this host."
     )
 
     _resolve = field_validator("cwd")(resolve)
 
     @model_validator(mode="after")
     def _count(self, info: ValidationInfo) -> PythonSection:
-        """Look at the code once, where it is; on a cluster elsewhere it may lie on the nodes only."""
+        """Inspect the code once, if it is on this host; on a remote cluster it may exist only on the nodes."""
         context: Any = info.context or {}
         if self.counted is not None or not context.get("check_files", True):
             return self
         if not is_there(Path(self.cwd)):
             if not context.get("is_remote", False):
-                raise fault("cwd", f"there is no folder {self.cwd}", "The path is relative to the sweep file.")
-            message = "the code is not here, so its number of layers is unknown"
+                raise fault("cwd", f"folder {self.cwd} does not exist", "The path is relative to the sweep file.")
+            message = "the code is not on this host, so the number of layers is unknown"
             raise fault("counted", message, "Write counted: {num_layers: N}.")
         self.__dict__["counted"] = count_module(self.to_model(), self.to_data(), self.tokens_per_sample)
         return self
 
     @property
     def tokens_per_sample(self) -> int:
-        """Tokens in one sample; 1 where samples are no sequences."""
+        """Tokens in one sample; 1 if samples are not sequences."""
         return self.seq_length or 1
 
     def to_model(self) -> PythonModel:

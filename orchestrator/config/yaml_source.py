@@ -1,4 +1,4 @@
-"""YAML files read the safe way, with the line of every key; problems as file, line, key and remedy."""
+"""Safe YAML parsing with the line of every key; problems as file, line, key and remedy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trials.secrets import is_secret_name, is_secret_option, literal_secret, red
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_NODES = 20_000
-"""Nodes after aliases are expanded; a file of nested aliases ("billion laughs") goes far beyond."""
+"""Maximum nodes after aliases are expanded; nested aliases ("billion laughs") exceed it by far."""
 MAX_DEPTH = 40
 MAX_INT_BITS = 1000
-"""Size of a whole number; beyond it, Python neither makes a float of it nor writes it out."""
+"""Maximum size of a whole number; Python can neither convert larger ones to float nor print them."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -43,7 +43,7 @@ class YamlSource:
     """The file as it was written."""
 
     def locate(self, path: KeyPath) -> tuple[KeyPath, int]:
-        """The longest part of ``path`` that stands in the file, and its line."""
+        """The longest part of ``path`` that exists in the file, and its line."""
         while path and path not in self.lines:
             path = path[:-1]
         return path, self.lines.get(path, 1)
@@ -78,13 +78,13 @@ def read_yaml(file: str | Path) -> YamlSource:
         how = shlex.join((*PROGRAMS[file.suffix], str(file)))
         raise ConfigError(
             f"{file} is a program, not a sweep file",
-            remedy=f"Draft a sweep file for it, with the options that you run it with: tune-cluster init -- {how}",
+            remedy=f"Draft a sweep file for it with the options of your command: tune-cluster init -- {how}",
         )
     return parse_yaml(text, file)
 
 
 def parse_yaml(text: str, file: Path) -> YamlSource:
-    """Parse ``text``, which stands in ``file``, as :func:`read_yaml` does."""
+    """Parse ``text`` from ``file``, as :func:`read_yaml` does."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -109,7 +109,9 @@ def _read_text(file: Path) -> str:
             f"cannot be read: {reason}", file=file, remedy="Check the path and its permissions."
         ) from None
     if len(raw) > MAX_FILE_BYTES:
-        raise ConfigError(f"larger than {MAX_FILE_BYTES // 1024} KiB", file=file, remedy="Is this the right file?")
+        raise ConfigError(
+            f"larger than {MAX_FILE_BYTES // 1024} KiB", file=file, remedy="Check that this is the right file."
+        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -118,7 +120,7 @@ def _read_text(file: Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that takes ``1e-3`` for a number, as YAML 1.2 does."""
+    """SafeLoader that reads ``1e-3`` as a number, as YAML 1.2 does."""
 
 
 _Loader.add_implicit_resolver(
@@ -131,7 +133,7 @@ _PLAIN_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 @dataclass(slots=True, kw_only=True)
 class _Builder:
-    """Turns composed nodes into plain values. Aliases are expanded, so every path has its own line."""
+    """Converts composed nodes to plain values. Aliases are expanded, so every path has its own line."""
 
     file: Path
     loader: _Loader
@@ -150,11 +152,11 @@ class _Builder:
             return self._build_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, i)) for i, item in enumerate(node.value)]
-        assert isinstance(node, yaml.ScalarNode), "YAML knows scalars, sequences and mappings"
+        assert isinstance(node, yaml.ScalarNode), "YAML consists of scalars, sequences and mappings"
         return self._scalar(node, path, line)
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath, line: int) -> Any:
-        """The plain value; whatever PyYAML's constructors raise is the file's fault: they trust tags and digits."""
+        """The plain value; errors of PyYAML's constructors are errors of the file: they trust tags and digits."""
 
         def refused(message: str, remedy: str) -> ConfigError:
             return ConfigError(message, file=self.file, line=line, key=dotted(path), remedy=remedy)
@@ -164,13 +166,13 @@ class _Builder:
         except ConfigError:
             raise
         except Exception as error:
-            raise refused(_unreadable(node, error), "Quote text, and leave tags (!!) out.") from None
+            raise refused(_unreadable(node, error), "Quote text, and remove tags (!!).") from None
         if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-            raise refused(f"a number of {len(node.value)} characters is too large", "Write a smaller number.")
+            raise refused(f"a number with {len(node.value)} characters is too large", "Use a smaller number.")
         if isinstance(value, str) and not _is_text(value):
-            raise refused("the text holds half of a character (\\ud800 to \\udfff)", "Write the character itself.")
+            raise refused("the text contains half of a character (\\ud800 to \\udfff)", "Write the character itself.")
         if isinstance(value, str) and (found := CONTROLS.search(value)) is not None:
-            raise refused(f"the text holds the control character {found[0]!a}", "Remove it.")
+            raise refused(f"the text contains the control character {found[0]!a}", "Remove it.")
         return value
 
     def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
@@ -190,11 +192,11 @@ class _Builder:
             line = key_node.start_mark.line + 1
             if key in first_lines:
                 raise ConfigError(
-                    f"the key stands twice, first on line {first_lines[key]}",
+                    f"duplicate key, first on line {first_lines[key]}",
                     file=self.file,
                     line=line,
                     key=dotted((*path, key)),
-                    remedy="Keep one of them.",
+                    remedy="Remove one of them.",
                 )
             first_lines[key] = line
 
@@ -214,7 +216,7 @@ class _Builder:
 
     def _control_in_key(self, node: yaml.Node, path: KeyPath, char: str) -> ConfigError:
         return ConfigError(
-            f"a key holds the control character {char!a}",
+            f"a key contains the control character {char!a}",
             file=self.file,
             line=node.start_mark.line + 1,
             key=dotted(path),
@@ -235,10 +237,11 @@ class _Builder:
 
 
 def _unreadable(node: yaml.ScalarNode, error: Exception) -> str:
-    """Why a scalar has no value, such as ``'maybe' is no bool``; the error's own words where they say more."""
+    """Why a scalar has no value, such as ``'maybe' is not a valid bool``, followed by the error if it adds
+    information."""
     kind = str(node.tag).rpartition(":")[2]
     reason_text = str(error) if type(error) is ValueError and "invalid literal" not in str(error) else ""
-    return f"{_shortened(node.value)} is no {kind}" + (f": {reason_text}" if reason_text else "")
+    return f"{_shortened(node.value)} is not a valid {kind}" + (f": {reason_text}" if reason_text else "")
 
 
 def _is_text(text: str) -> bool:
@@ -275,22 +278,22 @@ def _syntax_error(file: Path, text: str, error: yaml.YAMLError) -> ConfigError:
 SEE_DOCS = "See docs/sweep-file.md."
 _REMEDY = "Keep secrets in the environment, not in files."
 _REMEDY_COMMAND = (
-    "Keep it in an environment variable, name that in env_pass, and have the program read it: every user of the host "
-    "can see command lines."
+    "Keep it in an environment variable, list that in env_pass, and let the program read it: command lines are "
+    "visible to every user of the host."
 )
 
 
 def refuse_secrets(source: YamlSource) -> None:
-    """Raise a :class:`ConfigError`, which does not repeat the secret, where the file seems to hold one.
+    """Raise a :class:`ConfigError`, without repeating the secret, if the file seems to contain one.
 
-    That is a value or key which has the form of a credential or holds what a secret variable of this process holds,
-    anything under a key named like a secret, or the value of an option named like one in a command.
+    That is a value or key in the form of a credential or with the value of a secret variable of this process,
+    anything under a key named like a secret, or the value of such an option in a command.
     """
     redact = redactor()
     for path, value in _leaves(source.data, ()):
         for i, part in enumerate(path):
             if isinstance(part, str) and redact(part) != part:
-                raise source.error(path[:i], "a key holds a credential", _REMEDY)
+                raise source.error(path[:i], "a key contains a credential", _REMEDY)
             if isinstance(part, str) and _names_a_secret(path[:i], part) and value is not None:
                 raise source.error(path[: i + 1], "secrets do not belong here", _REMEDY)
         if isinstance(value, str) and redact(value) != value:
@@ -298,24 +301,24 @@ def refuse_secrets(source: YamlSource) -> None:
     for path, words, is_list in _commands(source.data, ()):
         if (place := literal_secret(words)) is not None:
             option = words[place].partition("=")[0] if words[place].startswith("-") else words[place - 1]
-            message = f"the value of {option} is a secret written out"
+            message = f"the value of {option} is a secret in plain text"
             raise source.error((*path, place) if is_list else path, message, _REMEDY_COMMAND)
 
 
 def _holds_credential(source: YamlSource, path: KeyPath, value: str) -> ConfigError:
     variable = variable_in(value)
     if variable is None:
-        return source.error(path, "the value holds a credential", _REMEDY)
-    remedy = f"{_REMEDY} If {variable} is no secret, set it under env instead of env_pass."
+        return source.error(path, "the value contains a credential", _REMEDY)
+    remedy = f"{_REMEDY} If {variable} is not a secret, set it under env instead of env_pass."
     return source.error(
         path,
-        f"the value holds that of the environment variable {variable}, which is treated as a secret",
+        f"the value contains that of the environment variable {variable}, which is treated as a secret",
         _REMEDY if is_secret_name(variable) else remedy,
     )
 
 
 def _commands(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, list[str], bool]]:
-    """Whatever may be a command line, as words: lists of scalars, and texts with options; whether it is a list."""
+    """Possible command lines as words: lists of scalars, and texts with options; and whether it is a list."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _commands(item, (*path, key))
@@ -329,13 +332,13 @@ def _commands(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, list[str], b
 
 
 def _names_a_secret(path: KeyPath, name: str) -> bool:
-    """Whether the key ``name`` below ``path`` is called like a secret; variables are so in more ways than keys."""
+    """Whether the key ``name`` below ``path`` is named like a secret; the rules for variables are broader."""
     is_variable = path[-1:] == ("env",)
     return is_secret_option(name) or (is_variable and is_secret_name(name))
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """All leaves with their paths, empty mappings and lists among them: their keys count."""
+    """All leaves with their paths, including empty mappings and lists, whose keys count."""
     if isinstance(value, dict | list) and value:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(item, (*path, key))
@@ -376,8 +379,8 @@ def _translate(details: ErrorDetails, source: YamlSource, model: type[BaseModel]
 
 
 def _in_file(path: KeyPath, source: YamlSource) -> KeyPath:
-    """``path`` as the file has it: without the kinds of workloads, models and data that pydantic puts after the section
-    they stand in, and without the places of single values that stand for a list of one."""
+    """``path`` as in the file: without the kinds of workloads, models and data that pydantic inserts after their
+    section, and without the index of a single value that stands for a list of one."""
     if path[:1] == ("workload",):
         path = (*path[:1], *path[2:])
     if path[:2] in (("workload", "model"), ("workload", "data")):
@@ -392,7 +395,7 @@ def _in_file(path: KeyPath, source: YamlSource) -> KeyPath:
 def _nearest(key: str, valid: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(key.lower(), valid, n=1, cutoff=0.5)
     suggestion = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{suggestion}Keys here: {', '.join(valid)}."
+    return f"{suggestion}Valid keys: {', '.join(valid)}."
 
 
 def _keys_at(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
@@ -444,7 +447,7 @@ _BOUNDS = {
 
 
 def _describe(details: ErrorDetails) -> tuple[str, str]:
-    """Message and remedy of one of pydantic's own errors."""
+    """Message and remedy of a pydantic error."""
     kind, context, value = details["type"], details.get("ctx", {}), details["input"]
     shown = _show(value)
     if kind in _BOUNDS:

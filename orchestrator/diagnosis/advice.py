@@ -58,7 +58,7 @@ def _sizes(one: Observed) -> Iterator[str]:
     rows = one.facts.vocab_size or (decoder.vocab_size if decoder is not None else 0)
     if rows > ALIGNED and rows % ALIGNED:
         more = -rows % ALIGNED
-        yield f"the vocabulary size {rows:,} is not a multiple of {ALIGNED}: pad it with {more} rows to {rows + more:,}"
+        yield f"the vocabulary size {rows:,} is not a multiple of {ALIGNED}: pad it by {more} rows to {rows + more:,}"
     width = one.facts.hidden_size or 0
     if width > ALIGNED and width % ALIGNED and one.is_half:
         yield f"the hidden size {width:,} is not a multiple of {ALIGNED}"
@@ -71,22 +71,25 @@ def _layout(one: Observed) -> Iterator[str]:
     if one.facts.nchw_convolutions:
         number = count(one.facts.nchw_convolutions, "convolution")
         yield (
-            f"{number} per step in 16 bits on channels-first inputs: "
-            "`.to(memory_format=torch.channels_last)` on model and input avoids transposing them"
+            f"{number} per step in 16 bits on channels-first inputs: `.to(memory_format=torch.channels_last)` on "
+            "model and input avoids transposes"
         )
 
 
 def _mask(one: Observed) -> Iterator[str]:
     if one.facts.mask_bytes:
         size = num_bytes(one.facts.mask_bytes)
-        yield f"the attention mask takes {size}, quadratic in the sequence length: `is_causal=True` needs no mask"
+        yield (
+            f"the attention mask takes {size} and grows quadratically with sequence length: `is_causal=True` "
+            "needs no mask"
+        )
 
 
 def _underflow(one: Observed) -> Iterator[str]:
     num_steps = len(one.measurement.losses) or len(one.measurement.step_times_s)
     skipped = one.measurement.num_skipped_steps
     if skipped and skipped >= MANY_SKIPPED * num_steps:
-        yield f"loss scaling skipped {skipped} of {num_steps} steps: start from a lower scale, or use bfloat16"
+        yield f"loss scaling skipped {skipped} of {num_steps} steps: start with a lower scale, or use bfloat16"
 
 
 def _batch_norm(one: Observed) -> Iterator[str]:
@@ -94,7 +97,7 @@ def _batch_norm(one: Observed) -> Iterator[str]:
         before, now = one.baseline.micro_batch_size, one.candidate.micro_batch_size
         if before != now:
             layers = count(one.facts.batch_norms, "batch-norm layer")
-            yield f"{layers} with {now} samples per micro-batch instead of {before}: this is not the same training"
+            yield f"{layers} with {now} samples per micro-batch instead of {before}: this changes the training"
 
 
 def _buckets(one: Observed) -> Iterator[str]:
@@ -113,8 +116,8 @@ def _copies(one: Observed) -> Iterator[str]:
         copies = count(one.facts.pageable_copies, "transfer")
         size = num_bytes(one.facts.pageable_bytes or 0)
         yield (
-            f"the host waits for {copies} per step, {size}, from memory that is not pinned: "
-            "use `pin_memory=True` and `.to(device, non_blocking=True)`"
+            f"the host waits for {copies} per step, {size}, from unpinned memory: use `pin_memory=True` and "
+            "`.to(device, non_blocking=True)`"
         )
 
 
@@ -124,7 +127,7 @@ def _syncs(one: Observed) -> Iterator[str]:
         values = count(facts.host_syncs, "value")
         where = f" ({facts.sync_site})" if facts.sync_site else ""
         ahead = f"; the host is {milliseconds(facts.ahead_s)} ahead of the device" if facts.ahead_s is not None else ""
-        yield f"the host reads {values} from the device in every step{where}{ahead}: read losses only every few steps"
+        yield f"the host reads {values} from the device in each step{where}{ahead}: read losses only every few steps"
 
 
 def _casts(one: Observed) -> Iterator[str]:

@@ -56,8 +56,8 @@ for the trial's clock."""
 IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "host_copies", "dispatch")
 """Parts into which forward and backward are split."""
 
-_SCRIPT = "your program tells only how long a step takes"
-_UNTOLD = "forward and backward are timed in your program; only `profile` separates computation from waiting"
+_SCRIPT = "your program reports only its step time"
+_UNTOLD = "forward and backward are timed in your program; run `profile` to separate computation from waiting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class _Clock:
 
     @classmethod
     def of(cls, measurement: Measurement) -> _Clock | None:
-        """The breakdown of a measurement; None where nobody looked inside the step, as on virtual clusters."""
+        """The breakdown of a measurement; None if the step was not split, as on virtual clusters."""
         found = measurement.breakdown
         others: dict[PartName, float] = {
             "bubble": found.bubble_s,
@@ -157,17 +157,19 @@ def _modelled_parts(
 ) -> tuple[list[Part], list[str]]:
     """The split of a step of which only the whole was measured."""
     is_script = found.findings.script is not None
-    unknown = f"its phases are not known, {_SCRIPT}" if is_script else "nobody looked inside the steps of this cluster"
+    unknown = (
+        f"the phases of the step are unknown, {_SCRIPT}" if is_script else "phases are not recorded on this cluster"
+    )
     if not modelled:
         why = f"{_SCRIPT}, and {unmodelled}" if is_script else unmodelled
         return [Part("other", found.step_time_s, "measured")], [f"the step is not split: {why}"]
-    return _shared_out(found.step_time_s, modelled, "modelled"), [f"{unknown}: the whole split is the cost model's"]
+    return _shared_out(found.step_time_s, modelled, "modelled"), [f"{unknown}: the split comes from the cost model"]
 
 
 def _with_data_waits(
     clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str
 ) -> tuple[list[Part], list[str]]:
-    """The split of a step of which only the waiting for data is told."""
+    """The split of a step of which only the wait for data is known."""
     measured_parts = [part for part in _of_program(clock)[0] if part.name != "other" and part.seconds]
     rest_s, names = clock.others_s["other"], {part.name for part in measured_parts}
     shares = {name: seconds for name, seconds in modelled.items() if name not in names}
@@ -177,7 +179,7 @@ def _with_data_waits(
             f"the rest of the step is not split: {who}, and {unmodelled}"
         ]
     return [*measured_parts, *_shared_out(rest_s, shares, "modelled")], [
-        f"{who}: the rest of the split is the cost model's"
+        f"{who}: the rest of the split comes from the cost model"
     ]
 
 
@@ -211,7 +213,7 @@ def _passes(
         return [*again, Part("forward_backward", passes_s - again_s, "measured")], [
             f"forward+backward is not split: {unmodelled}"
         ]
-    note = "forward+backward as a whole is measured; how it splits is the cost model's"
+    note = "the total of forward+backward is measured; its split comes from the cost model"
     return [*again, *_shared_out(passes_s - again_s, shares, "modelled")], [note]
 
 
@@ -228,7 +230,7 @@ def _by_profile(found: Measurement, profile: ProfileOf) -> tuple[list[Part], lis
         "optimizer": optimizer_s,
         "data": data_s,
     }
-    note = f"the step is split by the profile {trial_id(profile.run)} of rank {rank.rank}"
+    note = f"the step is split according to profile {trial_id(profile.run)} of rank {rank.rank}"
     return _shared_out(found.step_time_s, shares, "profiled"), [note]
 
 
@@ -248,7 +250,7 @@ def _profiled(clock: _Clock, profile: ProfileOf, again_s: float) -> tuple[list[P
         "communication": waiting - in_bubble,
         "dispatch": max(0.0, free - idle_elsewhere),
     }
-    note = f"forward+backward is split as rank {rank.rank} spent its time in the profile {trial_id(profile.run)}"
+    note = f"forward+backward is split according to profile {trial_id(profile.run)} of rank {rank.rank}"
     return _shared_out(clock.passes_s - again_s, shares, "profiled"), [note]
 
 
@@ -260,7 +262,7 @@ def _recompute_apart(
         return list(parts), []
     again, once = modelled.get("recompute", 0.0), modelled.get("compute", 0.0)
     if again + once <= 0:
-        return list(parts), ["computation contains recompute: no cost model tells them apart"]
+        return list(parts), ["computation includes recompute: no cost model to separate them"]
     apart: list[Part] = []
     for part in parts:
         if part.name == "compute":
@@ -308,13 +310,13 @@ MIN_BOTTLENECK = 0.1
 MIN_SHOWN = 0.03
 """Share of the step below which a bottleneck is not mentioned."""
 NEAR_LIMIT = 0.85
-"""Share of device memory from which on it is reported as nearly full."""
+"""Fraction of device memory from which on it counts as nearly full."""
 MUCH_LONGER = 1.5
 """How many times the bubble of balanced stages a bubble is, from which on that is reported."""
 LITTLE_GAIN = 1.05
-"""Speed-up by mixed precision below which it is reported to have brought little."""
+"""Speed-up by mixed precision below which it counts as small."""
 MUCH_OPTIMIZER = 0.3
-"""Share of the step from which on a program's optimiser is a bottleneck of its own."""
+"""Fraction of the step from which on a program's optimiser counts as a bottleneck."""
 MAX_AHEAD = 0.05
 """Share of the step by which the host may be ahead of the device where launching is what takes the time."""
 GIVES_UP = 7
@@ -349,7 +351,7 @@ class DiagnosedCase:
     """Device memory of a rank; None where it is not known."""
     effects: Sequence[KnobEffect]
     roles: Mapping[str, str]
-    """Custom knob to the built-in one that the sweep file says it stands for."""
+    """Built-in knob by custom knob that the sweep file maps to it."""
 
     @property
     def measurement(self) -> Measurement:
@@ -360,7 +362,7 @@ class DiagnosedCase:
 def diagnose(case: DiagnosedCase) -> tuple[Bottleneck, ...]:
     """The bottlenecks of a trial: the one that matters first, then the others worth a line, the largest first.
 
-    Empty where nothing tells where the time goes.
+    Empty if it is unknown where the time goes.
     """
     found = [one for kind in PART_OF if (one := _part_bottleneck(case, kind))]
     others = (_memory_bottleneck, _imbalance_bottleneck, _launch_bottleneck, _optimizer_bottleneck)
@@ -446,7 +448,7 @@ def _communication_evidence(case: DiagnosedCase) -> list[str]:
     total = sum(terms.values())
     largest = sorted(terms.items(), key=lambda item: -item[1])[:2]
     if shown := [f"{n.replace('_', ' ')} {s / total:.0%}" for n, s in largest if s >= 0.1 * total]:
-        lines.append(f"of it, by the cost model: {', '.join(shown)}")
+        lines.append(f"split by the cost model: {', '.join(shown)}")
     return lines
 
 
@@ -459,7 +461,7 @@ def _collectives(case: DiagnosedCase) -> list[str]:
     if facts.buckets and facts.bucket_bytes:
         buckets = f"{num_bytes(facts.bucket_bytes)} of gradients in {count(facts.buckets, 'bucket')}"
         is_clocked = facts.bucket_exposed_s and case.profile is None  # a profile says it of its own steps
-        wait = f", {milliseconds(facts.bucket_exposed_s or 0)} beyond the backward pass" if is_clocked else ""
+        wait = f", {milliseconds(facts.bucket_exposed_s or 0)} of it after the backward pass" if is_clocked else ""
         lines.append(f"DistributedDataParallel reduces {buckets}{wait}")
     if facts.collectives:
         size = num_bytes(facts.collective_bytes or 0)
@@ -495,10 +497,11 @@ def _bubble_evidence(case: DiagnosedCase) -> list[str]:
     ideal = (layout.pp - 1) / (layout.num_virtual_stages * num + layout.pp - 1)
     virtual = f" x {layout.num_virtual_stages} chunks" if layout.num_virtual_stages > 1 else ""
     lines = [
-        f"{layout.schedule}, {layout.pp} stages{virtual}, {num} micro-batches: balanced stages would idle {ideal:.0%}"
+        f"{layout.schedule}, {layout.pp} stages{virtual}, {num} micro-batches: with balanced stages, "
+        f"{ideal:.0%} would be idle"
     ]
     if case.parts.share("bubble") > MUCH_LONGER * ideal:
-        lines.append("the rest is uneven stages, passing tensors on, or ranks slowed down by others")
+        lines.append("the rest comes from uneven stages, transfers between stages, or slow ranks")
     return lines
 
 
@@ -517,7 +520,7 @@ def _dispatch_evidence(case: DiagnosedCase) -> list[str]:
         if is_amp and effect.ratio < LITTLE_GAIN and not is_wide(effect):
             values = f"{effect.before[0]} to {effect.after[0]}"
             lines.append(
-                f"mixed precision brings little: {values} is {effect.ratio:.2f}x, so kernels are not the limit"
+                f"mixed precision helps little: {values} is {effect.ratio:.2f}x, so kernels are not the bottleneck"
             )
     return lines + _recompilations(case)
 
@@ -548,7 +551,7 @@ def _compilation_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     lines = _recompilations(case)
     if number >= GIVES_UP:
         lines.append(f"after {GIVES_UP + 1} graphs of one function PyTorch gives up and runs it uncompiled")
-    lines.append("use inputs of one shape or `dynamic=True`, and keep changing values out of the compiled function")
+    lines.append("use inputs of a fixed shape or `dynamic=True`, and keep changing values out of the compiled function")
     return _bottleneck(case, "compilation", seconds, "measured", lines)
 
 
@@ -570,7 +573,7 @@ def _launch_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
         f"an operator on one element takes {_micro(launch_s)} here"
     ]
     if facts.ahead_s is not None:
-        lines.append("the device is idle when the host reaches the end of a step")
+        lines.append("the device is already idle when the host reaches the end of a step")
         lines += [f"the host waits for a value from the device in {facts.sync_site}"] if facts.host_syncs else []
         launching_s = max(launching_s, MIN_BOTTLENECK * step_s)
     if launching_s < MIN_BOTTLENECK * step_s:
@@ -588,7 +591,7 @@ def _optimizer_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     share = case.parts.share("optimizer")
     if case.measurement.findings.script is None or share < MUCH_OPTIMIZER:
         return None
-    lines = ["its time does not depend on the batch: with larger micro-batches or accumulation it is paid less often"]
+    lines = ["its time does not depend on the batch: larger micro-batches or more accumulation amortize it"]
     return _bottleneck(case, "optimizer", case.parts.seconds("optimizer"), "measured", lines)
 
 
@@ -637,7 +640,7 @@ def _memory_evidence(case: DiagnosedCase, again_s: float, found: Remedies) -> li
     peak = case.measurement.peak_bytes
     if peak and case.limit_bytes:
         share = peak / case.limit_bytes
-        spare = "room is left: recompute may not be needed" if again_s else "room is left"
+        spare = "memory is left: recompute may be unnecessary" if again_s else "memory is left"
         how = "nearly full" if share >= NEAR_LIMIT else spare
         lines.append(f"peak {num_bytes(peak)} of {num_bytes(case.limit_bytes)} ({share:.0%}): {how}")
     if again_s:
@@ -647,8 +650,8 @@ def _memory_evidence(case: DiagnosedCase, again_s: float, found: Remedies) -> li
         if tried is not None and tried.outcome is not None:
             why = f"{trial_id(tried.number)} {status_label(tried.status)}"
         else:
-            why = memory_text(blocked, case.limit_bytes) or "it is not expected to fit"
-        lines.append(f"{change_text(blocked)} is expected to have {blocked.gain:.2f}x, but: {why}")
+            why = memory_text(blocked, case.limit_bytes) or "it is predicted not to fit"
+        lines.append(f"{change_text(blocked)} is predicted to reach {blocked.gain:.2f}x, but: {why}")
     return lines
 
 
@@ -710,8 +713,8 @@ def _compute_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
     lines += _recompilations(case)
     if (share := case.parts.share("optimizer")) >= MIN_SHOWN:
         layout = case.trial.candidate.layout
-        advice = ": dp_shard would divide that among ranks" if layout.dp_replicate > 1 else ""
-        lines.append(f"the optimiser takes a further {share:.0%}{advice}")
+        advice = ": dp_shard would divide it among ranks" if layout.dp_replicate > 1 else ""
+        lines.append(f"the optimiser takes another {share:.0%}{advice}")
     return [_bottleneck(case, "compute", seconds, found[0].source, lines)]
 
 

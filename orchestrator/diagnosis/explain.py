@@ -53,7 +53,7 @@ class Basis:
     varied: frozenset[str] | None = None
     """Knobs with more than one value in the sweep's space; None stands for those in which the candidates differ."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Custom knob to the built-in one that the sweep file says it stands for."""
+    """Built-in knob by custom knob that the sweep file maps to it."""
     topology: Topology | None = None
     """The hardware; None where it is not known, and the cost model then says nothing."""
     knowledge: PriorKnowledge = field(default_factory=PriorKnowledge)
@@ -111,7 +111,7 @@ def _to_split(kept: Sequence[Trial], named: Sequence[Trial], state: SweepState) 
 
 
 def diagnosed_trials(state: SweepState, named: int | None) -> tuple[Trial | None, Trial | None, str]:
-    """The baseline and the trial diagnosed beside it, as far as measured, with the role of the latter.
+    """The baseline and the other diagnosed trial, if measured, with the role of the latter.
 
     Raises:
         ConfigError: the trial ``named`` for was not measured.
@@ -128,13 +128,13 @@ def diagnosed_trials(state: SweepState, named: int | None) -> tuple[Trial | None
 
 
 def _measured(state: SweepState, number: int) -> Trial:
-    """The trial asked for; for a check, the trial that it runs again."""
+    """The requested trial; for a check, the trial that it runs again."""
     trial = state.trials[number]
     if trial.check is not None:
         trial = state.trials[trial.check.of]
     if trial.measurement is None:
         name = trial_id(trial.number)
-        remedy = f"`tune-cluster explain {state.sweep.sweep} {name}` tells its story."
+        remedy = f"Run `tune-cluster explain {state.sweep.sweep} {name}` for its history."
         raise ConfigError(f"{name} was not measured: {status_label(trial.status)}", remedy=remedy)
     return trial
 
@@ -163,7 +163,7 @@ def _view(
     candidates = tuple(dict.fromkeys([*(trial.candidate for trial in kept), *near]))
     known = basis.knowledge
     if basis.topology is None or not candidates:
-        return None, basis.problem or "the hardware is not known"
+        return None, basis.problem or "the hardware is unknown"
     try:
         predictor = make_predictor(
             state.sweep.workload,
@@ -284,14 +284,14 @@ def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepStat
     if baseline is None and chosen is None:  # reported before anything is planned
         words = ", ".join(f"{count} {status_label(status)}" for status, count in state.counts().items())
         raise ConfigError(
-            f"no trial of the sweep {name!r} was measured ({words or 'it has none yet'})",
-            remedy=f"`tune-cluster explain {name} TRIAL` tells what became of one.",
+            f"sweep {name!r} has no measured trial ({words or 'no trials yet'})",
+            remedy=f"Run `tune-cluster explain {name} TRIAL` for the history of a trial.",
         )
     return explain_sweep(state, load_basis(ledger, state), trial=number, phase=phase)
 
 
 def load_basis(ledger: Ledger, state: SweepState) -> Basis:
-    """Candidates and hardware of the sweep as far as the ledger tells them, and why the rest is missing."""
+    """Candidates and hardware of the sweep from the ledger, and why the rest is missing."""
     spec, problem = _spec(ledger)
     topology, unknown = _topology(state.sweep)
     known = _knowledge(ledger)
@@ -316,14 +316,14 @@ def _spec(ledger: Ledger) -> tuple[SweepSpec | None, str]:
         return SweepSpec.from_json(ledger.document("spec") or {}), ""
     except UNREADABLE as error:
         logger.debug("the sweep file in %s cannot be used", ledger.folder, exc_info=error)
-        return None, "the sweep file kept with it is of another version"
+        return None, "its stored sweep file has a different version"
 
 
 def _knowledge(ledger: Ledger) -> PriorKnowledge:
     try:
         return PriorKnowledge.kept(ledger)
     except UNREADABLE as error:
-        logger.debug("what %s keeps of dry runs and probes cannot be used", ledger.folder, exc_info=error)
+        logger.debug("the stored dry runs and probes of %s cannot be used", ledger.folder, exc_info=error)
         return PriorKnowledge()
 
 
@@ -333,7 +333,7 @@ def _plan(spec: SweepSpec, topology: Topology | None, known: PriorKnowledge) -> 
     try:
         return make_plan(spec.model_copy(update={"space": space}), topology, known.estimates), ""
     except ConfigError as error:
-        return None, f"its candidates cannot be listed again: {error}"
+        return None, f"its candidates cannot be enumerated: {error}"
 
 
 def _varied_knobs(spec: SweepSpec) -> frozenset[str]:
@@ -347,7 +347,7 @@ def _topology(created: SweepCreated) -> tuple[Topology | None, str]:
     """From the hardware and the fingerprint kept with the sweep: what this host has may be something else."""
     known, memory = created.devices, created.fingerprint.get("device_memory_bytes", "")
     if not memory.isdigit():
-        return None, "the hardware is not known"
+        return None, "the hardware is unknown"
     node = Node(
         name="node0",
         address="127.0.0.1",

@@ -29,11 +29,11 @@ from orchestrator.units import chance, changes_text, num_bytes, ratio_interval, 
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate, LlamaModel, ResNetModel, UserModel, Workload, decoder_of
 
-# What the cost model says of a sweep's candidates after the sweep's own trials, as the guided search uses it.
+# Predictions of the cost model for a sweep's candidates after its trials, as used by the guided search.
 
 
 MIN_FOR_ERROR = 4
-"""Trials from which on leaving one out tells the error of predictions."""
+"""Trials from which on leave-one-out estimates the error of predictions."""
 
 ROWS_AT_ONCE = 1024
 """Rows whose covariances with all measured trials are held at a time."""
@@ -313,7 +313,7 @@ class KnobChange:
     num_rounds: int = 0
     """Rounds of confirmation that the ratio comes from; 0: from one run of each."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Custom knob to the built-in one that the sweep file says it stands for."""
+    """Built-in knob by custom knob that the sweep file maps to it."""
 
     @property
     def meant(self) -> frozenset[str]:
@@ -486,7 +486,7 @@ def _is_faster(change: KnobChange, found: Remedy) -> bool:
 
 
 def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | None:
-    """The gain of a change: measured where the sweep tried it, else predicted; None where nothing tells."""
+    """The gain of a change: measured where the sweep tried it, else predicted; None if unknown."""
     assert trial.measurement is not None
     peak = fits = None
     if view is not None:
@@ -535,19 +535,19 @@ def _score(found: Remedy) -> float:
 
 def _no_answer(own: Sequence[KnobChange], best: Remedy | None, *, is_known: bool) -> str:
     if not own:
-        return "the sweep has no candidate that differs in these knobs alone"
+        return "the sweep has no candidate that differs only in these knobs"
     if best is None:
         failed = [c.trial for c in own if c.trial is not None and _has_ended(c)]
         if failed:
             tried = ", ".join(f"{trial_id(t.number)} {status_label(t.status)}" for t in failed[:3])
-            return f"{_none_of(own)} and to fit ({tried})"
+            return f"{_none_of(own)} and known to fit ({tried})"
         if is_known:
-            return f"{_none_of(own)} and to fit"
-        which = f"{len(own)} legal changes" if len(own) > 1 else "one legal change"
-        return f"what the {which} would bring, the cost model does not know, and it was not tried"
+            return f"{_none_of(own)} and known to fit"
+        which = f"{len(own)} possible changes" if len(own) > 1 else "one possible change"
+        return f"the effect of {which} is unknown to the cost model and was not measured"
     if best.source == "measured" and best.trial is not None:
         return f"{_none_of(own)}; {change_text(best)} was measured in {trial_id(best.trial)}: {_between(best)}"
-    return f"{_none_of(own)}; {change_text(best)} is expected to give {_between(best)}"
+    return f"{_none_of(own)}; {change_text(best)} is predicted to give {_between(best)}"
 
 
 def _between(found: Remedy) -> str:
@@ -574,5 +574,5 @@ def memory_text(found: Remedy, limit_bytes: float | None) -> str:
 
 def _none_of(own: Sequence[KnobChange]) -> str:
     if len(own) == 1:
-        return "the one legal change is not known to be faster"
-    return f"none of {len(own)} legal changes is known to be faster"
+        return "the only possible change is not known to be faster"
+    return f"none of {len(own)} possible changes is known to be faster"

@@ -39,7 +39,7 @@ PART_NAMES: tuple[PartName, ...] = PartName.__args__  # type: ignore[attr-define
 """All parts, in the order in which they are shown."""
 
 Source = Literal["measured", "profiled", "modelled"]
-"""Who says how long a part takes: the trial's own clock, a profile's share of what the clock measured, or the cost
+"""The source of the time of a part: the trial's own clock, a profile's share of what the clock measured, or the cost
 model's share of it."""
 
 Kind = Literal[
@@ -50,7 +50,7 @@ compiles again while it trains, ``passes`` forward and backward where nothing te
 
 
 class Part(NamedTuple):
-    """A part of a step, its seconds, and who says so."""
+    """A part of a step, its seconds, and their source."""
 
     name: PartName
     seconds: float
@@ -64,7 +64,7 @@ class StepParts:
     trial: int
     step_time_s: float
     parts: tuple[Part, ...]
-    """In the order of :data:`PART_NAMES`; parts that take no time may be left out. Empty where nobody looked inside."""
+    """In the order of :data:`PART_NAMES`; parts that take no time may be left out. Empty if it was not split."""
     notes: tuple[str, ...] = ()
     """Sentences for people: why something is not split, or what the split rests on."""
 
@@ -148,7 +148,7 @@ class Bottleneck:
     num_changes: int = 0
     """Legal changes of these knobs that were compared."""
     note: str = ""
-    """Why there is no remedy, or what is known of the changes that failed."""
+    """Why there is no remedy, or what is known about the failed changes."""
 
     @property
     def title(self) -> str:
@@ -202,7 +202,7 @@ class Diagnosis:
     """``baseline``, ``winner`` (confirmed), ``fastest`` or ``chosen``."""
     parts: StepParts
     bottlenecks: tuple[Bottleneck, ...]
-    """The one that matters most first; empty where nothing tells where the time goes."""
+    """The one that matters most first; empty if it is unknown where the time goes."""
     advice: tuple[str, ...] = ()
     """What costs nothing to change, a sentence each, with the figure that shows it."""
 
@@ -274,7 +274,7 @@ class Predicted:
     log_spread: float
     """Predicted standard deviation of the logarithm of measured over expected step time."""
     expected_peak_bytes: float | None
-    """None where no cost model tells."""
+    """None without a cost model."""
     peak_bytes: int | None
     """Measured peak memory of the fullest rank; None where it was not measured."""
 
@@ -342,7 +342,7 @@ class SweepExplanation:
     """Unit of speeds: tokens/s/p or samples/s/p."""
     hardware: str
     phase: str
-    """Where the sweep stands: ``running``, ``finished``, ..."""
+    """Progress of the sweep: ``running``, ``finished``, ..."""
     virtual: Virtual | None
     """How the numbers came about where nothing was measured, since the cluster does not exist."""
     step_parts: Mapping[int, StepParts]
@@ -350,14 +350,14 @@ class SweepExplanation:
     baseline: Diagnosis | None
     """Diagnosis of the baseline; None where it was not measured."""
     chosen: Diagnosis | None
-    """Diagnosis of the trial asked for, else of the winner; None where that is the baseline."""
+    """Diagnosis of the requested trial, else of the winner; None where that is the baseline."""
     effects: tuple[KnobEffect, ...]
     """What single knobs did, the largest effect first."""
     predictions: Predictions
     limit_bytes: float | None = None
     """Device memory of a rank; None where it is not known."""
     unmodelled: str = ""
-    """Why the cost model says nothing; empty where it says something."""
+    """Why the cost model has no prediction; empty where it says something."""
     model_error: float | None = None
     """Typical error of the cost model after this sweep's trials, as a share: each trial predicted from the others."""
     num_trials: int = 0
@@ -369,7 +369,7 @@ class SweepExplanation:
 
     @property
     def diagnosed(self) -> Diagnosis | None:
-        """The trial whose bottleneck is shown: the chosen one, or the baseline where there is none."""
+        """The trial whose bottleneck is shown: the chosen one, or the baseline without one."""
         return self.chosen or self.baseline
 
     @property

@@ -1,4 +1,4 @@
-"""Drafts: first sweep files, written for people who have a model and a cluster.
+"""Drafts: first sweep files, for users who have a model and a cluster.
 
-It reads a Hugging Face configuration, looks at the hardware, and has the cost model choose a baseline that fits.
+Reads a Hugging Face configuration, detects the hardware, and lets the cost model choose a baseline that fits.
 """

@@ -32,15 +32,15 @@ from trials.files import fields_json, read_regular
 MAX_SIZES = 5
 """Micro-batch sizes that a draft proposes."""
 PATIENCE_S = 600
-"""Programs import, compile and read data before their first step, and may evaluate between two of them."""
+"""Programs import, compile and read data before their first step, and may evaluate between steps."""
 GENERIC_STEMS = {"train", "main", "run", "pretrain", "finetune", "fit", "training", "trainer"}
-"""Names of programs that say nothing about what is trained."""
+"""Program names that do not identify what is trained."""
 Knobs = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftedScript:
-    """What was read of a training command."""
+    """Result of reading a training command."""
 
     command: TypedCommand
     framework: Training
@@ -68,7 +68,7 @@ class DraftedScript:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What could not be read, for people."""
+        """What could not be read, as text for users."""
         is_done = self.uses_placeholders and self.program.is_tuned_by_batch
         notes = tuple(
             f"{note.knob}: {note.message}"
@@ -96,7 +96,7 @@ class ScriptDraft:
     env: Mapping[str, str] = field(default_factory=dict)
     detected: Detected = field(default_factory=Detected)
     files: Mapping[str, str] = field(default_factory=dict)
-    """Configuration files with placeholders that belong beside the sweep file, by name."""
+    """Configuration files with placeholders, to be stored next to the sweep file, by name."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``init --json -- COMMAND``, without the file."""
@@ -118,7 +118,7 @@ def read_command(
     ranks: int,
     detected: Detected | None = None,
 ) -> DraftedScript:
-    """What the command, its files and its script's source tell, for as many ranks, and what it was seen to do.
+    """Combine the command, its files, the source of its script and what a run showed, for this number of ranks.
 
     Raises:
         ConfigError: there is no such recipe.
@@ -129,7 +129,7 @@ def read_command(
     detected = detected or Detected()
     reading = known.read(run)
     if known.name == "lightning" and detected.is_seen and "micro_batch_size" not in reading.values:
-        known = training("custom")  # the settings are in code: there are no arguments that a recipe could change
+        known = training("custom")  # the settings are in code, without arguments that a recipe could change
         reading = known.read(run)
     return DraftedScript(
         command=command,
@@ -143,14 +143,14 @@ def read_command(
 
 
 def ranks_in_files(command: TypedCommand, cwd: Path, *, recipe: str | None) -> int | None:
-    """Ranks of a node that the framework's own settings name, as LightningCLI's YAML does; None: they name none."""
+    """Ranks of a node in the settings of the framework, as in LightningCLI's YAML; None if not set."""
     known, run = _opened(command, cwd, recipe)
     world = known.read(run).world_size
     return None if world is None else max(1, world // command.num_nodes)
 
 
 def _opened(command: TypedCommand, cwd: Path, recipe: str | None) -> tuple[Training, Run]:
-    """The command's framework, and the command with the files that its arguments name."""
+    """The framework of the command, and the command with the files that its arguments name."""
     run = Run(argv=command.argv, cwd=str(cwd), env=dict(command.env))
     known = training(recipe) if recipe is not None else recognise(run) or training("custom")
     paths = dict(known.find_files(run.argv, run.cwd))
@@ -171,7 +171,7 @@ def draft_script(
     """The sweep file for a command on a machine.
 
     Args:
-        folder: that of the sweep file, which the program's folder is named from.
+        folder: folder of the sweep file; the program's folder is relative to it.
 
     Raises:
         ConfigError: the batch is not known and was not given.
@@ -234,11 +234,11 @@ class _Copy:
     """A configuration file with placeholders."""
 
     name: str
-    """Its own placeholder."""
+    """Placeholder of the file."""
     word: str
-    """The word of the command that names the file it is made from."""
+    """The argument of the command that names the original file."""
     file: str
-    """What it is called, beside the sweep file."""
+    """Its name next to the sweep file."""
     text: str
 
 
@@ -251,7 +251,7 @@ def _copies(script: DraftedScript, named: str) -> list[_Copy]:
 
 
 def _name(script: DraftedScript) -> str:
-    """The program's name; with its folder's in front where it is one that most programs have."""
+    """The name of the program, preceded by that of its folder if it is a common one."""
     if script.source is None:
         return safe_name(script.framework.name)
     path = script.source.path.absolute()
@@ -259,20 +259,20 @@ def _name(script: DraftedScript) -> str:
 
 
 def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
-    """Samples of an optimiser step: as detected in a run, else as given, else as in the command: micro-batch x
+    """Samples of an optimiser step: as detected in a run, else as specified, else as in the command: micro-batch x
     accumulation x data-parallel ranks.
 
     Raises:
-        ConfigError: the given number differs from the detected one, or the number is unknown.
+        ConfigError: the specified number differs from the detected one, or the number is unknown.
     """
     reading = script.reading
     if (seen := script.detected.facts.samples_per_step) is not None:
         batch = seen * max(1, devices // _model_parallel(reading))
         if given not in (None, batch):
             raise ConfigError(
-                f"an optimiser step of the program trains {batch} samples, not {given}: {script.detected.words}",
+                f"an optimiser step of the program uses {batch} samples, not {given}: {script.detected.words}",
                 key="--global-batch-size",
-                remedy=f"Write {batch}, or omit the option; with --no-run the given number is used.",
+                remedy=f"Use {batch}, or omit the option; --no-run uses {given} without running the program.",
             )
         return batch
     if given is not None:
@@ -280,12 +280,12 @@ def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
     if reading.global_batch_size is not None:
         return reading.global_batch_size
     if (micro := script.micro_batch_size) is None:
-        unseen = f", and a run did not show it: {script.detected.problem}" if script.detected.problem else ""
+        unseen = f", and a run did not detect it: {script.detected.problem}" if script.detected.problem else ""
         raise ConfigError(
-            f"the batch size could not be read from the command{unseen}",
+            f"cannot read the batch size from the command{unseen}",
             key="--global-batch-size",
             remedy="Add the samples of an optimiser step over all devices: --global-batch-size 64. If unsure, "
-            "`tune-cluster check` compares the number with what the program trains on.",
+            "`tune-cluster check` compares the number with the batch that the program uses.",
         )
     count = reading.num_microbatches or script.program.accumulation or 1
     return micro * count * max(1, devices // _model_parallel(reading))
@@ -297,7 +297,7 @@ def _model_parallel(reading: Reading) -> int:
 
 
 def _baseline(script: DraftedScript, devices: int) -> Knobs | str:
-    """``from_run`` where the command says it all."""
+    """``from_run`` if the command defines everything."""
     if not script.uses_placeholders:
         return "from_run"
     found: dict[str, Any] = {"dp_replicate": devices} if devices > 1 else {}
@@ -315,7 +315,7 @@ def _baseline(script: DraftedScript, devices: int) -> Knobs | str:
 
 
 def _space(script: DraftedScript, machine: DraftedMachine, batch: int) -> Iterator[tuple[str, Any]]:
-    """The knobs that matter for most programs, as far as this one has them."""
+    """The knobs that matter for most programs, if this one has them."""
     reading, devices = script.reading, machine.topology.num_devices
     said = set(reading.values)
     if script.framework.name == "deepspeed" and devices > 1 and "layout.zero_stage" in said:
@@ -338,7 +338,7 @@ def _space(script: DraftedScript, machine: DraftedMachine, batch: int) -> Iterat
 
 
 def _precisions(reading: Reading, *, is_gpu: bool) -> list[Any]:
-    """Today's number format, and on CPUs or where it is fp32 today the usual other one."""
+    """The current number format, and the usual alternative on CPUs or if it is fp32."""
     level, dtype = reading.values["precision.level"], reading.values.get("precision.dtype")
     today = {"level": level, "dtype": dtype} if level != "O0" and dtype == "float16" else level
     if is_gpu and level != "O0":
@@ -349,7 +349,7 @@ def _precisions(reading: Reading, *, is_gpu: bool) -> list[Any]:
 
 
 def micro_batch_sizes(present: int, batch: int, devices: int) -> list[int]:
-    """The present size and the divisors of a device's batch next to it."""
+    """The current size and the adjacent divisors of a device's batch."""
     most = max(1, batch // devices)
     sizes = {size for size in range(1, most + 1) if most % size == 0 and batch % devices == 0}
     near = sorted(sizes - {present}, key=lambda size: (abs(math.log2(size / present)), -size))
@@ -394,35 +394,35 @@ def _lines(
         yield from comment(f"Detected in a run: {script.detected.words}.")
     for remark in (*script.remarks[:3], *machine.remarks):
         yield from comment(remark)
-    yield from (f"name: {name}", "", "workload: # your own training; every key is in docs/your-own-training.md")
+    yield from (f"name: {name}", "", "workload: # your training program; all keys: docs/your-own-training.md")
     for key, value in workload.items():
         note = " # samples of an optimiser step over all devices" if key == "global_batch_size" else ""
         shown = yaml_words(value) if key == "run" else value_text(value)
         yield f"  {key}: {shown}{note}"
     yield from (f"cluster: {machine.section}", "")
     if isinstance(baseline, str):
-        yield f"baseline: {baseline} # the command as it stands, always the first trial"
+        yield f"baseline: {baseline} # the command unchanged, always the first trial"
     else:
-        yield f"baseline: {value_text(baseline)} # as the command has it: always the first trial"
-    yield "space: # what may be changed; what is not named stays as it is. Knobs: docs/knobs.md"
+        yield f"baseline: {value_text(baseline)} # values of the command, always the first trial"
+    yield "space: # knobs to tune; all others keep their value. Reference: docs/knobs.md"
     for key, value in space.items():
         if key == "own":
             yield "  own: # options and environment variables of your program"
             yield from (f"    {quoted(own)}: {value_text(choices)}" for own, choices in value.items())
         elif key == "inside":
-            yield "  inside: # set inside your program, which has no option for them"
+            yield "  inside: # set inside the program, which has no options for them"
             yield from (f"    {name}: {value_text(choices)}" for name, choices in value.items())
             yield from (f"    # {name}: {value_text(choices)}" for name, choices in inside.offered.items())
         else:
             yield f"  {key}: {value_text(value)}"
     if inside.offered and "inside" not in space:
-        yield "  # inside: # can be set inside your program, which has no option for them"
+        yield "  # inside: # can be set inside the program, which has no options for them"
         yield from (f"  #   {name}: {value_text(choices)}" for name, choices in inside.offered.items())
     yield f"deadlines: {{starting_s: {PATIENCE_S}, warmup_s: {PATIENCE_S}, stall_s: {PATIENCE_S}}}"
     yield f"budget: {{max_trials: {trials}}}"
 
 
-# The line that a script prints per step, as a regular expression: made from its own print, where that is simple.
+# The line that a script prints per step, as a regular expression derived from its print call, if that is simple.
 
 
 _PRINTERS = {"print", "info", "log", "write", "warning", "print_rank_0", "rank_zero_info", "rank0_print", "echo"}
@@ -439,8 +439,8 @@ _PERCENT = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGsra]")
 
 
 def log_pattern(tree: ast.AST) -> str | None:
-    """A regular expression with the groups ``step`` and ``loss``, and others where they can be told; None: no print
-    of the script shows a step and a loss in a simple way."""
+    """A regular expression with the groups ``step`` and ``loss``, and others if recognized; None if no print call
+    shows a step and a loss in a simple way."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -515,7 +515,7 @@ def _pattern(pieces: list[str | ast.expr]) -> str | None:
 
 
 def _group(value: ast.expr, before: str, after: str) -> str | None:
-    """What a printed value is, by the words beside it and the names in it."""
+    """What a printed value is, by the adjacent words and the names in it."""
     if _MILLISECONDS.match(after):
         return "step_ms"
     names = " ".join(node.id for node in ast.walk(value) if isinstance(node, ast.Name))
@@ -537,5 +537,5 @@ def _counts(value: ast.expr) -> bool:
 
 
 def _escaped(text: str) -> str:
-    """The text for a regular expression, with any amount of white space where it has some."""
+    """The text for a regular expression, in which white space matches any amount of it."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))

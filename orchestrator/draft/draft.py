@@ -1,4 +1,4 @@
-"""A first sweep file as text: commented, of at most thirty lines, complete, and checked before it is handed out."""
+"""A first sweep file as text: commented, of at most thirty lines, complete and validated."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from trials.files import fields_json, write_atomically
 from trials.legality import DATA_OF_MODEL
 from trials.spec import Candidate, Data, ImageFolderData, RandomData, TextData, Workload
 
-# What a draft proposes: a batch, a baseline that fits into memory, and the usual knobs to turn.
+# What a draft proposes: a batch, a baseline that fits into memory, and the usual knobs.
 
 
 Knobs = Mapping[str, Any]
 COMFORTABLE_SHARE = 0.5
-"""Share of the memory up to which a baseline without any sharding is taken to be what is run today."""
+"""Fraction of memory up to which a baseline without sharding is assumed to be what users run today."""
 DEFAULT_SEQ_LENGTH = 4096
 SAMPLES_PER_DEVICE = {"resnet": 64, "linear": 1024}
 TOKENS_PER_STEP = ((1e9, 2**19), (6e9, 2**21))
-"""Tokens of a usual global batch for decoders of up to so many weights; 2^22 for larger ones."""
+"""Tokens of a usual global batch, by maximum number of weights of a decoder; 2^22 for larger ones."""
 _DATA: Mapping[str, Data] = {data.kind: data for data in (TextData(), ImageFolderData(), RandomData())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """The sections ``baseline`` and ``space`` of a draft, and what is expected of the baseline."""
+    """The sections ``baseline`` and ``space`` of a draft, and the prediction for the baseline."""
 
     workload: Workload
     baseline: Knobs
     space: Knobs
     prediction: Prediction | None
-    """None where the cost model does not know the hardware."""
+    """None if the cost model does not know the hardware."""
 
 
 def drafted_workload(
     model: DraftedModel, machine: DraftedMachine, seq_length: int | None, global_batch_size: int | None
 ) -> Workload:
-    """The workload: sequences as long as the model's, up to 4096 tokens, and a usual batch for all devices."""
+    """The workload: sequences of the model's length, up to 4096 tokens, and a usual batch for all devices."""
     shape, kind = model.shape, model.keys["kind"]
     tokens = seq_length or (min(model.max_seq_length or DEFAULT_SEQ_LENGTH, DEFAULT_SEQ_LENGTH))
     if kind != "llama":
@@ -83,8 +83,8 @@ def choose(model: DraftedModel, machine: DraftedMachine, workload: Workload) -> 
     if not legal:
         reason = check(built[0][1], workload)[0].reason
         raise ConfigError(
-            f"no usual configuration is legal: {reason}",
-            remedy="Give another --global-batch-size, a multiple of the number of devices, or another --seq-length.",
+            f"no common configuration is valid: {reason}",
+            remedy="Set --global-batch-size to a multiple of the number of devices, or change --seq-length.",
         )
     knobs, prediction = _first_that_fits(legal, machine, workload)
     space = dict(_space(model, machine, workload))
@@ -109,14 +109,14 @@ def _first_that_fits(
             return knobs, found
     assert least is not None
     raise ConfigError(
-        f"this model does not fit into {machine.label}: the least that one of its devices would need is "
-        f"{num_bytes(least.peak_bytes)}, and there are {num_bytes(least.limit_bytes)}",
-        remedy="Take more nodes (--nodes), or describe a cluster: --cluster dgx-h100 --nodes 8.",
+        f"the model does not fit into {machine.label}: a device needs at least {num_bytes(least.peak_bytes)} and "
+        f"has {num_bytes(least.limit_bytes)}",
+        remedy="Add nodes (--nodes), or describe a cluster: --cluster dgx-h100 --nodes 8.",
     )
 
 
 def _baselines(model: DraftedModel, machine: DraftedMachine) -> Iterator[Knobs]:
-    """Usual configurations over all devices, from what needs the most memory to what needs the least."""
+    """Usual configurations over all devices, by decreasing memory."""
     num_devices, kind = machine.topology.num_devices, model.keys["kind"]
     common = {"micro_batch_size": 32 if kind != "llama" else 1, "precision": _precision(machine)[0]}
     spread = {"dp_replicate": num_devices} if num_devices > 1 else {}
@@ -174,7 +174,7 @@ def _model_parallel(model: DraftedModel, machine: DraftedMachine) -> Iterator[tu
 
 
 def _precision(machine: DraftedMachine) -> list[Any]:
-    """Number formats to try, today's first: on GPUs 16 bits are what everybody trains in."""
+    """Number formats to try, today's first: 16 bits are standard on GPUs."""
     if not machine.is_gpu:
         return ["O0", "O1"]
     if machine.number_format == "bfloat16":
@@ -188,13 +188,13 @@ def _powers(most: int, start: int = 1) -> list[int]:
 
 
 _PATIENCE = {"starting_s": (600.0, 0), "warmup_s": (300.0, 40), "measuring_s": (600.0, 200), "stall_s": (300.0, 30)}
-"""A trial's deadlines: seconds at least, and for how many steps at the pace that is expected of the baseline. The loss
-gate trains twenty steps in float32, which may take ten times as long."""
+"""A trial's deadlines: minimum seconds, and a number of steps at the predicted pace of the baseline. The loss gate
+trains twenty steps in float32, which may take ten times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepDraft:
-    """A sweep file that nobody has written yet, and what there is to say about it."""
+    """A sweep file that is not written yet, with remarks."""
 
     name: str
     text: str
@@ -202,7 +202,7 @@ class SweepDraft:
     choices: Choices
     simulated: bool
     differences: tuple[str, ...]
-    """In what the model that is trained differs from the one that was asked for."""
+    """How the trained model differs from the requested one."""
     max_trials: int
 
     def to_json(self) -> dict[str, Any]:
@@ -246,21 +246,20 @@ def make_draft(
 
 
 def require_room(file: Path, *, force: bool) -> None:
-    """
-    Raises:
-        ConfigError: the file is there already and not to be overwritten, or its folder is not there.
+    """Raises:
+    ConfigError: the file exists and must not be overwritten, or its folder does not exist.
     """
     if file.exists() and not force:
-        raise ConfigError("there is such a file already", file=file, remedy="Give another --output, or --force.")
+        raise ConfigError("the file already exists", file=file, remedy="Use another --output, or --force.")
     if not file.absolute().parent.is_dir():
-        raise ConfigError("its folder is not there", file=file, remedy="Make it first, or give another --output.")
+        raise ConfigError("its folder does not exist", file=file, remedy="Create it, or use another --output.")
 
 
 def write_draft(text: str, file: Path, *, force: bool) -> None:
-    """Write the sweep file, once it is known to be a legal one.
+    """Write the sweep file after validating it.
 
     Raises:
-        ConfigError: there is such a file already, or the text is none that ``plan`` accepts.
+        ConfigError: the file already exists, or ``plan`` does not accept the text.
     """
     require_room(file, force=force)
     trial = file.with_name(f".{file.name}.draft")
@@ -278,37 +277,37 @@ def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Cho
     workload, size = choices.workload, model.num_parameters
     yield from comment(f"{name}: {model.source}{f', {_count(size)} weights' if size else ''}, on {machine.label}.")
     if model.differences:
-        yield from comment(f"An approximation, trained with: {'; '.join(model.differences)}.")
+        yield from comment(f"Approximation of the model: {'; '.join(model.differences)}.")
     for remark in machine.remarks:
         yield from comment(remark)
-    yield from (f"name: {name}", "", "workload: # what is trained, the same in every trial")
+    yield from (f"name: {name}", "", "workload: # the same in every trial")
     yield f"  model: {value_text(model.keys)}"
     if model.keys["kind"] == "llama":
-        yield "  data: {kind: text, path: null} # stands in for yours: {kind: token_file, path: FILE, dtype: uint16}"
+        yield "  data: {kind: text, path: null} # sample data; for yours: {kind: token_file, path: FILE, dtype: uint16}"
         yield f"  seq_length: {workload.seq_length}"
     batch = workload.global_batch_size
     tokens = f": {_count(batch * workload.seq_length)} tokens" if workload.seq_length > 1 else ""
     yield f"  global_batch_size: {batch} # samples per optimiser step{tokens}"
     yield from (f"cluster: {machine.section}", "")
-    yield "# Put here what you run today: it is always the first trial, and what the winner is compared with."
+    yield "# Replace this with what you run today: it is always the first trial, and the winner is compared with it."
     if choices.prediction is not None:
-        yield f"# This one is expected to take {expected_text(choices.prediction)}."
+        yield f"# Predicted: {expected_text(choices.prediction)}."
     yield f"baseline: {value_text(choices.baseline)}"
-    yield from ("", "space: # what may be changed; every knob is in docs/knobs.md")
+    yield from ("", "space: # knobs to tune; all knobs: docs/knobs.md")
     yield from (f"  {key}: {value_text(value)}" for key, value in choices.space.items())
     if limits := _deadlines(choices):
-        yield f"deadlines: {value_text(limits)} # large models take their time"
+        yield f"deadlines: {value_text(limits)} # large models start and compile slowly"
     yield f"budget: {value_text({'max_trials': max_trials})}"
 
 
 def expected_text(found: Prediction) -> str:
-    """Time and memory that are expected of a baseline, in words."""
-    memory = f"{num_bytes(found.peak_bytes)} of {num_bytes(found.limit_bytes)} of memory"
-    return f"{found.step_s:.3g} s a step and {memory}"
+    """Predicted time and memory of a baseline, in words."""
+    memory = f"{num_bytes(found.peak_bytes)} of {num_bytes(found.limit_bytes)} memory"
+    return f"{found.step_s:.3g} s per step, {memory}"
 
 
 def _deadlines(choices: Choices) -> dict[str, int]:
-    """Limits for trials that need more than the usual ones; empty where those will do."""
+    """Deadlines for trials that need more than the defaults; empty if those suffice."""
     found = choices.prediction
     if found is None or found.step_s < 2.0:
         return {}
@@ -324,7 +323,7 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
-# A sweep file to be filled in, for people who name a framework and have no command at hand.
+# A sweep file template, for users who know the framework but have no command yet.
 
 
 _BATCH: Mapping[str, Any] = {"micro_batch_size": [1, 2, 4, 8]}
@@ -347,33 +346,33 @@ TYPICAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def skeleton(recipe: str, machine: DraftedMachine, *, max_trials: int | None = None) -> str:
-    """The text of a sweep file in which the command and what it trains are still to be put in.
+    """The text of a sweep file in which the command and its workload have to be filled in.
 
     Raises:
-        ConfigError: there is no such recipe.
+        ConfigError: unknown recipe.
     """
     known = training(recipe)
     command, space = TYPICAL[recipe]
     lines = [
-        f"# {known.title}, on {machine.label}. Put your command into `run`, then: tune-cluster check FILE",
-        "# Shorter: tune-cluster init -- COMMAND reads all of this from the command.",
+        f"# {known.title}, on {machine.label}. Replace `run` with your command, then: tune-cluster check FILE",
+        "# Easier: tune-cluster init -- COMMAND reads all of this from the command.",
         f"name: {recipe}",
         "",
-        "workload: # your own training; every key is in docs/your-own-training.md",
+        "workload: # your training program; all keys: docs/your-own-training.md",
         f"  recipe: {recipe}",
         f"  run: {yaml_words(shlex.split(command))}",
     ]
     is_placed = _PLACED in command
     if is_placed:
-        lines.append("  global_batch_size: 64 # samples of an optimiser step over all devices, as it is today")
+        lines.append("  global_batch_size: 64 # samples per optimiser step over all devices, as used today")
     lines += [f"cluster: {machine.section}", ""]
     devices = machine.topology.num_devices
     lines.append(
-        f"baseline: {{dp_replicate: {devices}, micro_batch_size: 1}} # what is used today"
+        f"baseline: {{dp_replicate: {devices}, micro_batch_size: 1}} # the values used today"
         if is_placed
-        else "baseline: from_run # the command as it stands, always the first trial"
+        else "baseline: from_run # the command unchanged, always the first trial"
     )
-    lines.append("space: # what may be changed; what is not named stays as it is. Knobs: docs/knobs.md")
+    lines.append("space: # knobs to tune; all others keep their value. Reference: docs/knobs.md")
     lines += [f"  {key}: {value_text(value)}" for key, value in space.items()]
     lines += ["deadlines: {starting_s: 600}", f"budget: {{max_trials: {max_trials or 12}}}"]
     return sweep_text(lines)

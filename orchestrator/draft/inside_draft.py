@@ -1,7 +1,7 @@
 """Drafts ``space.inside``: knobs for which the program has no option.
 
-A knob is left out if the source does the same in code. Knobs that leave the training as it is are proposed; the others
-are written as comments, for people to decide.
+A knob is omitted if the source does the same in code. Knobs that do not change the training are proposed; the others
+are written as comments, for the user to decide.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class InsideDraft:
 
     proposed: dict[str, Any] = field(default_factory=dict)
     present: dict[str, Any] = field(default_factory=dict)
-    """What the program has in code today, for ``baseline``."""
+    """Current values in the program's code, for ``baseline``."""
     offered: dict[str, Any] = field(default_factory=dict)
-    """Knobs that stand in the file as comments."""
+    """Knobs that are written as comments."""
 
 
 def draft_inside(
@@ -48,11 +48,11 @@ def draft_inside(
     devices: int,
     cores: int,
 ) -> InsideDraft:
-    """What to propose of a program for which no framework's recipe knows the settings.
+    """Proposals for a program whose settings no framework recipe can read.
 
     Args:
         sizes: micro-batch sizes to propose.
-        looked: what the program was seen to do, which goes before its source.
+        looked: observations of the program, which take precedence over its source.
     """
     if source is None or source.problem or not source.modules & TORCH_MODULES:
         return InsideDraft()

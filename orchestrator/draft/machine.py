@@ -1,4 +1,4 @@
-"""The hardware of a draft: this host, a Ray cluster that runs, or a cluster that is only described."""
+"""The hardware of a draft: this host, a running Ray cluster, or a described cluster."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MAX_CORES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftedMachine:
-    """Where the trials are to run, as the draft writes it."""
+    """Where the trials run, as the draft writes it."""
 
     topology: Topology
-    """The nodes, as far as the cost model needs to know them."""
+    """The nodes, as needed by the cost model."""
     section: str
     """The section ``cluster`` of the sweep file, in one line."""
     label: str
     """The hardware in words."""
     remarks: tuple[str, ...] = ()
-    """Lines of comment: whether trials are real, and how to have them so."""
+    """Comment lines: whether trials are real, and how to run real ones."""
 
     @property
     def is_simulated(self) -> bool:
@@ -50,7 +50,7 @@ class DraftedMachine:
 
     @property
     def number_format(self) -> str:
-        """The 16-bit format in which its matrix units are fast; bfloat16 where the device is not in the catalogue."""
+        """The 16-bit format in which its matrix units are fast; bfloat16 if the device is not in the catalogue."""
         try:
             peaks = find_accelerator(self.topology.nodes[0].device_name).peak_flops_per_s
         except CatalogueError:
@@ -62,12 +62,14 @@ def described_machine(name: str, num_nodes: int | None, devices_per_node: int | 
     """A cluster of ``configs/clusters``, or of a file; simulated, unless it is one node like this host.
 
     Raises:
-        ConfigError: there is no such description.
+        ConfigError: the description does not exist.
     """
     try:
         cluster = load_cluster(name)
     except CatalogueError as error:
-        raise ConfigError(str(error), key="--cluster", remedy="Name one of those, or a file like them.") from None
+        raise ConfigError(
+            str(error), key="--cluster", remedy="Use one of those, or a file of the same format."
+        ) from None
     nodes, devices = num_nodes or cluster.num_nodes, devices_per_node or cluster.devices_per_node
     topology = uniform_topology(
         nodes,
@@ -86,8 +88,8 @@ def described_machine(name: str, num_nodes: int | None, devices_per_node: int | 
         f"simulation: {{accelerator: {kind}, noise: 0.01}}}}",
         label=f"{nodes} x {devices} {cluster.accelerator.aliases[0]}",
         remarks=(
-            "That cluster is not here: this sweep simulates it, and its figures are the cost model's, no measurements.",
-            f"To measure there: cluster: {{kind: ray, address: HOST:PORT, num_nodes: {nodes}}}, and another name.",
+            "This sweep simulates the cluster: its figures are predictions of the cost model, not measurements.",
+            f"To measure on it: cluster: {{kind: ray, address: HOST:PORT, num_nodes: {nodes}}}, and another name.",
         ),
     )
 
@@ -100,10 +102,10 @@ def _same_device(name: str, accelerator: str) -> bool:
 
 
 def machine_here(devices_per_node: int | None = None) -> DraftedMachine:
-    """This host: its GPUs, or where there are none its cores.
+    """This host: its GPUs, or its cores if it has none.
 
     Raises:
-        DeviceError: it has fewer devices than are asked for.
+        DeviceError: it has fewer devices than requested.
     """
     node = discover_node(num_devices=devices_per_node)
     if devices_per_node is None and node.device_kind == "cpu" and node.num_devices > MAX_CORES:
@@ -116,11 +118,11 @@ def machine_here(devices_per_node: int | None = None) -> DraftedMachine:
 
 
 def machine_at(address: str, num_nodes: int | None, devices_per_node: int | None) -> DraftedMachine:
-    """The Ray cluster at ``address``: as many nodes as are alike, the most and best ones.
+    """The Ray cluster at ``address``: the largest group of identical nodes, and the fastest of equal groups.
 
     Raises:
-        ClusterError: it does not answer.
-        ConfigError: it has fewer nodes than are asked for.
+        ClusterError: it does not respond.
+        ConfigError: it has fewer nodes than requested.
     """
     from cluster.ray.leases import survey
 
@@ -132,7 +134,9 @@ def machine_at(address: str, num_nodes: int | None, devices_per_node: int | None
     (count, accelerator, device), most = max(alike.items(), key=lambda kind: kind[0][0] * kind[1])
     if (num_nodes or 1) > most or (devices_per_node or 1) > count:
         raise ConfigError(
-            f"the Ray cluster at {address} has {most} nodes of {count} devices", key="--nodes", remedy="Ask for fewer."
+            f"the Ray cluster at {address} has {most} nodes with {count} devices",
+            key="--nodes",
+            remedy="Request fewer.",
         )
     nodes, devices = num_nodes or most, devices_per_node or count
     is_gpu = device != "cpu"
@@ -146,7 +150,7 @@ def machine_at(address: str, num_nodes: int | None, devices_per_node: int | None
 
 
 def _topology(num_nodes: int, devices: int, accelerator: str | None, *, is_gpu: bool) -> Topology:
-    """The nodes as Ray tells of them: kinds of GPU by its names, and of cores that they are like this host's."""
+    """The nodes as reported by Ray: GPUs by Ray's names; cores are assumed to be like those of this host."""
     if not is_gpu:
         node = discover_node(device="cpu", num_devices=devices)
         return Topology(nodes=tuple(replace(node, name=f"node{i:04d}") for i in range(num_nodes)))
@@ -163,12 +167,12 @@ def _topology(num_nodes: int, devices: int, accelerator: str | None, *, is_gpu: 
 MAX_LINES = 30
 _WIDTH = 116
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "~", ".", ".inf", ".nan"}
-"""Plain words that YAML 1.1 takes for something else than text."""
+"""Plain words that YAML 1.1 does not read as text."""
 _PLAIN = re.compile(r"(?:[A-Za-z./_$]|--?[A-Za-z])[\w./+@$-]*")
 
 
 def sweep_text(lines: Sequence[str]) -> str:
-    """The lines as a file; without the empty ones where there are too many."""
+    """The lines as a file; without empty ones if there are too many."""
     kept = lines if len(lines) <= MAX_LINES else [line for line in lines if line]
     return "\n".join(kept) + "\n"
 
@@ -178,7 +182,7 @@ def comment(text: str) -> list[str]:
 
 
 def value_text(value: Any) -> str:
-    """A value as YAML in one line; ``off`` and its like in quotes, for they are words here."""
+    """A value as YAML in one line; ``off`` and the like in quotes, as they are words here."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{quoted(str(key))}: {value_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -187,17 +191,17 @@ def value_text(value: Any) -> str:
 
 
 def yaml_words(words: Sequence[str]) -> str:
-    """The words of a command; whole numbers are words there without quotes."""
+    """The words of a command; whole numbers need no quotes."""
     return f"[{', '.join(word if re.fullmatch('0|[1-9][0-9]{0,15}', word) else quoted(word) for word in words)}]"
 
 
 def quoted(text: str) -> str:
-    """Text as a plain scalar where that says the same; in single quotes where a backslash is in it."""
+    """Text as a plain scalar if that is equivalent; in single quotes if it contains a backslash."""
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
         return text
     return "'" + text.replace("'", "''") + "'" if "\\" in text else json.dumps(text, ensure_ascii=False)
 
 
 def safe_name(name: str) -> str:
-    """A sweep's name made of a model's or a script's."""
+    """A sweep name derived from that of a model or script."""
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")[:63] or "sweep"

@@ -19,25 +19,25 @@ from trials.spec import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftedModel:
-    """What is to be trained, as the draft writes it."""
+    """What is trained, as the draft writes it."""
 
     name: str
-    """Begins the sweep's name."""
+    """Start of the sweep's name."""
     keys: Mapping[str, Any]
     """The section ``workload.model``."""
     source: str
-    """Where it comes from, in words."""
+    """Its source, in words."""
     max_seq_length: int | None = None
-    """The longest sequence it is made for; None where nobody says."""
+    """The longest sequence it is made for; None if unknown."""
     differences: tuple[str, ...] = ()
-    """In what the model that is trained differs from the one that was asked for."""
+    """How the trained model differs from the requested one."""
 
     @property
     def shape(self) -> Model:
         """The model, checked.
 
         Raises:
-            pydantic.ValidationError: sizes that do not go together.
+            pydantic.ValidationError: incompatible sizes.
         """
         section: Any = MODEL_SECTIONS[self.keys["kind"]].model_validate(dict(self.keys))
         model: Model = section.to_model()
@@ -75,11 +75,13 @@ def model_of_size(text: str) -> DraftedModel:
     """The published Llama whose number of parameters is nearest to a text like ``13B`` or ``350M``.
 
     Raises:
-        ConfigError: it is no number of parameters.
+        ConfigError: not a number of parameters.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MBT])", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise ConfigError(f"{text[:40]!r} is no number of parameters", key="--parameters", remedy="Write 350M or 13B.")
+        raise ConfigError(
+            f"{text[:40]!r} is not a number of parameters", key="--parameters", remedy="Use a number like 350M or 13B."
+        )
     wanted = float(match[1]) * _UNITS[match[2].upper()]
     models = [
         DraftedModel(
@@ -106,9 +108,7 @@ def model_of_file(path: Path) -> DraftedModel:
     try:
         config = json.loads(read_regular(file))
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"not JSON: {error.msg}", file=file, line=error.lineno, remedy="Name a config.json."
-        ) from None
+        raise ConfigError(f"not JSON: {error.msg}", file=file, line=error.lineno, remedy="Use a config.json.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}", file=file, remedy="Check the path.") from None
     return model_of_config(config, file)
@@ -118,15 +118,14 @@ def _own_model(file: Path) -> DraftedModel:
     source = read_yaml(file)
     if not isinstance(source.data, dict) or source.data.get("kind") not in MODEL_SECTIONS:
         known = ", ".join(MODEL_SECTIONS)
-        raise source.error(("kind",), f"expected {known}", "Name a config.json of Hugging Face, or a model file.")
+        raise source.error(("kind",), f"expected {known}", "Use a Hugging Face config.json, or a model file.")
     return DraftedModel(name=file.stem, keys=source.data, source=file.name)
 
 
-# From the ``config.json`` of a Hugging Face model to the model that trials train, and what is lost on the way.
-#
-# Trials train Llama-style decoders (RMSNorm, rotary embeddings, SwiGLU, grouped queries, an untied output layer) and
-# ResNets. Decoders that differ in details have the same matrix products, and with them the same best configuration:
-# they are approximated, and the difference is reported. Others are refused.
+# From the ``config.json`` of a Hugging Face model to the model that trials train, and what is lost. Trials train
+# Llama-style decoders (RMSNorm, rotary embeddings, SwiGLU, grouped queries, an untied output layer) and ResNets.
+# Decoders that differ in details have the same matrix products, and with them the same best configuration: they are
+# approximated, and the differences are reported. Others are refused.
 
 
 _RESNETS = {(2, 2, 2, 2): 18, (3, 4, 6, 3): 50}
@@ -136,11 +135,11 @@ def model_of_config(config: Any, file: Path) -> DraftedModel:
     """The model to be trained for this configuration.
 
     Raises:
-        ConfigError: it is no configuration, or a model that has no counterpart here.
+        ConfigError: not a configuration, or an unsupported model.
     """
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(
-            "no 'model_type'", file=file, key="model_type", remedy="Name the config.json of a Hugging Face model."
+            "no 'model_type'", file=file, key="model_type", remedy="Use the config.json of a Hugging Face model."
         )
     kind = config["model_type"]
     if (text := text_config(config)) is not None:
@@ -154,10 +153,10 @@ def _no_counterpart(kind: str, config: Mapping[str, Any], file: Path) -> ConfigE
     experts = any("expert" in key for key in config)
     what = "a mixture of experts" if experts else f"a model of type {kind[:40]!r}"
     return ConfigError(
-        f"{what} is not among the models that trials train",
+        f"{what} is not supported by the built-in runner",
         file=file,
         key="model_type",
-        remedy=f"There are {', '.join(FAMILIES)} and resnet; --parameters 13B takes a Llama of that size instead.",
+        remedy=f"Supported: {', '.join(FAMILIES)} and resnet; --parameters 13B uses a Llama of that size instead.",
     )
 
 
@@ -175,7 +174,7 @@ def _decoder(config: Mapping[str, Any], file: Path, known: tuple[str, ...]) -> D
 
 
 def _weights(keys: Mapping[str, Any]) -> str:
-    """How many weights the model has, as names of models tell it: 13b, 350m."""
+    """The number of weights as in model names: 13b, 350m."""
     count = DraftedModel(name="", keys=keys, source="").num_parameters or 0
     return f"{count / 1e9:.2g}b" if count >= 1e9 else f"{max(1, round(count / 1e6))}m"
 
@@ -184,10 +183,10 @@ def _resnet(config: Mapping[str, Any], file: Path) -> DraftedModel:
     depths = tuple(config.get("depths") or (3, 4, 6, 3))
     if depths not in _RESNETS:
         raise ConfigError(
-            f"a ResNet of depths {depths} is not among the models that trials train",
+            f"a ResNet with depths {depths} is not supported by the built-in runner",
             file=file,
             key="depths",
-            remedy="There are ResNet-18 and ResNet-50.",
+            remedy="Supported: ResNet-18 and ResNet-50.",
         )
     depth = _RESNETS[depths]
     keys = {"kind": "resnet", "depth": depth, "width": config.get("embedding_size") or 64}
@@ -197,7 +196,7 @@ def _resnet(config: Mapping[str, Any], file: Path) -> DraftedModel:
 
 
 def _sweep_name(config: Mapping[str, Any], file: Path, kind: str) -> str:
-    """The model's own name where the configuration tells it, else that of its folder or type."""
+    """The name in the configuration, else that of its folder or type."""
     given = str(config.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
     folder = file.parent.name if file.name == "config.json" else ""
     return given or folder or kind

@@ -29,9 +29,9 @@ from trials.reports import ScriptFacts, SeenOption
 PROVABLE = ("micro_batch_size", "accumulation", "workers", "dtype", "amp", "checkpointing", "compile")
 """Roles of options that show in what the program does within a step."""
 MAX_PER_ROLE = 3
-"""Options that are tried for a role at most."""
+"""Maximum number of options to try for a role."""
 NO_ROLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"})
-"""Variables that are not the program's to choose."""
+"""Variables that the program must not choose."""
 _FACTS = (
     *("micro_batch_size", "micro_batches", "world_size", "dtype", "num_workers", "wrapper", "is_compiled"),
     *("layer_calls_per_forward", "num_optimizers", "loader_batch_size"),
@@ -40,7 +40,7 @@ _WORKERS = re.compile(r"nw|work|proc|thread|load|cpu", re.IGNORECASE)
 _QUOTED = re.compile(r"""(["'])(\{[a-z_]+\})\1""")
 Way = Literal["as_is", "over_ranks", "balanced", "switched"]
 """How an option acts: its value is the number seen on a rank; the sum over all ranks; the number seen, while the
-program keeps its global batch; or something else than a number changes."""
+program keeps its global batch; or something other than a number changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Proof:
     way: Way
     before: str
     after: str
-    """The observation without the change and with it, in words."""
+    """The observation without and with the change, in words."""
 
     def to_json(self) -> dict[str, str]:
         """The documented JSON form."""
@@ -75,7 +75,7 @@ class Detected:
     """Why something was not detected; empty if all was."""
 
     starts_ranks: bool = False
-    """Whether the program starts its ranks itself."""
+    """Whether the program starts its own ranks."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of a run in which the batch was detected."""
@@ -161,8 +161,8 @@ def files_of(argv: tuple[str, ...], cwd: Path) -> dict[str, str]:
 
 
 def found_options(filled: Filled, source: SourceFile | None, seen: Sequence[SeenOption]) -> list[ScriptOption]:
-    """Options that the source does not declare where it was read: those that the program declares while it runs,
-    variables that it reads, keys of configuration files, and words of the command that look like options."""
+    """Options that are not declared in the source: those that the program declares while it runs, variables that it
+    reads, keys of configuration files, and arguments of the command that look like options."""
     known = {name for option in (source.options if source else ()) for name in (*option.names, *option.negative)}
     found: list[ScriptOption] = []
     for option in (*_options_seen(seen), *_keys_of_files(filled.files), *_options_typed(filled.argv)):
@@ -238,7 +238,7 @@ def changes(
 
 
 def _spellings(role: str, facts: ScriptFacts) -> set[int]:
-    """Values that an option of a role may have, by what was seen."""
+    """Values that an option of a role may have, given the observation."""
     ranks, micro, count = facts.world_size or 1, facts.micro_batch_size or 1, facts.micro_batches or 1
     if role == "micro_batch_size":
         return {micro, micro * ranks}
@@ -252,7 +252,7 @@ def _now(argv: tuple[str, ...], option: ScriptOption) -> int | None:
 
 
 def _other(argv: tuple[str, ...], option: ScriptOption, role: str, facts: ScriptFacts) -> str | bool | None:
-    """Another value than today's; None: there is none to try."""
+    """A value that differs from today's; None if none can be tried."""
     if option.is_flag:
         is_on = read(argv, argument_of(option)) if is_specified(argv, argument_of(option)) else option.default is True
         can_change = not is_on or option.negative or is_specified(argv, argument_of(option))

@@ -24,7 +24,7 @@ KNOB_OF_ROLE = {"dtype": "precision", "amp": "precision", "checkpointing": "reco
 """The built-in knob that an option of a role stands for."""
 _FIXED = dict(zip(("micro_batch_size", "accumulation"), BATCH_ARGUMENTS, strict=True))
 _UNTUNED = ("fp16", "torch_compile")
-"""Arguments of transformers' Trainer that would be worth tuning, and that are not set within the program."""
+"""Arguments of transformers' Trainer that are worth tuning and not set inside the program."""
 _TRAINER_SIZES = {"micro_batch_size": 8, "accumulation": 1}
 """Defaults of transformers' ``TrainingArguments``."""
 Knobs = Mapping[str, Any]
@@ -45,7 +45,7 @@ class ReadProgram:
     accumulation: int | None = None
     """Forward passes of an optimiser step and rank; None: the program has no option for them."""
     num_workers: int | None = None
-    """Data-loading processes in the command, where a placeholder stands for them; None: it has no such option."""
+    """Data-loading processes in the command, if a placeholder stands for them; None: no such option."""
     is_tuned_by_batch: bool = False
     """Whether the command has placeholders for the batch, so that other sizes can be tried."""
     has_batch_in_code: bool = False
@@ -57,8 +57,8 @@ class ReadProgram:
     roles: frozenset[str] = frozenset()
     """Roles for which it has an option."""
     present: Knobs = field(default_factory=dict)
-    """Values that these have today, by the command or by the program's defaults, as far as known: section
-    ``baseline.own``, without which the baseline would be tried again as a candidate that spells out its defaults."""
+    """Current values of these, from the command or the program's defaults, if known: section ``baseline.own``.
+    Without it the baseline would be tried again as a candidate that spells out its defaults."""
     remarks: tuple[str, ...] = ()
     """What could not be read, and the consequence."""
 
@@ -71,8 +71,8 @@ def read_program(
     ranks: int = 1,
     detected: Detected | None = None,
 ) -> ReadProgram:
-    """What the options that a program's source declares show of a command on ``ranks`` ranks, and what it was seen to
-    do: that goes before all that can be read."""
+    """Read a command on ``ranks`` ranks through the options that the program's source declares; observations of a
+    run take precedence."""
     detected = detected or Detected()
     if source is None or source.problem:
         why = source.problem if source is not None else "no Python file was found in the command"
@@ -138,7 +138,7 @@ def _sizes(
 
 
 def _is_tuned(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], detected: Detected) -> bool:
-    """Whether the batch can be divided otherwise without becoming another one."""
+    """Whether the batch can be divided differently without changing it."""
     if "micro_batch_size" not in by_role:
         return False
     micro = detected.proofs.get("micro_batch_size")
@@ -157,7 +157,7 @@ def _has_batch_in_code(source: SourceFile | None, micro: int | None, accumulatio
 def _batch_placeholders(
     by_role: Mapping[str, ScriptOption], source: SourceFile | None, detected: Detected
 ) -> dict[str, str]:
-    """Placeholder by role: counts over all ranks where the program divides by their number."""
+    """Placeholder by role: counts over all ranks if the program divides by their number."""
     micro, accumulation = (detected.proofs.get(role) for role in ("micro_batch_size", "accumulation"))
     found = {"micro_batch_size": "{micro_batch_size}"}
     if micro is not None and micro.way == "over_ranks":
@@ -216,21 +216,24 @@ def _remarks(
     if untuned:
         names = ", ".join(untuned)
         yield (
-            f"{name} sets {names} in code, so trials cannot change them: read them from "
-            "the command line, with HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()"
+            f"{name} sets {names} in code, so trials cannot change them; read them from the command line with "
+            "HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()"
         )
     elif (detected.facts.num_optimizers or 0) > 1:
-        yield "the program has several optimisers: steps of the first one count, the batch is that of one micro-batch"
+        yield (
+            "the program has several optimisers: only steps of the first one are counted, and the batch is one "
+            "micro-batch"
+        )
     elif "micro_batch_size" not in by_role and not is_tuned:
         what = "that changed the batch size in a run" if detected.is_seen else "with a usual name for the batch size"
         yield (
-            f"{name} has no option {what}, which stays as it is: to tune it, add the options --batch-size and "
+            f"{name} has no option {what}, so it is not tuned; to tune it, add the options --batch-size and "
             "--accumulation"
         )
     elif micro is not None and not is_tuned:
         yield (
-            f"{name} has no option for gradient accumulation, so the batch size stays as it is: another size would "
-            "be another training"
+            f"{name} has no option for gradient accumulation, so the batch size is not tuned: another size would "
+            "change the training"
         )
     amp = by_role.get("amp")
     if amp is not None and amp.is_flag and not _is_amp_tried(amp, is_gpu):
@@ -240,11 +243,11 @@ def _remarks(
             option.names[0] for role, option in by_role.items() if role in PROVABLE if role not in detected.proofs
         ]
         if unproven:
-            yield f"recognised by name only, not tested by a run: {', '.join(unproven)}"
+            yield f"recognized by name only, not verified by a run: {', '.join(unproven)}"
     if source is not None and source.has_batch_norm and is_tuned:
         yield (
-            "the model has batch normalisation: its statistics depend on the micro-batch, and the loss gate decides "
-            "whether that matters"
+            "the model has batch normalisation, whose statistics depend on the micro-batch; the loss gate "
+            "checks whether that matters"
         )
 
 
@@ -262,7 +265,7 @@ def _whole(argv: tuple[str, ...], option: ScriptOption | None) -> int | None:
 
 
 def _out_and_steps(words: tuple[str, ...], by_role: Mapping[str, ScriptOption]) -> tuple[str, ...]:
-    """The command with a folder of the trial's own for what it writes, a line for every step, and steps enough."""
+    """The command with its own output folder, a log line for every step, and enough steps."""
     by_role = {role: one for role, one in by_role.items() if one.file is None and not one.is_variable}
     out = by_role.get("out")
     if out is not None and not out.is_flag and (is_specified(words, argument_of(out)) or out.default is not None):
@@ -300,7 +303,7 @@ KNOB_OF = {"amp": "precision", "checkpointing": "recompute", "compile": "compile
 
 
 def _described(name: str, role: str, memory: str | None) -> Any:
-    """The section of a switch, with the built-in knob that it stands for where its name does not say so."""
+    """The section of a switch, with the built-in knob that it stands for if its name does not show it."""
     section: dict[str, Any] = {"values": [False, True], **({"memory": memory} if memory else {})}
     if built_in_knob(name, True) is None:
         section["role"] = KNOB_OF[role]
@@ -308,7 +311,7 @@ def _described(name: str, role: str, memory: str | None) -> Any:
 
 
 def _with_roles(own: Knobs, detected: Detected) -> dict[str, Any]:
-    """The knobs, with the built-in knob that each stands for where a changed run has shown it."""
+    """The knobs, with the built-in knob that each stands for if a changed run has shown it."""
     found = dict(own)
     for role, knob in KNOB_OF_ROLE.items():
         option = detected.proofs[role].option if role in detected.proofs else None
@@ -366,7 +369,7 @@ def _present(
 
 
 def usual_variables(*, is_gpu: bool, cores: int) -> Knobs:
-    """What can be tuned of any program: variables of its environment."""
+    """Tunable in any program: environment variables."""
     if is_gpu:
         return {"$PYTORCH_CUDA_ALLOC_CONF": ["backend:native", "expandable_segments:True"]}
     return {"$OMP_NUM_THREADS": [1, max(2, cores)]}

@@ -68,11 +68,12 @@ class ScriptOption:
     is_variable: bool = False
     """Whether it is an environment variable."""
     file: str | None = None
-    """The word of the command that names the configuration file in which it is a dotted key; None: it is none."""
+    """The argument of the command that names the configuration file in which it is a dotted key; None if it is not a
+    key."""
 
     @property
     def role(self) -> str | None:
-        """What it is by its usual names, a key of :data:`ROLES`; of a dotted name, the last part counts."""
+        """Its role by its usual names, a key of :data:`ROLES`; of a dotted name, the last part counts."""
         for name in self.names:
             plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.lstrip("-")).replace("-", "_").lower()
             if found := _ROLE_OF.get(plain.replace(".", "_")) or _ROLE_OF.get(plain.rpartition(".")[2]):
@@ -105,10 +106,9 @@ class SourceFile:
     names: frozenset[str] = frozenset()
     """Names and attributes that it uses."""
     loader_arguments: Mapping[str, Any] | None = None
-    """Arguments of its DataLoaders, None where they are no literals; of several, what the first says. None: it makes
-    none."""
+    """Arguments of its first DataLoader, None if not literal. None: no DataLoader."""
     problem: str = ""
-    """Why it could not be read; empty where it was."""
+    """Why it could not be read; empty if it was."""
 
 
 def find_script(argv: Sequence[str], cwd: Path) -> Path | None:
@@ -127,7 +127,7 @@ def read_source(path: Path) -> SourceFile:
     try:
         text = read_regular(path)
         if len(text) > MAX_BYTES:
-            return SourceFile(path=path, problem=f"{path.name} is longer than {MAX_BYTES >> 20} MiB")
+            return SourceFile(path=path, problem=f"{path.name} is larger than {MAX_BYTES >> 20} MiB")
         tree = ast.parse(text)
     except (OSError, ValueError, SyntaxError, RecursionError) as error:
         return SourceFile(path=path, problem=f"{path.name} cannot be read: {error}")
@@ -341,7 +341,7 @@ def _constant(node: ast.AST | None) -> Any:
         return None
 
 
-# Options as words of a command, and what they say there.
+# Options as arguments of a command, and their values there.
 
 
 NUMBER_FORMATS = (
@@ -364,7 +364,7 @@ def argument_of(option: ScriptOption) -> Argument:
 
 
 def present_number(argv: tuple[str, ...], option: ScriptOption) -> int | None:
-    """An option's number in the command, else its default; None if it is no whole number."""
+    """An option's number in the command, else its default; None if it is not a whole number."""
     text = read_text(argv, argument_of(option))
     value = option.default if text is None else text
     return int(value) if str(value).isdigit() else None
@@ -378,7 +378,7 @@ def number_formats(present: Any, choices: tuple[Any, ...]) -> list[str]:
     return []
 
 
-# A training command as people type it: variables in front, the launcher and its options, the program of one rank.
+# A training command as typed: variables in front, the launcher and its options, the program of one rank.
 
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -387,7 +387,7 @@ _FOREIGN = {"mpirun", "mpiexec", "horovodrun", "jsrun"}
 _DROPPED = {"nohup", "time", "exec", "env"}
 _HARMLESS = {"set", "echo", "ulimit"}
 _SHELL_SIGNS = ("$", "`", "|", "&", ";", "<", ">")
-"""What is left of them after variables are filled in needs a shell."""
+"""If any remain after variables are filled in, the command needs a shell."""
 _PYTHON = re.compile(r"python[\d.]*")
 _ACCELERATE_VARIABLES = {
     "--mixed-precision": "ACCELERATE_MIXED_PRECISION",
@@ -397,7 +397,7 @@ _ACCELERATE_VARIABLES = {
     "--deepspeed-config-file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
     "--fsdp-version": "FSDP_VERSION",
 }
-"""Variables in which ``accelerate launch`` hands its options on (accelerate 1.15, ``utils/launch.py``)."""
+"""Variables in which ``accelerate launch`` passes its options on (accelerate 1.15, ``utils/launch.py``)."""
 _ACCELERATE_FLAGS = {
     "--cpu": "ACCELERATE_USE_CPU",
     "--use-fsdp": "ACCELERATE_USE_FSDP",
@@ -408,12 +408,12 @@ _SELF_STARTING = {
     "paddle.distributed.launch": ("--nproc_per_node",),
     "paddle.distributed.run": ("--nproc_per_node",),
 }
-"""Launchers that stay in the command, and the options that say how many ranks a node has."""
+"""Launchers that stay in the command, and their options for the number of ranks per node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedCommand:
-    """What one rank runs, and what the words around it set."""
+    """What one rank runs, and the settings around it."""
 
     words: tuple[str, ...]
     """As typed."""
@@ -425,15 +425,15 @@ class TypedCommand:
     starts_ranks: bool = False
     """Whether ``argv`` still is a launcher, which starts the ranks of a node itself."""
     num_processes: int | None = None
-    """Ranks on a node; None: not set, or as many as there are devices."""
+    """Ranks per node; None: not set, or one per device."""
     num_nodes: int = 1
 
 
 def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
-    """The command without what stands in front of the program; of a shell script, the one command in it.
+    """The command without the launcher in front of the program; for a shell script, the one command in it.
 
     Raises:
-        ConfigError: there is none, or its shell script has several, or its launcher cannot be taken away.
+        ConfigError: there is none, or its shell script has several, or its launcher cannot be removed.
     """
     argv, env = list(words), dict[str, str]()
     if (script := _shell_script(argv)) is not None:
@@ -455,7 +455,7 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
         )
     found = without_launcher(tuple(argv))
     if found.launcher is not None and not found.argv[1:]:
-        raise ConfigError(f"{found.launcher} is given no script", remedy="Write the whole command as you type it.")
+        raise ConfigError(f"{found.launcher} has no script", remedy="Give the complete command as you type it.")
     per_node = found.processes_per_node if found.launcher is not None else tasks or _own_count(tuple(argv))
     if per_node is None and found.world_size and found.launcher == "accelerate":
         per_node = found.world_size // (found.num_nodes or 1)
@@ -483,7 +483,7 @@ def _command_in(path: Path, arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the script has no command or several, or one that only a shell can run.
     """
-    remedy = "Give the training command in it: tune-cluster init -- torchrun train.py ..."
+    remedy = "Pass the training command from the script: tune-cluster init -- torchrun train.py ..."
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -510,7 +510,7 @@ def _command_in(path: Path, arguments: Sequence[str]) -> list[str]:
         else:
             commands.append(words)
     if len(commands) != 1:
-        raise ConfigError(f"has {len(commands)} commands, not one", file=str(path), remedy=remedy)
+        raise ConfigError(f"has {len(commands)} commands, expected one", file=str(path), remedy=remedy)
     return [*(f"{name}={value}" for name, value in exported.items()), *commands[0]]
 
 
@@ -527,7 +527,7 @@ _SRUN_FLAGS = ("-l", "-u", "-K", "-E", "-O", "-s", "-v", "-Q", "-Z", "-X")
 
 
 def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
-    """The command that ``srun`` starts, and how many ranks a node has; None where that is not set.
+    """The command that ``srun`` starts, and the number of ranks per node; None if not set.
 
     Raises:
         ConfigError: there is no command, or several nodes.
@@ -544,8 +544,8 @@ def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
     if not words or given.get("--nodes", "1") != "1":
         raise ConfigError(
             "srun: no command on a single node",
-            remedy="Give what one rank runs, and how many a node has: tune-cluster init --devices-per-node 8 -- "
-            "python train.py ...",
+            remedy="Pass the command of one rank, and the number of ranks per node: tune-cluster init "
+            "--devices-per-node 8 -- python train.py ...",
         )
     tasks = given.get("--ntasks-per-node") or given.get("--ntasks") or ""
     return words, int(tasks) if tasks.isdigit() else None
@@ -554,14 +554,14 @@ def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
 def _refuse(program: str, argv: Sequence[str]) -> None:
     if program in _SHELLS:
         raise ConfigError(
-            f"{argv[0]}: what a shell starts cannot be read",
-            remedy="Give the training command in it: tune-cluster init -- torchrun train.py ...",
+            f"{argv[0]}: commands started by a shell cannot be read",
+            remedy="Pass the training command from the script: tune-cluster init -- torchrun train.py ...",
         )
     if program in _FOREIGN:
         raise ConfigError(
-            f"{program} starts ranks in a way that trials do not have",
-            remedy="Give what one rank runs, and how many a node has: tune-cluster init --devices-per-node 8 -- "
-            "python train.py ...",
+            f"trials do not support how {program} starts ranks",
+            remedy="Pass the command of one rank, and the number of ranks per node: tune-cluster init "
+            "--devices-per-node 8 -- python train.py ...",
         )
 
 
@@ -579,13 +579,13 @@ def _self_starting(argv: tuple[str, ...]) -> tuple[str, int | None] | None:
 
 
 def _own_count(argv: tuple[str, ...]) -> int | None:
-    """How many devices a program without launcher is told to use, as Lightning's are."""
+    """How many devices a program without a launcher is configured to use, as in Lightning."""
     text = read_text(argv, either_dash("--devices", aliases=("--trainer.devices", "--num-devices", "--gpus")))
     return int(text) if text is not None and text.isdigit() and int(text) else None
 
 
 def _variables(found: Launched) -> dict[str, str]:
-    """What ``accelerate launch`` was told and would have handed on."""
+    """The options of ``accelerate launch`` that it would have passed on."""
     if found.launcher != "accelerate":
         return {}
     said = {variable: read_text(found.options, either_dash(name)) for name, variable in _ACCELERATE_VARIABLES.items()}
@@ -604,10 +604,10 @@ def _program(argv: Sequence[str], found: Launched) -> tuple[str, ...]:
 
 
 def interpreter_of(program: str) -> str:
-    """The Python that a console script like ``torchrun`` runs with: ``python`` where that is the one on the path."""
+    """The Python that a console script like ``torchrun`` runs with: ``python`` if that is the one on the path."""
     path = shutil.which(program)
     if path is None:
-        return sys.executable  # what is typed beside it would not be found either
+        return sys.executable  # nothing else next to it would be found either
     with Path(path).open("rb") as stream:
         first = stream.readline(500).decode("utf-8", errors="replace").strip()
     found = first.removeprefix("#!").strip().partition(" ")[0] if first.startswith("#!") else ""

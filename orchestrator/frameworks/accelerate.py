@@ -1,5 +1,5 @@
-"""Accelerate: the launcher's YAML with TrainingArguments as JSON, exported; and programs with an ``Accelerator`` and a
-training loop of their own.
+"""Accelerate: the launcher's YAML with TrainingArguments as JSON, exported; and programs with an ``Accelerator`` and
+their own training loop.
 
 In those the engine and the number format are set by the variables of ``accelerate launch``, accumulation by
 ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``; batch size and workers by the script's own arguments, if their names are
@@ -84,7 +84,7 @@ SIZES = {name: f"{_PARALLELISM}{name}_size" for name in ("dp_replicate", "dp_sha
 _CP_STRATEGY = f"{_PARALLELISM}cp_comm_strategy"
 _FSDP = f"{FILE}:fsdp_config.fsdp_"
 _MIRROR = f"{ARGUMENTS}:fsdp_config."
-"""Prefix of the Trainer's arguments that repeat what the launcher is told."""
+"""Prefix of the Trainer's arguments that repeat options of the launcher."""
 _WRAP = tuple(
     f"{prefix}{name}"
     for prefix in (_FSDP, _MIRROR)
@@ -124,7 +124,7 @@ def _write_layout(builder: SettingsBuilder) -> None:
     if engine == "FSDP":
         _write_fsdp(builder, layout)
     elif layout.tp > 1:
-        builder.refuse("layout.tp", "Accelerate's launcher takes tp only beside dp_shard or cp above 1")
+        builder.refuse("layout.tp", "Accelerate's launcher supports tp only if dp_shard or cp is above 1")
     _note_engine(builder, layout, engine)
 
 
@@ -151,18 +151,18 @@ def _write_fsdp(builder: SettingsBuilder, layout: Layout) -> None:
 
 
 def _note_engine(builder: SettingsBuilder, layout: Layout, engine: str) -> None:
-    """Warn where what Accelerate's engine does is near what was asked for, but not the same."""
+    """Warn if Accelerate's engine only approximates the configuration."""
     if engine == "FSDP" and layout.tp > 1:
-        builder.warn("layout.tp", f"your script loads the model split over {layout.tp} ranks: tp_plan='auto'")
+        builder.warn("layout.tp", f"your script must load the model split over {layout.tp} ranks: tp_plan='auto'")
     if engine == "FSDP" and layout.dp_replicate > 1 and layout.dp_shard == 1:
-        builder.refuse("layout.dp_replicate", "beside cp or tp, Accelerate has no replicas without dp_shard above 1")
+        builder.refuse("layout.dp_replicate", "with cp or tp, Accelerate supports replicas only if dp_shard is above 1")
     if layout.zero_stage == 1:
-        builder.warn("layout.zero_stage", "FSDP2 has no stage 1; this is stage 2, which computes the same")
+        builder.warn("layout.zero_stage", "FSDP2 has no stage 1; exported as stage 2, which computes the same result")
     if engine == "FSDP" and layout.dp_shard == 1:
-        builder.warn("layout.zero_stage", "FSDP shards the weights over the cp ranks, where replicas were measured")
+        builder.warn("layout.zero_stage", "FSDP shards the weights over the cp ranks; the measurement replicated them")
     if layout.replicate_with != _replicates_with(layout):
         name = "FSDP2" if engine == "FSDP" else "DDP"
-        builder.warn("layout.replicate_with", f"plain replicas are {name} here")
+        builder.warn("layout.replicate_with", f"replicas without sharding use {name}")
 
 
 def _replicates_with(layout: Layout) -> str:
@@ -208,10 +208,12 @@ def _write_recompute(builder: SettingsBuilder) -> None:
     if is_fsdp:
         builder.settings |= {_RECOMPUTE: num_layers > 0, f"{_MIRROR}activation_checkpointing": num_layers > 0}
     if num_layers and builder.candidate.recompute.full != ((builder.workload.num_layers,),):
-        builder.warn("recompute.full", f"it is all layers or none: these files say all, instead of {num_layers}")
+        builder.warn(
+            "recompute.full", f"only all layers or none are supported: exported as all, instead of {num_layers}"
+        )
     elif num_layers and not isinstance(builder.workload.model, LlamaModel):
         builder.warn(
-            "recompute.full", "your model needs activation_checkpointing_enable(), as transformers' models have"
+            "recompute.full", "your model must implement activation_checkpointing_enable(), as transformers models do"
         )
 
 
@@ -235,13 +237,13 @@ _LAYOUT: tuple[Setting, ...] = (
     ),
     unable(
         "layout.cp_method",
-        message="keys and values are gathered; Ulysses needs DeepSpeed as the engine: see the format deepspeed",
+        message="keys and values are gathered; Ulysses requires the DeepSpeed engine, see the format deepspeed",
     ),
-    no_pipeline("Accelerate has pipelines only through Megatron-LM"),
-    lacking("layout.tp_engine", "tensor parallelism is by DTensor"),
+    no_pipeline("Accelerate supports pipelines only through Megatron-LM"),
+    lacking("layout.tp_engine", "tensor parallelism uses DTensor"),
     unable("layout.sequence_parallel", message=WHOLE_BETWEEN),
-    unable("layout.shard_embedding", message="embedding and head belong to the root's unit, which stays gathered"),
-    lacking("layout.num_copies", "micro-batches are not halved to overlap collectives"),
+    unable("layout.shard_embedding", message="embedding and head belong to the root FSDP unit, which stays gathered"),
+    lacking("layout.num_copies", "micro-batches are not split to overlap collectives"),
     custom(("micro_batch_size", "workload.global_batch_size"), (_BATCH, _ACCUMULATION), _write_batch, _read_batch),
     custom(
         ("recompute.full",),
@@ -249,7 +251,7 @@ _LAYOUT: tuple[Setting, ...] = (
         _write_recompute,
         _read_recompute,
     ),
-    unable("recompute.selective", "recompute.communication", message="Accelerate recomputes whole layers only"),
+    unable("recompute.selective", "recompute.communication", message="Accelerate recomputes full layers only"),
 )
 
 
@@ -269,7 +271,7 @@ _SHORT = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def _write_precision(builder: SettingsBuilder) -> None:
-    refuse_fp8(builder, "mixed_precision fp8 with backend AO leaves out the first linear module, or has other recipes")
+    refuse_fp8(builder, "mixed_precision fp8 with backend AO skips the first linear module, or uses other recipes")
     precision, is_fsdp = builder.candidate.precision, builder.settings[TYPE] == "FSDP"
     builder.settings |= {
         _MIXED_PRECISION: _SHORT[precision.dtype],
@@ -282,13 +284,14 @@ def _write_precision(builder: SettingsBuilder) -> None:
         builder.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy(..., reduce_dtype=torch.float32)")
     elif precision.level == "O2":
         builder.refuse(
-            "precision.level", "without FSDP there is autocast (O1), but no 16-bit weights with fp32 masters"
+            "precision.level",
+            "without FSDP, only autocast (O1) is available, not 16-bit weights with fp32 master weights",
         )
     if precision.loss_scale is not None and not takes_torch_scaler(builder):
         builder.warn(
             "precision.loss_scale",
-            "the Trainer takes torch's GradScaler as it is (2^16, doubled after 2000 steps, halved at the first"
-            " overflow); in your own script pass GradScalerKwargs(init_scale=..., growth_interval=...)",
+            "the Trainer uses the defaults of torch's GradScaler (2^16, doubled after 2000 steps, halved at the "
+            "first overflow); in a custom script pass GradScalerKwargs(init_scale=..., growth_interval=...)",
         )
 
 
@@ -309,7 +312,7 @@ def _write_compile(builder: SettingsBuilder) -> None:
         return
     backend = kernels.backend
     if backend not in DYNAMO_BACKENDS:
-        builder.refuse("kernels.backend", f"Accelerate knows no backend {backend}; these files say inductor")
+        builder.refuse("kernels.backend", f"Accelerate does not support the backend {backend}; exported as inductor")
         backend = "inductor"
     builder.settings |= {
         _BACKEND: backend.upper(),
@@ -353,7 +356,9 @@ def _write_seed(builder: SettingsBuilder) -> None:
 def _write_decay(builder: SettingsBuilder) -> None:
     builder.settings[_DECAY] = builder.workload.optimizer.weight_decay
     if builder.settings[_DECAY]:
-        builder.warn("workload.optimizer.weight_decay", "the Trainer spares norms, which the runner decays too")
+        builder.warn(
+            "workload.optimizer.weight_decay", "the Trainer applies no weight decay to norms, the built-in runner does"
+        )
 
 
 _OPTIMIZER = "workload.optimizer"
@@ -364,7 +369,7 @@ _RUN: tuple[Setting, ...] = (
         _write_precision,
         _read_precision,
     ),
-    unable("precision.white", "precision.black", message="autocast's own lists of operators cannot be changed"),
+    unable("precision.white", "precision.black", message="autocast's lists of operators cannot be changed"),
     option("loader.num_workers", f"{ARGUMENTS}:dataloader_num_workers"),
     option(
         "loader.prefetch_factor",
@@ -375,7 +380,9 @@ _RUN: tuple[Setting, ...] = (
     option("loader.pin_memory", f"{ARGUMENTS}:dataloader_pin_memory"),
     option("loader.persistent_workers", f"{ARGUMENTS}:dataloader_persistent_workers"),
     lacking("loader.full_batch", "every rank reads only its own rows"),
-    left_to_script("loader.tuning", "nothing tunes the loader: set the numbers that the report says were found"),
+    left_to_script(
+        "loader.tuning", "the loader is not tuned automatically: set the values found, which the report shows"
+    ),
     custom(
         ("kernels.compile", "kernels.backend", "kernels.compile_mode"),
         (_BACKEND, _MODE, _REGIONAL, _COMPILE, f"{_COMPILE}_backend", f"{_COMPILE}_mode"),
@@ -409,7 +416,7 @@ _RUN: tuple[Setting, ...] = (
     fixed(f"{ARGUMENTS}:max_grad_norm", 0.0),
     fixed(f"{ARGUMENTS}:dataloader_drop_last", True),
     fixed(f"{ARGUMENTS}:output_dir", "output"),
-    own_data("your script reads the data"),
+    own_data("the data are read by your script"),
 )
 
 
@@ -533,7 +540,7 @@ class ScriptArguments:
         return role in self._found
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What an argument says, or its own default; ``default`` where there is neither."""
+        """The value of an argument, or its default; ``default`` where there is neither."""
         if is_of_engine(name):
             return self.engine.get(name, default)
         if name not in self._found:
@@ -591,8 +598,8 @@ def _write_program_batch(builder: SettingsBuilder) -> None:
     if builder.changed("micro_batch_size") and words.has("batch"):
         builder.settings["batch"] = builder.candidate.micro_batch_size
     elif builder.changed("micro_batch_size"):
-        advice = "put {micro_batch_size} where your command says the batch size"
-        builder.refuse("micro_batch_size", f"no argument of the script is known to mean it: {advice}")
+        advice = "put {micro_batch_size} at the batch size in your command"
+        builder.refuse("micro_batch_size", f"no known argument of the script sets it: {advice}")
     if words.has("accumulation"):
         builder.settings["accumulation"] = steps
     if words.get(_STEPS) is not None if words.has("accumulation") else words.accumulates:
@@ -624,7 +631,7 @@ def _write_program_precision(builder: SettingsBuilder) -> None:
     if words.get("precision") is not None:
         builder.settings["precision"] = short
     elif words.decides_precision:
-        builder.refuse("precision", "the script itself says Accelerator(mixed_precision=...)")
+        builder.refuse("precision", "the script sets Accelerator(mixed_precision=...)")
     else:
         builder.settings[_PRECISION] = short
     write_precision_of_engine(builder)
@@ -641,7 +648,7 @@ def _write_program_recompute(builder: SettingsBuilder) -> None:
     if builder.current(ENGINE) == "fsdp":
         builder.settings["fsdp:activation_checkpointing"] = bool(builder.candidate.recompute.full)
     else:
-        builder.refuse("recompute.full", "outside of FSDP the script itself has to recompute its layers")
+        builder.refuse("recompute.full", "without FSDP the script itself must recompute its layers")
 
 
 def _read_program_recompute(found: Found) -> dict[str, Any]:
@@ -678,7 +685,7 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
     is_same = steps in (1, request.reading.num_microbatches) or "{accumulation}" in " ".join(edit.argv)
     if not (words.has("accumulation") or words.accumulates or is_same):
         message = (
-            f"the script never accumulates, and {steps} micro-batches were asked for: accelerator.accumulate(model)"
+            f"the script does not accumulate, but {steps} micro-batches are required: accelerator.accumulate(model)"
         )
         edit.refuse("micro_batch_size", message)
     check_engine(words.engine, request)

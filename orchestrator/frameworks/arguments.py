@@ -1,4 +1,4 @@
-"""Reads and changes command lines as people write them, and leaves every word alone that nobody asked to change.
+"""Reads and changes command lines as typed, and leaves all other words unchanged.
 
 Of an argument that is given several times the last one counts, as for argparse. A change replaces that one where it
 stands, in its own spelling (``--a b`` or ``--a=b``), and drops the ones before, which had no effect; what is not there
@@ -15,8 +15,8 @@ from typing import Literal
 
 Words = tuple[str, ...]
 ArgumentValue = str | bool | Words
-"""What a command says: a text of a ``value`` or ``assignment``, True or False of a ``flag``, either of a ``switch``
-(a text only where it is no word of truth), texts of a ``list``."""
+"""Arguments of a command: a text of a ``value`` or ``assignment``, True or False of a ``flag``, either of a
+``switch`` (a text only where it is no word of truth), texts of a ``list``."""
 _NUMBER = re.compile(r"-(\d|\.\d)[\w.+-]*")
 _TRUE, _FALSE = ("true", "t", "yes", "y", "1", "on"), ("false", "f", "no", "n", "0", "off")
 
@@ -34,7 +34,7 @@ class Argument:
     """As it is written where the command does not have it: ``--micro-batch-size``, ``trainer.lr``."""
     aliases: Words = ()
     negative: Words = ()
-    """Spellings that say no: ``--no-bias``; a flag without one says no by its absence."""
+    """Negative spellings: ``--no-bias``; a flag without one says no by its absence."""
     takes: Literal["value", "flag", "switch", "list", "assignment"] = "value"
 
     @property
@@ -73,7 +73,7 @@ class _Place:
 
 
 def read(words: Sequence[str], argument: Argument) -> ArgumentValue | None:
-    """What the command says of an argument, last wins; None where it says nothing."""
+    """The value of an argument in the command, last wins; None where it says nothing."""
     places = list(_places(tuple(words), argument))
     return places[-1].given if places else None
 
@@ -164,7 +164,7 @@ def _spelled_out(argument: Argument, value: ArgumentValue, old: _Place | None) -
         return (name, *_texts(argument, value))
     text = str(value).lower() if isinstance(value, bool) else value
     if not isinstance(text, str):
-        raise ValueError(f"{argument.name} takes one value, not {value!r}")
+        raise ValueError(f"{argument.name} takes one value, got {value!r}")
     if argument.takes == "assignment":
         return (f"{name}={text}",)
     is_joined = (old is not None and old.is_joined) or is_option(text)
@@ -175,7 +175,7 @@ def _spelled_out(argument: Argument, value: ArgumentValue, old: _Place | None) -
 
 def _flag(argument: Argument, name: str, value: ArgumentValue) -> Words:
     if not isinstance(value, bool):
-        raise ValueError(f"{argument.name} takes no value, but {value!r} was given")
+        raise ValueError(f"{argument.name} takes no value, got {value!r}")
     if value:
         return (name,)
     return argument.negative[:1]
@@ -183,7 +183,7 @@ def _flag(argument: Argument, name: str, value: ArgumentValue) -> Words:
 
 def _texts(argument: Argument, value: ArgumentValue) -> Words:
     if not isinstance(value, tuple) or any(is_option(text) for text in value):
-        raise ValueError(f"{argument.name} takes words that are no options, not {value!r}")
+        raise ValueError(f"{argument.name} takes values that do not start like options, got {value!r}")
     return value
 
 

@@ -60,11 +60,11 @@ def recipe(format: str) -> Recipe:  # noqa: A002 - the word users type
     """The recipe of a format.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: unknown format.
     """
     found = next((one for one in FRAMEWORKS if one.name == format and one.exports), None)
     if found is None:
-        raise ConfigError(f"no format called {format!r}", remedy=f"Formats: {', '.join(formats())}")
+        raise ConfigError(f"unknown format {format!r}", remedy=f"Formats: {', '.join(formats())}")
     return typing.cast(Recipe, found.load("RECIPE"))
 
 
@@ -80,13 +80,13 @@ def export(format: str, candidate: Candidate, workload: Workload, *, allow_lossy
         reasons = "".join(f"\n  {note.knob}: {note.message}" for note in refused)
         raise ConfigError(
             f"{recipe(format).title} cannot express this configuration:{reasons}",
-            remedy="\nExport it anyway with --allow-lossy, and set right by hand what is listed here",
+            remedy="\nTo export it anyway, use --allow-lossy and fix the listed settings by hand",
         )
     return made
 
 
 def export_all(candidate: Candidate, workload: Workload) -> dict[str, Export | ConfigError]:
-    """Export by format, or the reason why there is none."""
+    """Export by format, or the reason why it is impossible."""
     found: dict[str, Export | ConfigError] = {}
     for name in formats():
         try:
@@ -100,11 +100,11 @@ def training(name: str) -> Training:
     """What is known of a framework's programs.
 
     Raises:
-        ConfigError: there is no such framework.
+        ConfigError: unknown framework.
     """
     found = next((one for one in FRAMEWORKS if one.name == name and one.programs), None)
     if found is None:
-        raise ConfigError(f"no recipe called {name!r}", key="recipe", remedy=f"Recipes: {', '.join(trainings())}")
+        raise ConfigError(f"unknown recipe {name!r}", key="recipe", remedy=f"Recipes: {', '.join(trainings())}")
     return typing.cast("Training", found.load("TRAINING"))
 
 

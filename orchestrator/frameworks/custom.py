@@ -1,6 +1,6 @@
 """Any training program: knobs reach it through placeholders of its command, and nothing else in it is touched.
 
-Nothing is read from the command, since the meaning of its arguments is unknown: the baseline states it.
+Nothing is read from the command, since the meaning of its arguments is unknown: the baseline says it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ ACCUMULATIONS = ("accumulation", "total_accumulation")
 
 
 def read(run: Run) -> Reading:
-    """Nothing but whether the command can be told how many micro-batches make a step."""
+    """Only checks whether the command has a setting for the micro-batches per step."""
     words = " ".join((*run.argv, *run.env.values(), *run.files.values()))
     if f"{{{MICRO_BATCH}}}" not in words or any(f"{{{name}}}" in words for name in ACCUMULATIONS):
         return Reading(values={})
     message = (
-        "the command has {micro_batch_size} but no {accumulation}: unless it works out itself how many micro-batches "
-        "make up global_batch_size, candidates train on batches of different sizes"
+        "the command has {micro_batch_size} but not {accumulation}: unless the program derives accumulation "
+        "from global_batch_size, candidates train with different batch sizes"
     )
     return Reading(values={}, notes=(Note(knob=MICRO_BATCH, message=message, severity="warning"),))
 
@@ -50,7 +50,7 @@ def expected(request: OverlayRequest) -> Expected:
 
 TRAINING = Training(
     name="custom",
-    title="a program of your own",
+    title="a custom program",
     package=None,
     log=LogFormat(),
     recognises=lambda run: True,  # noqa: ARG005

@@ -25,14 +25,14 @@ class _Family:
     is_gated: bool = True
     """Whether its feed-forward has three matrices; otherwise two."""
     is_tied: bool = False
-    """Whether input embedding and output layer are one, where the configuration does not say."""
+    """Whether input embedding and output layer are tied, if not in the configuration."""
     differences: tuple[str, ...] = ()
 
 
-_LAYER_NORM = "RMSNorm for LayerNorm"
+_LAYER_NORM = "RMSNorm instead of LayerNorm"
 _BIASES = "no biases"
-_GELU = "SiLU for GELU"
-_POSITIONS = "rotary for other position embeddings"
+_GELU = "SiLU instead of GELU"
+_POSITIONS = "rotary instead of other position embeddings"
 
 FAMILIES: Mapping[str, _Family] = {
     "llama": _Family(),
@@ -41,21 +41,21 @@ FAMILIES: Mapping[str, _Family] = {
     "phi3": _Family(),
     "granite": _Family(),
     "smollm3": _Family(),
-    "olmo": _Family(differences=("RMSNorm for a norm without weights",)),
-    "olmo2": _Family(differences=("no norms of queries and keys",)),
-    "qwen2": _Family(differences=("no biases of queries, keys and values",)),
-    "qwen3": _Family(differences=("no norms of queries and keys",)),
+    "olmo": _Family(differences=("RMSNorm instead of a norm without weights",)),
+    "olmo2": _Family(differences=("no norms on queries and keys",)),
+    "qwen2": _Family(differences=("no biases on queries, keys and values",)),
+    "qwen3": _Family(differences=("no norms on queries and keys",)),
     "stablelm": _Family(differences=(_LAYER_NORM,)),
     "gemma": _Family(is_tied=True, differences=(_GELU,)),
     "gemma2": _Family(is_tied=True, differences=(_GELU, "two norms fewer per block")),
     "gemma3_text": _Family(is_tied=True, differences=(_GELU, "four norms fewer per block")),
-    "gpt_neox": _Family(is_gated=False, differences=(_LAYER_NORM, _BIASES, "blocks in sequence, not parallel")),
+    "gpt_neox": _Family(is_gated=False, differences=(_LAYER_NORM, _BIASES, "sequential instead of parallel blocks")),
     "gpt2": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM, _BIASES, _POSITIONS)),
-    "gptj": _Family(is_gated=False, differences=(_LAYER_NORM, _BIASES, "blocks in sequence, not parallel")),
+    "gptj": _Family(is_gated=False, differences=(_LAYER_NORM, _BIASES, "sequential instead of parallel blocks")),
     "opt": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM, _BIASES, _POSITIONS)),
     "bloom": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM, _BIASES, _POSITIONS)),
     "falcon": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM,)),
-    "phi": _Family(is_gated=False, differences=(_LAYER_NORM, _BIASES, "blocks in sequence, not parallel")),
+    "phi": _Family(is_gated=False, differences=(_LAYER_NORM, _BIASES, "sequential instead of parallel blocks")),
     "starcoder2": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM, _BIASES)),
 }
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -72,7 +72,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """What a configuration says of a decoder."""
+    """Properties of a decoder in a configuration."""
 
     keys: Mapping[str, Any]
     """Fields of a :class:`trials.spec.LlamaModel` by name."""
@@ -103,7 +103,7 @@ def decoder_of(config: Mapping[str, Any], file: Path) -> Decoder:
     heads, hidden = sizes["num_heads"], sizes["hidden_size"]
     if hidden % heads or hidden // heads % 2 or heads % sizes["num_kv_heads"]:
         raise ConfigError(
-            f"{heads} heads and {sizes['num_kv_heads']} key-value heads do not divide width {hidden}", file=file
+            f"{heads} heads and {sizes['num_kv_heads']} key-value heads do not divide the width {hidden}", file=file
         )
     keys: dict[str, Any] = {key: sizes[key] for key in _NAMES if key != "max_seq_length"}
     if not family.is_gated:
@@ -136,7 +136,7 @@ def decoder_of_config(text: str, file: Path) -> Decoder:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"no JSON: {error}", file=file) from None
+        raise ConfigError(f"not JSON: {error}", file=file) from None
     if not isinstance(config, dict):
         raise ConfigError("not a mapping of keys to values", file=file)
     inner = config.get("text_config")
@@ -158,23 +158,23 @@ def _sizes(config: Mapping[str, Any], file: Path) -> dict[str, int]:
     for key, value in found.items():
         if not isinstance(value, int) or value < 1:
             name = _NAMES[key][0]
-            shown = "missing" if value is None else f"{str(value)[:40]!r} is no size"
-            raise ConfigError(shown, file=file, key=name, remedy="Name the config.json of a whole model.")
+            shown = "missing" if value is None else f"{str(value)[:40]!r} is not a valid size"
+            raise ConfigError(shown, file=file, key=name, remedy="Use the config.json of a complete model.")
     return {key: int(value) for key, value in found.items() if value is not None}
 
 
 def _differences(config: Mapping[str, Any], family: _Family, sizes: Mapping[str, int]) -> Iterator[str]:
     """In what this very model differs from the one that is trained, in addition to what all of its family do."""
     if not family.is_gated:
-        yield "SwiGLU of as many weights for two matrices"
+        yield "SwiGLU with the same number of weights instead of two matrices"
     if config.get("tie_word_embeddings", family.is_tied):
-        yield "an output layer of its own"
+        yield "a separate output layer"
     head, ours = config.get("head_dim"), sizes["hidden_size"] // sizes["num_heads"]
     if head and head != ours:
-        yield f"heads of {ours} for {head}"
+        yield f"heads of size {ours} instead of {head}"
     window = config.get("sliding_window")
     if window and config.get("use_sliding_window", True):
-        yield f"full attention for windows of {window}"
+        yield f"full attention instead of windows of {window}"
 
 
 def _rounded(size: float) -> int:
@@ -205,7 +205,8 @@ def _write_kind(builder: SettingsBuilder) -> None:
         builder.settings |= {**_FIXED, f"{MODEL_FILE}:max_position_embeddings": builder.workload.seq_length}
     else:
         builder.warn(
-            "workload.model", f"{MODEL_FILE} is for Llama; build this {builder.workload.model.kind} in your script"
+            "workload.model",
+            f"{MODEL_FILE} describes a Llama; build this {builder.workload.model.kind} model in your script",
         )
 
 

@@ -1,5 +1,5 @@
-"""DeepSpeed: its JSON, exported with the model as transformers describes it; and programs with ``deepspeed.initialize``
-and a training loop of their own, which that JSON configures.
+"""DeepSpeed: its JSON, exported with the model as transformers describes it; and programs with
+``deepspeed.initialize`` and their own training loop, which that JSON configures.
 
 Names and defaults are those of DeepSpeed 0.19 (``runtime/config.py``, ``precision_config.py``, ``zero/config.py``,
 ``tensor_parallel/config.py``). Pipelines, recompute, compilation and data loading are calls in the training script, not
@@ -138,7 +138,7 @@ def _read_batch(found: Found) -> dict[str, Any]:
 def _size(found: Found, name: str) -> int | None:
     if found.get(name) == "auto":
         key = name.removeprefix(f"{FILE}:")
-        found.unread("micro_batch_size", f"{key} auto, which only the Trainer of transformers fills in")
+        found.unread("micro_batch_size", f"{key}: auto, which only the Trainer of transformers resolves")
         return None
     return found.whole("micro_batch_size", name)
 
@@ -147,11 +147,11 @@ def _write_layout(builder: SettingsBuilder) -> None:
     layout = builder.candidate.layout
     builder.settings[_ZERO_STAGE] = layout.zero_stage
     if builder.is_export and layout.dp_replicate > 1 and layout.dp_shard > 1:
-        message = f"ZeRO shards over all {layout.dp} data-parallel ranks, not over {layout.dp_shard} of them"
+        message = f"ZeRO shards over all {layout.dp} data-parallel ranks, not only {layout.dp_shard}"
         builder.warn("layout.dp_shard", message)
         builder.warn("layout.dp_replicate", message)
     if builder.is_export and layout.zero_stage == 0 and layout.dp > 1 and layout.replicate_with != "ddp":
-        builder.warn("layout.replicate_with", "replicas are DeepSpeed's own, as with DDP")
+        builder.warn("layout.replicate_with", "DeepSpeed replicates by itself, like DDP")
 
 
 def _read_layout(found: Found) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _write_tensor_parallel(builder: SettingsBuilder) -> None:
     if isinstance(builder.workload.model, LlamaModel):
         builder.settings[_PRESET] = "llama"
     if layout.tp_engine != "local":
-        builder.warn("layout.tp_engine", "AutoTP works on plain tensors with explicit collectives, without DTensor")
+        builder.warn("layout.tp_engine", "AutoTP uses plain tensors with explicit collectives, not DTensor")
 
 
 def _read_tensor_parallel(found: Found) -> dict[str, Any]:
@@ -188,14 +188,15 @@ def _write_sequence(builder: SettingsBuilder) -> None:
         return
     builder.settings |= {_SEQUENCE: layout.cp, _DATA: layout.dp}
     if layout.tp > 1:
-        builder.refuse("layout.cp", "Ulysses and AutoTP do not go together")
+        builder.refuse("layout.cp", "Ulysses and AutoTP cannot be combined")
     if layout.cp_method != "ulysses":
-        builder.refuse("layout.cp_method", "DeepSpeed splits sequences by Ulysses only")
+        builder.refuse("layout.cp_method", "DeepSpeed supports only Ulysses for splitting sequences")
     builder.warn(
-        "layout.cp", "your script gives the model Ulysses' attention (UlyssesSPAttentionHF or DistributedAttention)"
+        "layout.cp",
+        "your script must use Ulysses attention in the model (UlyssesSPAttentionHF or DistributedAttention)",
     )
     if layout.zero_stage == 0 and layout.replicate_with != "ddp":
-        builder.warn("layout.replicate_with", "replicas are DeepSpeed's own, as with DDP")
+        builder.warn("layout.replicate_with", "DeepSpeed replicates by itself, like DDP")
 
 
 def _read_sequence(found: Found) -> dict[str, Any]:
@@ -213,10 +214,10 @@ def _write_recompute(builder: SettingsBuilder) -> None:
     num_layers = sum(map(sum, builder.candidate.recompute.full))
     builder.settings |= {_CHECKPOINTS: num_layers or None, _PARTITION: False}
     if num_layers == builder.workload.num_layers:
-        builder.warn("recompute.full", "your script switches it on: model.gradient_checkpointing_enable()")
+        builder.warn("recompute.full", "your script must enable it: model.gradient_checkpointing_enable()")
     elif num_layers:
         call = "deepspeed.checkpointing.checkpoint"
-        builder.warn("recompute.full", f"your model's code runs its first {num_layers} layers through {call}")
+        builder.warn("recompute.full", f"your model must run its first {num_layers} layers through {call}")
 
 
 def _read_recompute(settings: Settings) -> dict[str, Any]:
@@ -231,7 +232,7 @@ def _write_offload(builder: SettingsBuilder) -> None:
         builder.refuse("offload.optimizer", "DeepSpeed offloads states that ZeRO shards: stages 1 to 3")
         return
     builder.settings |= {_OFFLOAD_DEVICE: "cpu", _OFFLOAD_PINNED: True}
-    builder.warn("offload.optimizer", "torch's AdamW updates on the host; without torch_adam DeepSpeed's own does")
+    builder.warn("offload.optimizer", "torch's AdamW updates on the host; without torch_adam, DeepSpeed's AdamW does")
 
 
 _OFFLOAD_OPTIMIZER = custom(
@@ -272,14 +273,14 @@ def _write_autocast(builder: SettingsBuilder, dtype: str) -> None:
         builder.settings[_SAFE] = []
     else:
         builder.refuse(
-            "precision.level", "gradients of matrix products are reduced in float16, where fp32 was measured"
+            "precision.level", "gradients of matrix products are reduced in float16; the measurement used fp32"
         )
 
 
 def _write_loss_scale(builder: SettingsBuilder, scale: LossScale) -> None:
     if not builder.settings[_FP16]:
         if not takes_torch_scaler(builder):
-            builder.warn("precision.loss_scale", "under autocast DeepSpeed takes torch's GradScaler as it is")
+            builder.warn("precision.loss_scale", "with autocast, DeepSpeed uses torch's GradScaler with its defaults")
         return
     configured = {f"{FILE}:{key}": value for key, value in scale_in_deepspeed(scale).items()}
     builder.settings |= configured
@@ -291,7 +292,7 @@ def _write_loss_scale(builder: SettingsBuilder, scale: LossScale) -> None:
     for factor in ("growth_factor", "backoff_factor"):
         path = f"precision.loss_scale.{factor}"
         if builder.values[path] != TORCH_SCALER[path]:
-            builder.refuse(path, f"DeepSpeed doubles and halves; asked for {builder.values[path]}")
+            builder.refuse(path, f"DeepSpeed always doubles and halves; the configuration has {builder.values[path]}")
 
 
 def _read_precision(found: Found) -> dict[str, Any]:
@@ -320,16 +321,16 @@ ROWS: tuple[Setting, ...] = (
         ("layout.tp", "layout.tp_engine"), (_AUTOTP, _PRESET), _write_tensor_parallel, _read_tensor_parallel, "read"
     ),
     custom(("layout.cp", "layout.cp_method"), (_SEQUENCE, _DATA), _write_sequence, _read_sequence, "read"),
-    no_pipeline("a pipeline is code: PipelineModule(layers, num_stages=...), which takes ZeRO stage 0 or 1"),
+    no_pipeline("a pipeline requires code: PipelineModule(layers, num_stages=...), with ZeRO stage 0 or 1"),
     unable("layout.sequence_parallel", message=WHOLE_BETWEEN),
     sharded_from(
         3,
         refused="only stage 3 shards embedding and head",
         warned="stage 3 shards embedding and head like everything else",
     ),
-    lacking("layout.num_copies", "Domino is another training loop, not configuration"),
+    lacking("layout.num_copies", "Domino is a different training loop, not a configuration"),
     custom(("recompute.full",), (_CHECKPOINTS, _PARTITION), _write_recompute, _read_recompute),
-    unable("recompute.selective", "recompute.communication", message="DeepSpeed recomputes whole layers only"),
+    unable("recompute.selective", "recompute.communication", message="DeepSpeed recomputes full layers only"),
     row(
         ("precision.level", "precision.dtype", "precision.loss_scale"),
         (
@@ -346,19 +347,19 @@ ROWS: tuple[Setting, ...] = (
         _write_precision,
         _read_precision,
     ),
-    unable("precision.white", "precision.black", message="autocast's own lists of operators cannot be changed"),
-    left_to_script("loader", "the DataLoader is your script's"),
-    left_to_script("kernels.compile", "your script compiles each block or the whole model: engine.compile(...)"),
-    left_to_script("kernels.backend", "your script names it: engine.compile(backend=...)"),
-    left_to_script("kernels.compile_mode", "your script names it: engine.compile(compile_kwargs={'mode': ...})"),
+    unable("precision.white", "precision.black", message="autocast's lists of operators cannot be changed"),
+    left_to_script("loader", "the DataLoader is created by your script"),
+    left_to_script("kernels.compile", "your script must compile each block or the full model: engine.compile(...)"),
+    left_to_script("kernels.backend", "your script must set it: engine.compile(backend=...)"),
+    left_to_script("kernels.compile_mode", "your script must set it: engine.compile(compile_kwargs={'mode': ...})"),
     *KERNELS_OF_SCRIPT,
     *memory_savers(
-        activations="activation_checkpointing.cpu_checkpointing moves only what is kept by layers that your script "
-        "recomputes with DeepSpeed's own function",
+        activations="activation_checkpointing.cpu_checkpointing moves only activations of layers that your "
+        "script recomputes with DeepSpeed's checkpoint function",
         optimizer=_OFFLOAD_OPTIMIZER,
     ),
     REDUCES_EACH,
-    left_to_script("kernels.matmul_precision", "your script calls torch.set_float32_matmul_precision(...)"),
+    left_to_script("kernels.matmul_precision", "your script must call torch.set_float32_matmul_precision(...)"),
     fixed(f"{FILE}:optimizer.type", "AdamW"),
     option(f"{_OPTIMIZER}.lr", f"{_PARAMS}.lr"),
     betas(_BETAS),
@@ -368,7 +369,7 @@ ROWS: tuple[Setting, ...] = (
     fixed(f"{_PARAMS}.adam_w_mode", True),
     fixed(f"{FILE}:gradient_clipping", 0.0),
     fixed(f"{FILE}:dataloader_drop_last", True),
-    own_data("your script reads the data"),
+    own_data("the data are read by your script"),
     own_seed(),
     *MODEL_SETTINGS,
 )
@@ -468,13 +469,13 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
         if getattr(layout, degree) != request.reading.values.get(f"layout.{degree}", 1):
             edit.refuse(f"layout.{degree}", message)
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
-        edit.refuse("layout.dp_shard", "ZeRO shards over all data-parallel ranks, not over some of them")
+        edit.refuse("layout.dp_shard", "ZeRO shards over all data-parallel ranks, not over a part of them")
 
 
 _UNABLE = {
-    "pp": "a pipeline is code: PipelineModule(layers, num_stages=...)",
-    "cp": "splitting sequences is up to the script: UlyssesSPAttentionHF",
-    "tp": "splitting matrices is up to the script, too: deepspeed.tp_model_init",
+    "pp": "a pipeline requires code: PipelineModule(layers, num_stages=...)",
+    "cp": "the script must split sequences: UlyssesSPAttentionHF",
+    "tp": "the script must split matrices: deepspeed.tp_model_init",
 }
 TABLE = FrameworkTable(
     rows=ROWS,
@@ -484,7 +485,7 @@ TABLE = FrameworkTable(
     check=_check,
     open=opened,
 )
-_NO_JSON = "no JSON of DeepSpeed: give it by --deepspeed_config FILE, or name it under files and write its name"
+_NO_JSON = "no DeepSpeed JSON: pass --deepspeed_config FILE, or add it to `files` and use its placeholder"
 
 
 def _read(run: Run) -> Reading:

@@ -45,7 +45,8 @@ _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])')
 
 
 def load(text: str, file: str) -> Any:
-    """What a file says; an empty one: an empty mapping. Its suffix tells the format, JSON where there is none known.
+    """The content of a file; an empty one: an empty mapping. Its suffix tells the format, JSON where there is none
+    known.
 
     JSON may have comments and trailing commas, as DeepSpeed allows.
 
@@ -60,7 +61,7 @@ def load(text: str, file: str) -> Any:
         raise ConfigError(f"not TOML: {error}", file=file, remedy="Fix the file.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or "it cannot be read"
+        what = getattr(error, "problem", None) or "cannot be read"
         line = mark.line + 1 if mark else None
         raise ConfigError(f"not YAML: {what}", file=file, line=line, remedy="Fix the file.") from None
     return {} if found is None else found
@@ -103,7 +104,7 @@ def edited(text: str, file: str, changes: Mapping[str, Any]) -> str:
         made = ""
     if not _says(made, file, wanted):
         keys = ", ".join(changes)
-        raise ConfigError(f"{keys} cannot be changed here", file=file, remedy="Write it as a plain key and value.")
+        raise ConfigError(f"{keys} cannot be changed here", file=file, remedy="Write it as a plain key with a value.")
     return made
 
 
@@ -115,7 +116,7 @@ def _says(text: str, file: str, wanted: Any) -> bool:
 
 
 def dumped(data: Any, file: str) -> str:
-    """A new file that says this: JSON, or YAML by its suffix."""
+    """A new file with this content: JSON, or YAML by its suffix."""
     if _suffix(file) in (".yaml", ".yml"):
         text: str = yaml.safe_dump(data, sort_keys=False)
         return text
@@ -177,7 +178,7 @@ def _set(
     head, rest = next(_splits(data, key), (key.partition(".")[0], key.partition(".")[2]))
     if not isinstance(data, dict | list) or (isinstance(data, list) and _child(data, head) is ABSENT):
         what = "a list without such a number" if isinstance(data, list) else "a value"
-        raise ConfigError(f"what stands above it is {what}", file=file, key=key, remedy="Name another key.")
+        raise ConfigError(f"its parent is {what}", file=file, key=key, remedy="Use another key.")
     place: Any = int(head) if isinstance(data, list) else head
     child = _child(data, head)
     if rest:
@@ -317,7 +318,7 @@ def _edit_toml(text: str, changes: Mapping[str, Any], file: str) -> str:
         try:
             _set(root, key, value, file)
         except (TypeError, ValueError):
-            raise ConfigError(f"{value!r} is no value of TOML", remedy="Name another value.") from None
+            raise ConfigError(f"{value!r} is not a valid TOML value", remedy="Use another value.") from None
     return tomlkit.dumps(root)
 
 

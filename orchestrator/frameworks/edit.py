@@ -1,5 +1,5 @@
-"""What a recipe knows of training programs that people write for its framework: how to read their command, how to lay a
-candidate over it, how to keep a trial from leaving anything behind.
+"""Support of a recipe for user programs of its framework: how to read their command, how to lay a candidate over it,
+how to keep a trial from leaving anything behind.
 
 A candidate is *overlaid* on the user's arguments and configuration files: what it says is replaced or appended, in
 copies, and all else stays as the user wrote it. A field in which the candidate equals what the command already says is
@@ -53,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a command says, in our words."""
+    """The settings of a command, as knobs."""
 
     values: Mapping[str, Any]
     """Value by path (see :func:`~orchestrator.frameworks.spelling.flatten`) of the fields that the framework has and
@@ -63,9 +63,9 @@ class Reading:
     num_layers: int | None = None
     seq_length: int | None = None
     global_batch_size: int | None = None
-    """Samples of an optimiser step, where the framework is told."""
+    """Samples per optimiser step, if the framework has a setting for it."""
     num_microbatches: int | None = None
-    """Gradient accumulation steps, where the framework is told these instead."""
+    """Gradient accumulation steps, if the framework has a setting for these instead."""
     seed: int | None = None
     world_size: int | None = None
     """Ranks that its launcher starts today, where it has one: no field of a candidate, because we start the ranks."""
@@ -79,9 +79,9 @@ class OverlayRequest:
 
     candidate: Candidate
     reading: Reading
-    """What the command says by itself."""
+    """Values that the command sets itself."""
     named: frozenset[str] = frozenset()
-    """Paths of fields that the sweep names: written also where the command does not say them."""
+    """Paths of fields that the sweep names: written even if the command does not set them."""
     templated: frozenset[str] = frozenset()
     """Paths of fields that the command has placeholders for: filled in already, and nobody else's business."""
     world_size: int
@@ -204,7 +204,7 @@ class Edit:
 
 
 class Texts(Mapping[str, str]):
-    """Texts of files that are written on demand: most overlays are only judged, for a plan."""
+    """Texts of files, written on request: most overlays are only judged, for a plan."""
 
     def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
         self._makers = makers
@@ -261,7 +261,7 @@ class EditedFile:
         return self._name in self._edit.files
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The current value at a key; ``default`` where there is none."""
+        """The current value of a key; ``default`` where there is none."""
         found = self._value(key)
         return default if found is documents.ABSENT else found
 
@@ -425,7 +425,7 @@ def layers_in(request: OverlayRequest) -> int:
 
 
 def _again(request: OverlayRequest, now: Reading) -> Reading:
-    """The command's current settings; the model stays the one that the user's command describes."""
+    """The current settings of the command; the model stays the one that the user's command describes."""
     first, values = request.reading, dict(now.values)
     if now.num_layers is None:
         held = layers_of(request.candidate.layout, layers_in(request))
@@ -439,7 +439,7 @@ def _again(request: OverlayRequest, now: Reading) -> Reading:
 
 
 _ONE_LAYER = ((1,),)
-"""All layers of a model whose number is unknown."""
+"""All layers of a model with an unknown number of layers."""
 
 
 def contradictions(request: OverlayRequest, back: Reading) -> list[Note]:
@@ -453,9 +453,9 @@ def contradictions(request: OverlayRequest, back: Reading) -> list[Note]:
         if _is_configured(path, back.values) and requested.get(path, ABSENT) != canonical.get(path, ABSENT)
         if path not in request.templated
     }
-    notes = [_error(path, f"asked for {a}, but the command says {b}") for path, (a, b) in wrong.items()]
+    notes = [_error(path, f"expected {a}, but the command sets {b}") for path, (a, b) in wrong.items()]
     notes += [
-        _error(path, "this framework is not told of it")
+        _error(path, "this framework has no setting for it")
         for path, value in requested.items()
         if not _is_configured(path, back.values)
         and any(touch(path, name) for name in request.named)
@@ -466,18 +466,21 @@ def contradictions(request: OverlayRequest, back: Reading) -> list[Note]:
 
 
 def _batch(request: OverlayRequest, back: Reading) -> list[Note]:
-    """Whether the command trains on the batch that was asked for."""
+    """Whether the command trains with the requested batch."""
     if back.global_batch_size not in (None, request.global_batch_size):
-        text = f"asked for a global batch of {request.global_batch_size}, but the command says {back.global_batch_size}"
+        text = (
+            f"expected a global batch size of {request.global_batch_size}, but the command sets "
+            f"{back.global_batch_size}"
+        )
         return [_error("micro_batch_size", text)]
     if back.num_microbatches not in (None, request.num_microbatches):
-        text = f"asked for {request.num_microbatches} accumulation steps, but the command says {back.num_microbatches}"
+        text = f"expected {request.num_microbatches} accumulation steps, but the command sets {back.num_microbatches}"
         return [_error("micro_batch_size", text)]
     return []
 
 
 _LEFT_OVER = ("layout.dp_replicate", "layout.dp_shard")
-"""Degrees one of which most frameworks are not told: it is what the others leave over of the ranks."""
+"""Degrees of which most frameworks derive one: it is what the others leave over of the ranks."""
 _ANYTHING = Workload(
     model=ScriptModel(recipe="custom", run=(), cwd="/"), data=ScriptData(), seq_length=1, global_batch_size=1
 )

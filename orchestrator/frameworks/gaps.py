@@ -73,7 +73,7 @@ def refuse_stages(builder: SettingsBuilder, message: str) -> None:
     """Refuse the layout's stages; numbers of layers per stage then mean something else and are refused, too."""
     builder.refuse("layout.stage_layers", message)
     if builder.candidate.recompute != Recompute():
-        builder.refuse("recompute", "numbers of layers are those of other stages")
+        builder.refuse("recompute", "the numbers of layers belong to other stages")
 
 
 def num_microbatches(builder: SettingsBuilder) -> int:
@@ -101,7 +101,7 @@ def all_of(held: Counts) -> Counts:
     return first_layers(ALL_LAYERS, held)
 
 
-WHOLE_BETWEEN = "what is between the projections stays whole on every rank, which takes more memory"
+WHOLE_BETWEEN = "activations between the projections are not sharded, which takes more memory"
 """Message for tensor parallelism that does not split the sequence between the projections."""
 TORCH_SCALER: dict[str, Any] = {
     "precision.loss_scale.initial": 2.0**16,
@@ -111,7 +111,7 @@ TORCH_SCALER: dict[str, Any] = {
     "precision.loss_scale.backoff_interval": 1,
     "precision.loss_scale.dynamic": True,
 }
-"""What ``torch.amp.GradScaler`` does unless told otherwise."""
+"""Defaults of ``torch.amp.GradScaler``."""
 
 
 def requested(builder: SettingsBuilder, part: str) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def left_to_script(part: str, advice: str) -> Setting:
 
     def write(builder: SettingsBuilder) -> None:
         if values := requested(builder, part):
-            builder.warn(part, f"{advice}; asked for {as_text(values, part)}")
+            builder.warn(part, f"{advice}; the configuration has {as_text(values, part)}")
 
     return custom((part,), (), write)
 
@@ -193,7 +193,7 @@ def weight_decay_but_norms(name: str) -> Setting:
     def write(builder: SettingsBuilder) -> None:
         builder.settings[name] = builder.workload.optimizer.weight_decay
         if builder.workload.optimizer.weight_decay:
-            builder.warn(path, "the weights of norms are not decayed")
+            builder.warn(path, "norm weights are not decayed")
 
     return custom((path,), (name,), write, lambda settings: {path: float(settings[name])})
 
@@ -215,7 +215,7 @@ def two_batches_ahead(num_workers: Callable[[Found], Any], *, in_overlays: bool 
     def write(builder: SettingsBuilder) -> None:
         loader = builder.candidate.loader
         if loader.num_workers and loader.prefetch_factor != 2:
-            builder.warn(path, "always 2 batches ahead")
+            builder.warn(path, "always prefetches 2 batches")
 
     def read(found: Found) -> dict[str, Any]:
         number = num_workers(found)
@@ -230,12 +230,10 @@ def own_data(reader: str) -> Setting:
 
 
 def own_seed() -> Setting:
-    return left_to_script("workload.seed", "your script sets the seed")
+    return left_to_script("workload.seed", "the seed is set by your script")
 
 
-def refuse_fp8(
-    builder: SettingsBuilder, reason: str = "there is no setting for 8-bit floats here; this file says bfloat16"
-) -> None:
+def refuse_fp8(builder: SettingsBuilder, reason: str = "no setting for 8-bit floats; exported as bfloat16") -> None:
     """Refuse precision O1-fp8, where the format has no setting that means the same."""
     if builder.candidate.precision.level == "O1-fp8":
         builder.refuse("precision.level", reason)
@@ -245,7 +243,7 @@ def memory_savers(**ways: Setting | str) -> tuple[Setting, ...]:
     """Settings for what saves memory at a price: none in most frameworks. ``ways`` gives those that there are for
     ``loss_chunks``, ``activations`` and ``optimizer``, or why what there is is not the same."""
     paths = {name: f"offload.{name}" for name in ("activations", "optimizer")} | {"loss_chunks": "kernels.loss_chunks"}
-    found = {name: ways.get(name, "there is no such setting") for name in paths}
+    found = {name: ways.get(name, "no such setting") for name in paths}
     return tuple(unable(paths[name], message=way) if isinstance(way, str) else way for name, way in found.items())
 
 
@@ -256,9 +254,9 @@ def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _
     def write(builder: SettingsBuilder) -> None:
         is_on, num_full = builder.candidate.offload.activations, sum(map(sum, builder.candidate.recompute.full))
         if is_on and not applies(builder.settings):
-            builder.refuse(path, f"{name} needs FSDP")
+            builder.refuse(path, f"{name} requires FSDP")
         elif is_on and num_full < builder.workload.num_layers:
-            builder.refuse(path, f"{name} moves only what layers recomputed in full keep: recompute all of them")
+            builder.refuse(path, f"{name} moves only inputs of layers recomputed in full: recompute all layers")
         elif is_on:
             builder.settings[name] = True
 
@@ -269,8 +267,8 @@ REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the g
 """Setting for when gradients are reduced, where a framework knows one way only, which is our default."""
 
 KERNELS_OF_SCRIPT = (
-    left_to_script("kernels.attention", "your script chooses it: torch.nn.attention.sdpa_kernel(...)"),
-    left_to_script("kernels.cudnn_tuning_range", "your script sets torch.backends.cudnn.benchmark in these steps"),
-    left_to_script("kernels.memory_format", "your script calls model.to(memory_format=torch.channels_last)"),
+    left_to_script("kernels.attention", "your script must select it: torch.nn.attention.sdpa_kernel(...)"),
+    left_to_script("kernels.cudnn_tuning_range", "your script must set torch.backends.cudnn.benchmark in these steps"),
+    left_to_script("kernels.memory_format", "your script must call model.to(memory_format=torch.channels_last)"),
 )
 """Kernel choices that are calls into torch."""

@@ -44,8 +44,8 @@ _FORMATS = {
     "16-mixed": ("O1", "float16"),
 }
 _NAMES = {("O0", "float32"): "32-true", ("O1", "bfloat16"): "bf16-mixed", ("O1", "float16"): "16-mixed"}
-_NO_FSDP = "Lightning's strategy fsdp refuses CPUs"
-_NO_CLI = "the program does not take LightningCLI's arguments: put the knobs' placeholders into run"
+_NO_FSDP = "Lightning's strategy fsdp does not support CPUs"
+_NO_CLI = "the program does not accept LightningCLI arguments: put placeholders for the knobs into run"
 CONFIG = Argument(name="--config", aliases=("-c",))
 _SECTIONS = ("--trainer.", "--trainer=", "--data.", "--data=", "--model.", "--model=")
 _PACKAGES = {"lightning", "pytorch_lightning", "lightning_fabric"}
@@ -129,7 +129,7 @@ def _write_strategy(builder: SettingsBuilder) -> None:
     stage = layout.zero_stage
     builder.settings[STRATEGY] = "ddp" if stage == 0 else "fsdp" if stage == 3 else f"deepspeed_stage_{stage}"
     if stage and layout.dp_replicate > 1:
-        builder.refuse("layout.dp_replicate", "strategies that shard do so over all ranks")
+        builder.refuse("layout.dp_replicate", "sharding strategies always use all ranks")
 
 
 def _read_strategy(found: Found) -> dict[str, Any]:
@@ -148,12 +148,12 @@ def _write_precision(builder: SettingsBuilder) -> None:
     precision = builder.candidate.precision
     name = _NAMES.get((precision.level, precision.dtype))
     if name is None:
-        builder.refuse("precision.level", "Lightning's 16-bit formats with fp32 weights are those of level O1")
+        builder.refuse("precision.level", "Lightning's 16-bit formats with fp32 weights correspond to level O1")
         return
     builder.settings[PRECISION] = name
     if precision.loss_scale is not None and not takes_torch_scaler(builder):
         builder.refuse(
-            "precision.loss_scale", "the scale is that of torch's GradScaler: 65536, doubled every 2000 steps"
+            "precision.loss_scale", "the loss scale is that of torch's GradScaler: 65536, doubled every 2000 steps"
         )
 
 
@@ -169,7 +169,9 @@ def _read_precision(found: Found) -> dict[str, Any]:
 
 def _read_micro_batch(found: Found) -> dict[str, Any]:
     if found.get(BATCH) is None:
-        found.warn("micro_batch_size", f"neither {BATCH} nor data.init_args.batch_size is given: it is not known")
+        found.warn(
+            "micro_batch_size", f"neither {BATCH} nor data.init_args.batch_size is set: the batch size is unknown"
+        )
     return {"micro_batch_size": found.whole("micro_batch_size", BATCH)}
 
 
@@ -221,7 +223,7 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
     if str(given.get("trainer.devices", "auto")) != str(request.world_size // nodes):
         given.put({"trainer.devices": request.world_size // nodes})
     if given.get("trainer.overfit_batches", 0) not in (0, "0", 0.0):
-        edit.warn("workload", "trainer.overfit_batches: every step sees the same few batches")
+        edit.warn("workload", "trainer.overfit_batches: every step uses the same few batches")
     is_new = request.changes("layout.zero_stage", layout.zero_stage)
     if layout.zero_stage == 3 and layout.dp > 1 and request.device == "cpu" and is_new:
         edit.refuse("layout.zero_stage", _NO_FSDP)

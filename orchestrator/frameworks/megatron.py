@@ -153,7 +153,7 @@ def _write_rope(builder: SettingsBuilder) -> None:
         base = builder.workload.model.rope_theta
         builder.settings["--rotary-base"] = int(base)
         if base != int(base):
-            builder.refuse(f"{LLAMA}.rope_theta", "--rotary-base takes whole numbers")
+            builder.refuse(f"{LLAMA}.rope_theta", "--rotary-base accepts whole numbers only")
 
 
 def _read_rope(found: Found) -> dict[str, Any]:
@@ -197,18 +197,20 @@ def _read_seed(found: Found) -> dict[str, Any]:
 
 
 def _write_data(builder: SettingsBuilder) -> None:
-    builder.warn("workload.data", "convert your tokens with tools/preprocess_data.py and name the result in DATA_PATH")
+    builder.warn("workload.data", "convert your tokens with tools/preprocess_data.py and set DATA_PATH to the result")
 
 
 def _note_unread(found: Found) -> dict[str, Any]:
     """Note arguments of commands that stay as they are and that no field describes."""
     experts = found.get("--expert-model-parallel-size", "1")
     if experts != "1":
-        found.unread("layout", f"--expert-model-parallel-size {experts}: experts share the data-parallel ranks")
+        found.unread(
+            "layout", f"--expert-model-parallel-size {experts}: experts are distributed over the data-parallel ranks"
+        )
     if found.is_on("--optimizer-cpu-offload"):
-        found.unread("offload.optimizer", "--optimizer-cpu-offload, of another optimiser")
+        found.unread("offload.optimizer", "--optimizer-cpu-offload, with another optimiser")
     if (found.get("--cpu-offloading-num-layers") or "0") != "0":
-        found.unread("offload.activations", "--cpu-offloading-num-layers, of some of what layers keep")
+        found.unread("offload.activations", "--cpu-offloading-num-layers, for a part of the activations")
     return {}
 
 
@@ -296,15 +298,15 @@ def _write_pipeline(builder: SettingsBuilder) -> None:
         return
     if layout.schedule == "zbv":
         builder.refuse("layout.schedule", "Megatron-LM has no zero-bubble schedule")
-        refuse_stages(builder, "stages in a V need the zero-bubble schedule")
+        refuse_stages(builder, "V-shaped stages require the zero-bubble schedule")
     elif layout.schedule == "gpipe":
         kind = "interleaved 1F1B" if layout.num_virtual_stages > 1 else "1F1B"
-        builder.warn("layout.schedule", f"Megatron-LM runs {kind}: the same bubble, fewer activations in flight")
+        builder.warn("layout.schedule", f"Megatron-LM uses {kind}: same bubble, fewer activations in flight")
     if layout.schedule == "gpipe" and not builder.is_export:
-        builder.refuse("layout.schedule", "Megatron-LM has 1f1b and interleaved only")
+        builder.refuse("layout.schedule", "Megatron-LM supports 1f1b and interleaved only")
     number = num_microbatches(builder)
     if layout.num_virtual_stages > 1 and number % layout.pp:
-        builder.refuse("layout.num_virtual_stages", f"{number} micro-batches do not come in rounds of pp {layout.pp}")
+        builder.refuse("layout.num_virtual_stages", f"{number} micro-batches are not a multiple of pp {layout.pp}")
     if not is_uniform(layout.stage_layers):
         stages = [f"t*{count}" if count else "" for count in in_model_order(layout, builder.workload.num_layers)]
         builder.settings[STAGES] = "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
@@ -339,7 +341,9 @@ def _write_recompute(builder: SettingsBuilder) -> None:
         number = most(recompute.full)
         builder.settings |= {GRANULARITY: "full", METHOD: "block", NUMBER: number}
         if not is_first_layers_everywhere(recompute.full, held):
-            builder.warn("recompute.full", f"one number for all stages: the first {number} layers of each, which fits")
+            builder.warn(
+                "recompute.full", f"one number applies to all stages: the first {number} layers of each, which fits"
+            )
     else:
         builder.drop("--distribute-saved-activations")
     if recompute.selective:
@@ -347,13 +351,13 @@ def _write_recompute(builder: SettingsBuilder) -> None:
     configured = Recompute(full=first_layers(most(recompute.full), held))
     always = gathered_again(configured, held) if builder.candidate.layout.sequence_parallel else ()
     if recompute.communication != always:
-        builder.warn("recompute.communication", "Megatron-LM always gathers sequence shards again, in every layer")
+        builder.warn("recompute.communication", "Megatron-LM always gathers sequence shards again in every layer")
 
 
 def _write_selective(builder: SettingsBuilder) -> None:
     recompute, held = builder.candidate.recompute, present(builder)
     if recompute.full:
-        builder.refuse("recompute.selective", "Megatron-LM recomputes whole layers or modules in all layers, not both")
+        builder.refuse("recompute.selective", "Megatron-LM recomputes either full layers, or modules in all layers")
         return
     everywhere = {part.pattern for part in recompute.selective if in_every_layer(part.num_layers, recompute, held)}
     modules = [module for module, patterns in PATTERNS.items() if everywhere.issuperset(patterns)]
@@ -390,7 +394,7 @@ def _read_full(found: Found) -> dict[str, Any]:
     if method not in ("uniform", "block") or number is None:
         found.unread("recompute.full", f"{METHOD} {method} {NUMBER} {number}")
     elif found.held is None:
-        found.unread("recompute.full", "layers of stages that are not known")
+        found.unread("recompute.full", "layers of unknown stages")
     else:
         full = all_of(found.held) if method == "uniform" else first_layers(number, found.held)
         return {"recompute.full": full, "recompute.selective": ()}
@@ -416,10 +420,10 @@ _SCALE = ("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--
 
 
 def _write_precision(builder: SettingsBuilder) -> None:
-    refuse_fp8(builder, "--fp8-format hybrid --fp8-recipe tensorwise goes with 16-bit weights, as level O2 has")
+    refuse_fp8(builder, "--fp8-format hybrid --fp8-recipe tensorwise requires 16-bit weights, as in level O2")
     precision, layout = builder.candidate.precision, builder.candidate.layout
     if precision.level == "O1":
-        builder.refuse("precision.level", "Megatron-LM has no autocast; its 16-bit formats are those of level O2")
+        builder.refuse("precision.level", "Megatron-LM has no autocast; its 16-bit formats correspond to level O2")
     builder.drop(*(name for name, dtype in _DTYPES.items() if dtype != precision.dtype))
     builder.settings |= {name: True for name, dtype in _DTYPES.items() if dtype == precision.dtype}
     reduces_fp32 = layout.zero_stage >= 2 or layout.replicate_with == "fsdp2"
@@ -449,14 +453,16 @@ def _write_loss_scale(builder: SettingsBuilder, scale: LossScale) -> None:
         if getattr(scale, name) != getattr(default, name):
             builder.refuse(f"precision.loss_scale.{name}", f"always {getattr(default, name)}")
     if scale.backoff_interval > 1:
-        builder.warn("precision.loss_scale.backoff_interval", "overflows need not be in a row to shrink the scale")
+        builder.warn(
+            "precision.loss_scale.backoff_interval", "overflows do not need to be consecutive to shrink the scale"
+        )
 
 
 def _read_precision(found: Found) -> dict[str, Any]:
     dtype = next((dtype for name, dtype in _DTYPES.items() if found.is_on(name)), "float32")
     for name in ("--fp8-format", "--fp4-format"):
         if text := found.get(name):
-            found.unread("precision", f"{name} {text}; all else is in {dtype}")
+            found.unread("precision", f"{name} {text}; everything else is in {dtype}")
     values: dict[str, Any] = {"precision.dtype": dtype, "precision.level": "O0" if dtype == "float32" else "O2"}
     if dtype != "float16":
         return values
@@ -483,9 +489,9 @@ def _read_workers(found: Found) -> dict[str, Any]:
 def _note_persistent(builder: SettingsBuilder) -> None:
     loader = builder.candidate.loader
     if not loader.persistent_workers and (loader.num_workers or loader.tuning):
-        builder.warn("loader.persistent_workers", "workers always stay from one epoch to the next")
+        builder.warn("loader.persistent_workers", "workers are always kept between epochs")
     elif loader.persistent_workers and loader.tuning:
-        builder.warn("loader.persistent_workers", "workers stay once --num-workers is set")
+        builder.warn("loader.persistent_workers", "workers are kept between epochs if --num-workers is set")
 
 
 def _read_persistent(found: Found) -> dict[str, Any]:
@@ -498,9 +504,9 @@ def _write_attention(builder: SettingsBuilder) -> None:
     if wanted in BACKENDS:
         builder.settings[ATTENTION] = BACKENDS[wanted]
     elif builder.is_export:
-        builder.warn("kernels.attention", f"there is no {wanted} attention; Transformer Engine chooses")
+        builder.warn("kernels.attention", f"no {wanted} attention; Transformer Engine selects the kernel")
     else:
-        builder.refuse("kernels.attention", f"there is no {wanted} attention")
+        builder.refuse("kernels.attention", f"no {wanted} attention")
 
 
 def _read_attention(found: Found) -> dict[str, Any]:
@@ -512,7 +518,7 @@ def _read_attention(found: Found) -> dict[str, Any]:
 
 
 _NO_COMPILE = "Megatron-LM does not use torch.compile"
-_NO_LISTS = "Megatron-LM has no lists of operators"
+_NO_LISTS = "Megatron-LM does not support operator lists"
 
 ROWS: tuple[Setting, ...] = (
     custom(
@@ -560,7 +566,7 @@ ROWS: tuple[Setting, ...] = (
         _read_data_parallel,
         matters=lambda candidate: candidate.layout.dp * candidate.layout.cp > 1,
     ),
-    lacking("layout.replicate_with", "Megatron-LM replicates with its own bucketed all-reduce, as ddp does"),
+    lacking("layout.replicate_with", "Megatron-LM replicates with its own bucketed all-reduce, like ddp"),
     sharded_from(
         3,
         refused="embedding and head are sharded with zero_stage 3 only",
@@ -574,12 +580,12 @@ ROWS: tuple[Setting, ...] = (
         matters=lambda candidate: candidate.layout.tp > 1,
     ),
     own_collectives(
-        "Megatron-LM always places its collectives by hand, as tp_engine local does",
+        "Megatron-LM always uses explicit collectives, like tp_engine local",
         lambda found: int(found.get(TP, 1)),
     ),
     lacking(
         "layout.num_copies",
-        "a micro-batch runs as one; what overlaps instead, inside operators, is --tp-comm-overlap, not set here",
+        "micro-batches are not split; --tp-comm-overlap, which overlaps inside operators, is not set",
         in_overlays=True,
     ),
     row(
@@ -613,20 +619,20 @@ ROWS: tuple[Setting, ...] = (
     two_batches_ahead(lambda found: found.fields.get("loader.num_workers"), in_overlays=True),
     custom(("loader.persistent_workers",), (), _note_persistent, _read_persistent, overlay="read"),
     lacking("loader.pin_memory", "host memory is always page-locked", means=True, in_overlays=True),
-    lacking("loader.tuning", "nothing finds the number of workers; set --num-workers to what was found"),
-    lacking("loader.full_batch", "every rank reads its own rows only", in_overlays=True),
+    lacking("loader.tuning", "the number of workers is not tuned automatically; set --num-workers to the number found"),
+    lacking("loader.full_batch", "every rank reads only its own rows", in_overlays=True),
     row("kernels.attention", ATTENTION, _write_attention, _read_attention),
-    lacking("kernels.compile", f"{_NO_COMPILE}; its own fused kernels stand in", in_overlays=True),
+    lacking("kernels.compile", f"{_NO_COMPILE}; it has its own fused kernels", in_overlays=True),
     lacking("kernels.backend", _NO_COMPILE),
     lacking("kernels.compile_mode", _NO_COMPILE),
     lacking("kernels.matmul_precision", "call torch.set_float32_matmul_precision before training"),
-    lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
-    lacking("kernels.memory_format", "there are no convolutions"),
+    lacking("kernels.cudnn_tuning_range", "no convolutions"),
+    lacking("kernels.memory_format", "no convolutions"),
     *memory_savers(
-        activations="--cpu-offloading-num-layers moves what Transformer Engine's operators keep, which is not all that "
-        "a layer keeps, and not in pipelines or with recompute",
-        optimizer="--optimizer-cpu-offload comes with another optimiser, --use-precision-aware-optimizer, which nobody "
-        "has compared with the one that was measured",
+        activations="--cpu-offloading-num-layers moves only the activations of Transformer Engine operators, "
+        "and does not work with pipelines or recompute",
+        optimizer="--optimizer-cpu-offload requires another optimiser, --use-precision-aware-optimizer, which "
+        "was not measured",
     ),
     REDUCES_EACH,
 )
@@ -704,24 +710,24 @@ def recognises(run: Run) -> bool:
 def _model(_: Edit, found: Found) -> LlamaModel | None:
     """The decoder as the cost model needs it; None, with a note, where the arguments do not give one."""
     if found.get("--yaml-cfg"):
-        found.refuse("workload", "--yaml-cfg: configuration in YAML is not read; give the same as arguments")
+        found.refuse("workload", "--yaml-cfg: YAML configuration is not read; pass the same settings as arguments")
     found.num_layers = found.whole("workload", "--num-layers") or found.whole("workload", "--encoder-num-layers")
     knob, required = "workload.model", ("--num-layers", "--hidden-size", "--num-attention-heads")
     other = [name for name in ("--num-experts", "--hybrid-layer-pattern") if found.get(name)]
     other += ["--multi-latent-attention"] if found.is_on("--multi-latent-attention") else []
     if other:
-        found.warn(knob, f"{', '.join(other)}: no plain decoder; without its dimensions nothing is predicted")
+        found.warn(knob, f"{', '.join(other)}: not a plain decoder; without its dimensions there are no predictions")
         return None
     numbers = {name: found.whole(knob, name) for name in required}
     vocab = _vocab(found, found.whole("layout.tp", TP, 1) or 1)
     missing = [name for name, number in numbers.items() if number is None]
     if missing or vocab is None:
         absent = ", ".join([*missing, *(["the size of the vocabulary"] if vocab is None else [])])
-        found.warn(knob, f"not among the arguments: {absent}; without it nothing is predicted")
+        found.warn(knob, f"missing from the arguments: {absent}; without it there are no predictions")
         return None
     layers, hidden, heads = (int(numbers[name] or 0) for name in required)
     if hidden % heads or found.get("--kv-channels", str(hidden // heads)) != str(hidden // heads):
-        found.warn(knob, "--kv-channels is not the hidden size by heads: nothing is predicted")
+        found.warn(knob, "--kv-channels differs from hidden size / heads: no predictions")
         return None
     has_groups = found.is_on("--group-query-attention")
     return LlamaModel(
@@ -743,7 +749,7 @@ def _width(found: Found, hidden: int) -> int:
     width = found.whole("workload.model", "--ffn-hidden-size", default) or default
     if not gated:
         found.warn(
-            "workload.model", "predicted as a Llama of the same number of weights: the feed-forward part has no gate"
+            "workload.model", "predicted as a Llama with the same number of weights: the feed-forward part has no gate"
         )
     return width if gated else 2 * width // 3
 
@@ -772,16 +778,18 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
     if shape is not None and rows not in (None, shape.vocab_size):
         edit.warn(
             "layout.tp",
-            f"the vocabulary is padded to {rows} rows instead of {shape.vocab_size}: losses are not quite the same",
+            f"the vocabulary is padded to {rows} rows instead of {shape.vocab_size}: losses differ slightly",
         )
     if length and layout.cp > 1 and length % (2 * layout.cp):
-        edit.refuse("layout.cp", f"a sequence of {length} does not divide into {2 * layout.cp} parts, 2 per rank")
+        edit.refuse(
+            "layout.cp", f"a sequence of length {length} is not divisible into {2 * layout.cp} parts, 2 per rank"
+        )
     if request.global_batch_size % (request.candidate.micro_batch_size * layout.dp):
-        edit.refuse("micro_batch_size", "the global batch is no multiple of micro-batch x data-parallel ranks")
+        edit.refuse("micro_batch_size", "the global batch is not a multiple of micro-batch x data-parallel ranks")
     if layout.zero_stage == 0 and layout.cp > 1 and (found.is_on(OPTIMIZER) or found.is_on(FSDP)):
         edit.warn(
             "layout.zero_stage",
-            f"Megatron-LM shards over the {layout.cp} ranks of cp, where replicas were asked for",
+            f"Megatron-LM shards over the {layout.cp} ranks of cp; the configuration has replicas",
         )
     if shape is not None and layout.tp > 1:
         _check_dimensions(edit, found, request, shape)
@@ -794,12 +802,12 @@ def _check_dimensions(edit: Edit, found: Found, request: OverlayRequest, shape: 
     width = int(configured) if configured.isdigit() else shape.ffn_hidden_size
     for what, count in (("heads", shape.num_heads), ("width of the feed-forward part", width)):
         if count % layout.tp:
-            edit.refuse("layout.tp", f"{what} {count} is no multiple of tp {layout.tp}")
+            edit.refuse("layout.tp", f"{what} {count} is not a multiple of tp {layout.tp}")
     groups = shape.num_kv_heads
     if groups % layout.tp and layout.tp % groups:
-        edit.refuse("layout.tp", f"{groups} query groups do not divide over tp {layout.tp}")
+        edit.refuse("layout.tp", f"{groups} query groups are not divisible by tp {layout.tp}")
     if layout.sequence_parallel and length and length % (layout.tp * layout.cp):
-        edit.refuse("layout.sequence_parallel", f"a sequence of {length} does not divide over tp x cp")
+        edit.refuse("layout.sequence_parallel", f"a sequence of length {length} is not divisible by tp x cp")
 
 
 def _check_queues(edit: Edit, found: Found, request: OverlayRequest) -> None:
@@ -808,13 +816,13 @@ def _check_queues(edit: Edit, found: Found, request: OverlayRequest) -> None:
     configured = edit.command_env.get(_QUEUES, os.environ.get(_QUEUES))
     shards = found.is_on(FSDP) or found.is_on("--use-torch-fsdp2")
     if shards and configured == "1":
-        edit.refuse("layout.zero_stage", f"FSDP takes {_QUEUES} above 1 or unset, and env says 1")
+        edit.refuse("layout.zero_stage", f"FSDP requires {_QUEUES} above 1 or unset, but env sets 1")
     elif not shards and layout.tp * layout.cp > 1 and configured is None:
         edit.env[_QUEUES] = "1"
     elif not shards and layout.tp * layout.cp > 1 and configured != "1":
-        edit.warn("layout.tp", f"{_QUEUES} is {configured}: before Blackwell tp and cp need 1")
+        edit.warn("layout.tp", f"{_QUEUES} is {configured}: before Blackwell, tp and cp require 1")
     if layout.zero_stage >= 2 and layout.tp * layout.cp > 1:
-        edit.warn("layout.zero_stage", "FSDP beside tp or cp: Megatron-LM advises against it before Blackwell")
+        edit.warn("layout.zero_stage", "FSDP with tp or cp: Megatron-LM advises against it before Blackwell")
 
 
 TABLE = FrameworkTable(rows=ROWS, command=MegatronArguments, defaults={}, model=_model, check=_check)
@@ -842,7 +850,7 @@ def trial_mode(made: Overlay, last_step: int) -> Overlay:
     edit = Edit.of_overlay(made)
     given = MegatronArguments(edit)
     if any(given.get(name) for name in _GROWTH):
-        edit.warn("micro_batch_size", f"left out: {' and '.join(_GROWTH)}; trials take the whole batch from the start")
+        edit.warn("micro_batch_size", f"ignored: {' and '.join(_GROWTH)}; trials use the full batch from the start")
     given.drop(*_OFF)
     given.put({"--eval-iters": 0, "--log-interval": 1, "--log-memory-interval": 1, "--exit-interval": last_step})
     given.put({"--log-throughput": True})

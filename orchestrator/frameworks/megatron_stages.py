@@ -22,7 +22,7 @@ def stage_layers(found: Found, pp: int) -> list[int] | None:
             return None
         return counts
     if num_layers is None:
-        found.unread("layout.stage_layers", "stages of a model whose number of layers is not among the arguments")
+        found.unread("layout.stage_layers", "stages of a model whose number of layers is not in the arguments")
         return None
     chunks = _chunks(found, num_layers, pp)
     if chunks is None:
@@ -32,7 +32,7 @@ def stage_layers(found: Found, pp: int) -> list[int] | None:
     if any(found.get(name) for name in UNEVEN):
         return _uneven(found, num_layers, pp, chunks)
     if num_layers % (pp * chunks):
-        found.refuse("layout.pp", f"{num_layers} layers do not divide into {pp * chunks} stages")
+        found.refuse("layout.pp", f"{num_layers} layers are not divisible into {pp * chunks} stages")
         return None
     return [num_layers // (pp * chunks)] * (pp * chunks)
 
@@ -55,7 +55,9 @@ def _padded(found: Found, num_layers: int, stages: int) -> list[int] | None:
     first, last = (int(found.is_on(name)) for name in EXTRA)
     share, left = divmod(num_layers + first + last, stages)
     if left:
-        found.refuse("layout.pp", f"{num_layers} layers, embedding and head as asked, do not divide into {stages}")
+        found.refuse(
+            "layout.pp", f"{num_layers} layers, plus embedding and head if counted, are not divisible into {stages}"
+        )
         return None
     counts = [share] * stages
     counts[0] -= first
@@ -71,7 +73,7 @@ def _uneven(found: Found, num_layers: int, pp: int, chunks: int) -> list[int] | 
     middle = pp - bool(first) - bool(last)
     rest = num_layers - first - last
     if middle < 0 or rest < 0 or (middle and rest % (middle * chunks)) or first % chunks or last % chunks:
-        found.refuse("layout.stage_layers", f"{' and '.join(UNEVEN)}: {num_layers} layers do not divide so")
+        found.refuse("layout.stage_layers", f"{' and '.join(UNEVEN)}: {num_layers} layers cannot be divided this way")
         return None
     share = rest // middle if middle else 0
     stages = ([first] if first else []) + [share] * middle + ([last] if last else [])

@@ -199,7 +199,7 @@ def _write_cp_method(builder: SettingsBuilder) -> None:
         return
     builder.settings[CP_METHOD] = CP_METHODS.get(layout.cp_method, CP_METHODS["all_gather"])
     if layout.cp_method not in CP_METHODS:
-        builder.refuse("layout.cp_method", f"there is no {layout.cp_method}; this file says all_gather")
+        builder.refuse("layout.cp_method", f"{layout.cp_method} is not supported; exported as all_gather")
 
 
 def _read_cp_method(found: Found) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def _write_pipeline(builder: SettingsBuilder) -> None:
         if _has_gap(layout.stage_layers):
             builder.refuse("layout.stage_layers", _GAP)
         if number_of_batches < layout.pp:
-            builder.refuse("layout.pp", f"MindFormers needs a micro-batch per stage: {number_of_batches}")
+            builder.refuse("layout.pp", f"MindFormers requires at least one micro-batch per stage: {number_of_batches}")
 
 
 _GAP = "only the first and the last stage may be without layers"
@@ -342,7 +342,7 @@ def _rows(counts: Counts) -> Any:
 def _read_recompute(found: Found) -> dict[str, Any]:
     held = found.held
     if held is None:
-        found.unread("recompute", "layers of stages that are not known")
+        found.unread("recompute", "layers of unknown stages")
         return {}
     values: dict[str, Any] = {"recompute.full": _counts(found[FULL], held, found)}
     if values["recompute.full"] is None:
@@ -398,7 +398,7 @@ def _patterns(configured: Any, held: Counts, found: Found) -> dict[str, Counts] 
 
 # Number formats, data loading, kernels.
 
-_BY_MODULE = "formats are set for kinds of modules, not by lists of operators"
+_BY_MODULE = "number formats are set by kind of module, not by lists of operators"
 _DTYPES = {"float16": "float16", "fp16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32"}
 
 
@@ -481,12 +481,12 @@ def _write_loader(builder: SettingsBuilder) -> None:
         if loader.num_workers and builder.changed("loader.prefetch_factor"):
             settings[PREFETCH] = loader.prefetch_factor
         if not loader.num_workers:
-            builder.refuse("loader.num_workers", "MindSpore always reads beside the training process")
+            builder.refuse("loader.num_workers", "MindSpore always reads in separate processes")
     elif loader.tuning is None:
         settings |= {WORKERS: max(1, loader.num_workers), PREFETCH: max(1, loader.prefetch_factor)}
         if loader.num_workers == 0:
-            builder.warn("loader.num_workers", "MindSpore always reads beside the training process")
-            builder.warn("loader.prefetch_factor", "MindSpore always reads ahead")
+            builder.warn("loader.num_workers", "MindSpore always reads in separate processes")
+            builder.warn("loader.prefetch_factor", "MindSpore always prefetches")
 
 
 def _read_loader(found: Found) -> dict[str, Any]:
@@ -509,7 +509,7 @@ def _write_attention(builder: SettingsBuilder) -> None:
     flash = wanted != "math" or (builder.is_export and builder.candidate.layout.cp > 1)
     builder.settings[FLASH] = flash
     if builder.is_export and wanted != ("flash" if flash else "math"):
-        builder.warn("kernels.attention", "flash attention; context parallelism takes no other")
+        builder.warn("kernels.attention", "flash attention; context parallelism supports no other kernel")
     elif wanted not in ("flash", "math"):
         builder.refuse("kernels.attention", "flash and math only")
 
@@ -542,14 +542,14 @@ ROWS: tuple[Setting, ...] = (
         _write_data_parallel,
         _read_data_parallel,
     ),
-    lacking("layout.replicate_with", "MindSpore replicates with its own fused all-reduce, as ddp does"),
+    lacking("layout.replicate_with", "MindSpore replicates with its own fused all-reduce, like ddp"),
     sharded_from(
         1,
         refused="embedding and head are sharded by the parallel optimiser only",
         warned="the parallel optimiser shards embedding and head like other weights",
     ),
     switch("layout.sequence_parallel", SEQUENCE, matters=lambda candidate: candidate.layout.tp > 1),
-    own_collectives("MindSpore's compiler places the collectives", lambda found: int(found[TP])),
+    own_collectives("the MindSpore compiler places the collectives", lambda found: int(found[TP])),
     custom((), (EMBEDDING,), _write_embedding),
     row(
         "layout.cp_method",
@@ -581,8 +581,10 @@ ROWS: tuple[Setting, ...] = (
     lacking("precision.white", _BY_MODULE, severity="error", in_overlays=True),
     lacking("precision.black", _BY_MODULE, severity="error", in_overlays=True),
     row(("loader.num_workers", "loader.prefetch_factor"), (WORKERS, PREFETCH), _write_loader, _read_loader),
-    lacking("loader.persistent_workers", "the data pipeline stays from one epoch to the next", means=True),
-    lacking("loader.tuning", f"nothing is found beforehand; set {WORKERS} and {PREFETCH} to what was found"),
+    lacking("loader.persistent_workers", "the data pipeline is kept between epochs", means=True),
+    lacking(
+        "loader.tuning", f"the loader is not tuned automatically; set {WORKERS} and {PREFETCH} to the values found"
+    ),
     custom(
         ("loader.full_batch",),
         (FULL_BATCH, STRATEGY),
@@ -592,12 +594,12 @@ ROWS: tuple[Setting, ...] = (
     ),
     lacking("loader.pin_memory", "MindSpore manages the host memory of its data pipeline"),
     row("kernels.attention", FLASH, _write_attention, _read_attention),
-    lacking("kernels.compile", "MindSpore always compiles the whole model", means="model"),
+    lacking("kernels.compile", "MindSpore always compiles the full model", means="model"),
     lacking("kernels.backend", "MindSpore has its own compiler"),
     lacking("kernels.compile_mode", "MindSpore has its own compiler; its levels are context.jit_config.jit_level"),
-    lacking("kernels.matmul_precision", "what is allowed inside fp32 multiplications is left to the device's default"),
-    lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
-    lacking("kernels.memory_format", "there are no convolutions"),
+    lacking("kernels.matmul_precision", "the precision of fp32 multiplications is the default of the device"),
+    lacking("kernels.cudnn_tuning_range", "no convolutions"),
+    lacking("kernels.memory_format", "no convolutions"),
     *memory_savers(),
 )
 
@@ -694,7 +696,7 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
     """The decoder, where the model's section gives all its dimensions."""
     config = _document(edit)
     if not config.exists:
-        found.refuse("workload", f"no YAML found: write {SCRIPT} --config FILE, each word by itself")
+        found.refuse("workload", f"no YAML found: write {SCRIPT} --config FILE as separate arguments")
         return None
     found.num_layers = found.whole("workload", _name_of(config, "num_layers"))
     found.add({"workload.seq_length": found.whole("workload", _name_of(config, "seq_length"))})
@@ -703,13 +705,13 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
     missing = [key for key, number in numbers.items() if number is None]
     heads, size = numbers["num_heads"], config.get(f"{MODEL}.head_dim")
     if missing or heads is None:
-        found.warn("workload.model", f"not in {MODEL}: {', '.join(missing)}; without it nothing is predicted")
+        found.warn("workload.model", f"missing from {MODEL}: {', '.join(missing)}; without it there are no predictions")
         return None
     if config.has("moe_config.expert_num") and config.get("moe_config.expert_num", 1) > 1:
-        found.warn("workload.model", "moe_config: no plain decoder; nothing is predicted")
+        found.warn("workload.model", "moe_config: not a plain decoder; no predictions")
         return None
     if size is not None and size * heads != numbers["hidden_size"]:
-        found.warn("workload.model", f"head_dim {size}: attention is wider than the model; predictions leave that out")
+        found.warn("workload.model", f"head_dim {size}: attention is wider than the model; predictions ignore that")
     return LlamaModel(
         **{key: int(number or 0) for key, number in numbers.items()},
         num_kv_heads=found.whole("workload.model", _name_of(config, "num_kv_heads")) or heads,
@@ -728,20 +730,22 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
 def _check_dimensions(edit: Edit, config: EditedFile, request: OverlayRequest) -> None:
     candidate, layout, shape = request.candidate, request.candidate.layout, request.reading.shape
     if layout.pp > 1 and request.num_microbatches < layout.pp:
-        edit.refuse("layout.pp", f"{request.num_microbatches} micro-batches: MindFormers needs one per stage")
+        edit.refuse(
+            "layout.pp", f"{request.num_microbatches} micro-batches: MindFormers requires at least one per stage"
+        )
     if candidate.micro_batch_size % layout.num_copies:
-        edit.refuse("layout.num_copies", "the micro-batch does not divide into copies")
+        edit.refuse("layout.num_copies", "the micro-batch is not divisible into copies")
     if _has_gap(layout.stage_layers):
         edit.refuse("layout.stage_layers", _GAP)
     if shape is None:
         return
-    for what, count in (("heads", shape.num_heads), ("the feed-forward part's width", shape.ffn_hidden_size)):
+    for what, count in (("heads", shape.num_heads), ("the width of the feed-forward part", shape.ffn_hidden_size)):
         if count % layout.tp:
-            edit.refuse("layout.tp", f"{what} {count} is no multiple of model_parallel {layout.tp}")
+            edit.refuse("layout.tp", f"{what} {count} is not a multiple of model_parallel {layout.tp}")
     if shape.num_kv_heads % layout.tp and layout.tp % shape.num_kv_heads:
         edit.refuse("layout.tp", f"{_name_of(config, 'num_kv_heads')} {shape.num_kv_heads} over {layout.tp}")
     if shape.vocab_size % layout.tp and str(config.get(EMBEDDING, True)).lower() != "true":
-        edit.refuse("layout.tp", f"vocab_size {shape.vocab_size} is no multiple of model_parallel {layout.tp}")
+        edit.refuse("layout.tp", f"vocab_size {shape.vocab_size} is not a multiple of model_parallel {layout.tp}")
 
 
 def _write_world_size(edit: Edit, request: OverlayRequest) -> None:

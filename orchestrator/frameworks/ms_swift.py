@@ -1,7 +1,7 @@
 """ms-swift: ``swift sft`` with arguments, or a YAML or JSON in front of them that its launcher writes out as arguments.
 
 Names and defaults are those of ms-swift 4.6 (``swift/cli/main.py``, ``swift/arguments``, ``swift/trainers``).
-Activations are recomputed unless told otherwise, and accumulation makes up 16 samples where nothing is set.
+Activations are recomputed by default, and the default accumulation adds up to 16 samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DIALECT = Dialect(
 )
 TABLE = table(_DIALECT)
 _SAMPLES = 16
-"""Samples per step that accumulation makes up where nothing is set."""
+"""Samples per step with the default accumulation."""
 _TRIAL: Mapping[str, Any] = {"add_version": False, "split_dataset_ratio": 0}
 
 

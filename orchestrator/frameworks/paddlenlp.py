@@ -130,9 +130,11 @@ def _read_kind(found: Found) -> dict[str, Any]:
 
 
 def _write_data(builder: SettingsBuilder) -> None:
-    builder.warn("workload.data", "make a data set of .bin and .idx with PaddleNLP's tools and set input_dir")
+    builder.warn("workload.data", "create a .bin and .idx data set with PaddleNLP's tools and set input_dir")
     if isinstance(builder.workload.model, LlamaModel):
-        builder.warn(f"{LLAMA}.vocab_size", "run_pretrain.py rounds the tokenizer's size up to a multiple of 128")
+        builder.warn(
+            f"{LLAMA}.vocab_size", "run_pretrain.py rounds the vocabulary of the tokenizer up to a multiple of 128"
+        )
 
 
 # The layout and the batch.
@@ -153,7 +155,7 @@ def _write_cp(builder: SettingsBuilder) -> None:
     if layout.cp > 1:
         builder.settings[ULYSSES if layout.cp_method == "ulysses" else RING] = layout.cp
     if builder.is_export and layout.cp > 1 and layout.cp_method == "all_gather":
-        builder.warn("layout.cp_method", "keys and values go round a ring instead of being gathered at once")
+        builder.warn("layout.cp_method", "keys and values are passed around a ring instead of being gathered at once")
 
 
 def _read_cp(found: Found) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def _read_cp(found: Found) -> dict[str, Any]:
     if not (ring and ulysses):
         return {}
     if min(ring, ulysses) > 1:
-        found.unread("layout.cp", f"{RING} {ring} beside {ULYSSES} {ulysses}")
+        found.unread("layout.cp", f"{RING} {ring} together with {ULYSSES} {ulysses}")
         return {}
     method = "ulysses" if ulysses > 1 else "ring" if ring > 1 else "all_gather"
     return {"layout.cp": max(ring, ulysses), "layout.cp_method": method}
@@ -177,9 +179,9 @@ def _write_data_parallel(builder: SettingsBuilder) -> None:
     if builder.is_export or layout.dp_replicate > 1 or builder.current(SHARDS) is not None:
         builder.settings[SHARDS] = layout.dp_shard
     if layout.zero_stage > 1 and layout.pp > 1:
-        builder.refuse("layout.zero_stage", "PaddleNLP takes stage1 only beside pipeline stages")
+        builder.refuse("layout.zero_stage", "PaddleNLP supports only stage1 with pipeline stages")
     if builder.is_export and layout.cp > 1:
-        builder.refuse("layout.dp_shard", "states are not sharded over context-parallel ranks too: more memory")
+        builder.refuse("layout.dp_shard", "states are not also sharded over context-parallel ranks: more memory")
 
 
 def _read_data_parallel(found: Found) -> dict[str, Any]:
@@ -204,17 +206,17 @@ def _write_pipeline(builder: SettingsBuilder) -> None:
         return
     if layout.schedule == "zbv":
         builder.refuse("layout.schedule", "PaddleNLP has no such zero-bubble schedule")
-        refuse_stages(builder, "stages in a V need the zero-bubble schedule")
+        refuse_stages(builder, "V-shaped stages require the zero-bubble schedule")
     elif layout.schedule == "gpipe":
         kind = "interleaved 1F1B" if layout.num_virtual_stages > 1 else "1F1B"
-        builder.warn("layout.schedule", f"Paddle runs {kind}: the same bubble, fewer activations in flight")
+        builder.warn("layout.schedule", f"Paddle uses {kind}: same bubble, fewer activations in flight")
     if layout.schedule == "gpipe" and not builder.is_export:
-        builder.refuse("layout.schedule", "Paddle has 1f1b and interleaved only")
+        builder.refuse("layout.schedule", "Paddle supports 1f1b and interleaved only")
     if layout.schedule != "zbv" and not is_uniform(layout.stage_layers):
-        refuse_stages(builder, "every stage holds the same number of layers")
+        refuse_stages(builder, "all stages have the same number of layers")
     batches = num_microbatches(builder)
     if layout.num_virtual_stages > 1 and batches % layout.pp:
-        builder.refuse("layout.num_virtual_stages", f"{batches} micro-batches do not come in rounds of pp {layout.pp}")
+        builder.refuse("layout.num_virtual_stages", f"{batches} micro-batches are not a multiple of pp {layout.pp}")
 
 
 def _read_pipeline(found: Found) -> dict[str, Any]:
@@ -228,9 +230,9 @@ def _read_pipeline(found: Found) -> dict[str, Any]:
         return values
     values["layout.schedule"] = "interleaved" if chunks > 1 else "1f1b"
     if layers is None:
-        found.unread("layout.stage_layers", "stages of a model whose number of layers is not known")
+        found.unread("layout.stage_layers", "stages of a model with an unknown number of layers")
     elif layers % (pp * chunks):
-        found.refuse("layout.pp", f"{layers} layers do not divide into {pp * chunks} stages")
+        found.refuse("layout.pp", f"{layers} layers are not divisible into {pp * chunks} stages")
     else:
         found.held = values["layout.stage_layers"] = ((layers // (pp * chunks),) * pp,) * chunks
     return values
@@ -257,12 +259,12 @@ def _write_recompute(builder: SettingsBuilder) -> None:
     if recompute.full:
         _write_granularity(builder, "recompute.full", "full", recompute.full)
         if recompute.selective:
-            builder.refuse("recompute.selective", "whole layers or attention are recomputed, not both")
+            builder.refuse("recompute.selective", "either full layers or attention are recomputed, not both")
     elif recompute.selective:
         granularities = {pattern: name for name, pattern in PATTERNS.items()}
         first, *others = recompute.selective
         if others or first.pattern not in granularities:
-            builder.refuse("recompute.selective", f"one of {', '.join(granularities)} is recomputed, nothing else")
+            builder.refuse("recompute.selective", f"only one of {', '.join(granularities)} can be recomputed")
         else:
             _write_granularity(builder, "recompute.selective", granularities[first.pattern], first.num_layers)
     if builder.is_export:
@@ -278,7 +280,7 @@ def _write_granularity(builder: SettingsBuilder, knob: str, granularity: str, co
     kept = [layer for layer in range(num_layers) if layer not in again]
     if kept and granularity == "full" and layout.pp > 1:
         builder.warn(
-            knob, "beside pipeline stages every layer is recomputed in full, or none: here every one, which fits"
+            knob, "with pipeline stages either all layers are recomputed in full or none: exported as all, which fits"
         )
         kept = []
     builder.settings |= {RECOMPUTE: True, GRANULARITY: granularity}
@@ -345,18 +347,18 @@ def _write_operators(builder: SettingsBuilder) -> None:
         operators = builder.values[path]
         unknown = [operator for operator in operators if operator not in OPERATORS]
         if unknown:
-            builder.refuse(path, f"no operators of Paddle are known for {', '.join(unknown)}")
+            builder.refuse(path, f"no known Paddle operators for {', '.join(unknown)}")
         builder.settings[name] = [OPERATORS[known] for known in operators if known in OPERATORS]
 
 
 def _note_loss_scale(builder: SettingsBuilder, scale: LossScale) -> None:
     if not scale.dynamic:
-        builder.refuse("precision.loss_scale.dynamic", "the scale always changes")
+        builder.refuse("precision.loss_scale.dynamic", "the scale is always dynamic")
     for name in ("growth_factor", "backoff_factor"):
         if getattr(scale, name) != getattr(LossScale(), name):
             builder.refuse(f"precision.loss_scale.{name}", f"always {getattr(LossScale(), name)}")
     for name in ("growth_interval", "backoff_interval"):
-        builder.warn(f"precision.loss_scale.{name}", "the default of your version of Paddle counts")
+        builder.warn(f"precision.loss_scale.{name}", "the default of your Paddle version applies")
 
 
 def _read_precision(found: Found) -> dict[str, Any]:
@@ -386,7 +388,7 @@ def _write_attention(builder: SettingsBuilder) -> None:
     wanted = builder.candidate.kernels.attention
     builder.settings[FLASH] = wanted == "flash" or (builder.is_export and wanted != "math")
     if wanted not in ("flash", "math") and builder.is_export:
-        builder.warn("kernels.attention", "flash attention, for the number formats that it takes")
+        builder.warn("kernels.attention", "flash attention, for the number formats it supports")
     elif wanted not in ("flash", "math"):
         builder.refuse("kernels.attention", "flash and math only")
 
@@ -396,7 +398,7 @@ def _read_attention(found: Found) -> dict[str, Any]:
 
 
 _NO_COMPILE = "Paddle does not use torch.compile"
-_NO_CONVOLUTIONS = "there are no convolutions"
+_NO_CONVOLUTIONS = "no convolutions"
 
 ROWS: tuple[Setting, ...] = (
     custom(
@@ -425,15 +427,15 @@ ROWS: tuple[Setting, ...] = (
         _read_data_parallel,
         matters=lambda candidate: candidate.layout.dp > 1,
     ),
-    lacking("layout.replicate_with", "Paddle replicates with its own bucketed all-reduce, as ddp does"),
+    lacking("layout.replicate_with", "Paddle replicates with its own bucketed all-reduce, like ddp"),
     sharded_from(
         3,
         refused="embedding and head are sharded with stage3 only",
         warned="stage3 shards embedding and head like other weights",
     ),
     switch("layout.sequence_parallel", "sequence_parallel", matters=lambda candidate: candidate.layout.tp > 1),
-    own_collectives("Paddle always places its collectives by hand, as tp_engine local does", lambda found: found[TP]),
-    lacking("layout.num_copies", "a micro-batch runs as one", in_overlays=True),
+    own_collectives("Paddle always uses explicit collectives, like tp_engine local", lambda found: found[TP]),
+    lacking("layout.num_copies", "micro-batches are not split", in_overlays=True),
     row(
         ("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
         (PP, CHUNKS),
@@ -462,12 +464,12 @@ ROWS: tuple[Setting, ...] = (
         lambda found: {"loader.num_workers": found.whole("loader.num_workers", WORKERS, 0)},
     ),
     two_batches_ahead(lambda found: found.fields.get("loader.num_workers"), in_overlays=True),
-    lacking("loader.tuning", f"nothing finds the number of workers; set {WORKERS} to what was found"),
+    lacking("loader.tuning", f"the number of workers is not tuned automatically; set {WORKERS} to the number found"),
     lacking("loader.pin_memory", "Paddle manages host memory itself"),
-    lacking("loader.persistent_workers", "workers are started again for every epoch", in_overlays=True),
-    lacking("loader.full_batch", "every rank reads its own rows only", in_overlays=True),
+    lacking("loader.persistent_workers", "workers are restarted for every epoch", in_overlays=True),
+    lacking("loader.full_batch", "every rank reads only its own rows", in_overlays=True),
     row("kernels.attention", FLASH, _write_attention, _read_attention),
-    lacking("kernels.compile", "dynamic graph; to_static needs Paddle's automatic parallelism", in_overlays=True),
+    lacking("kernels.compile", "dynamic graph; to_static requires Paddle's automatic parallelism", in_overlays=True),
     lacking("kernels.backend", _NO_COMPILE),
     lacking("kernels.compile_mode", _NO_COMPILE),
     lacking("kernels.matmul_precision", "export NVIDIA_TF32_OVERRIDE before starting"),
@@ -475,9 +477,9 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.memory_format", _NO_CONVOLUTIONS),
     *memory_savers(
         activations=offloads_inputs("offload_recompute_inputs"),
-        optimizer="offload_optim keeps states on the host, but brings them to the device to update there",
+        optimizer="offload_optim keeps states on the host, but moves them to the device for the update",
     ),
-    lacking("layout.gradient_reduction", "there is no setting for when gradients are reduced"),
+    lacking("layout.gradient_reduction", "no setting for when gradients are reduced"),
 )
 
 
@@ -604,7 +606,7 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
     shape = None
     if missing or config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts"):
         where = "its config.json" if config.exists else "no config.json found in model_name_or_path"
-        found.warn("workload.model", f"{where}: dimensions of a plain decoder are not known; nothing is predicted")
+        found.warn("workload.model", f"{where}: dimensions of the decoder are unknown; no predictions")
     else:
         given = {ours: config.get(theirs) for ours, theirs in _DIMENSIONS.items() if config.get(theirs)}
         usual = {"num_kv_heads": config.get("num_attention_heads"), "rope_theta": 10000.0, "norm_eps": 1e-6}
@@ -620,15 +622,18 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
     """Note what PaddleNLP itself would refuse, and write the launcher's devices."""
     layout, shape = request.candidate.layout, request.reading.shape
     if layout.zero_stage > 1 and layout.pp > 1:
-        edit.refuse("layout.zero_stage", "PaddleNLP takes stage1 only beside pipeline stages")
+        edit.refuse("layout.zero_stage", "PaddleNLP supports only stage1 with pipeline stages")
     if layout.num_virtual_stages > 1 and request.num_microbatches % layout.pp:
-        edit.refuse("layout.num_virtual_stages", f"{request.num_microbatches} micro-batches do not come in rounds")
+        edit.refuse(
+            "layout.num_virtual_stages",
+            f"{request.num_microbatches} micro-batches are not a multiple of the pipeline stages",
+        )
     if layout.sequence_parallel and layout.tp == 1:
-        edit.refuse("layout.sequence_parallel", "sequence_parallel needs tensor_parallel_degree above 1")
+        edit.refuse("layout.sequence_parallel", "sequence_parallel requires tensor_parallel_degree above 1")
     if shape is not None:
         for what, count in (("heads", shape.num_heads), ("key-value heads", shape.num_kv_heads)):
             if count % layout.tp:
-                edit.refuse("layout.tp", f"{what} {count} are no multiple of tensor_parallel_degree {layout.tp}")
+                edit.refuse("layout.tp", f"{what} {count} is not a multiple of tensor_parallel_degree {layout.tp}")
     _write_devices(edit, request.world_size)
 
 

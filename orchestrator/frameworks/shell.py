@@ -105,7 +105,7 @@ def with_exports(files: Mapping[str, str], fingerprint: Mapping[str, str]) -> di
         return dict(files)
     lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items()))
     if not scripts:
-        return {**files, ENV_FILE: f"# What trials were measured with: . ./{ENV_FILE}\n{lines}"}
+        return {**files, ENV_FILE: f"# Environment of the measured trials; load with: . ./{ENV_FILE}\n{lines}"}
     return {name: _after_comments(text, lines) if name in scripts else text for name, text in files.items()}
 
 

@@ -96,7 +96,7 @@ Severity = Literal["warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What the framework cannot say of the fields at or below the path ``knob``.
+    """Fields at or below the path ``knob`` that the framework cannot express.
 
     An error changes what is trained or how; a warning says what was approximated, or left to the framework.
     """
@@ -121,7 +121,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """What exported files say: value by path, for the fields that the framework can express."""
+    """Settings of exported files: value by path, for the fields that the framework can express."""
 
     values: Mapping[str, Any]
 
@@ -238,7 +238,7 @@ class Found(Mapping[str, Any]):
 
     def unread(self, knob: str, what: str) -> None:
         """``what`` was not understood: the field keeps what the command has."""
-        self.warn(knob, f"not understood, left as it is: {what}")
+        self.warn(knob, f"not recognized, unchanged: {what}")
 
     def warn(self, knob: str, message: str) -> None:
         self.notes.append(Note(knob=knob, message=message, severity="warning"))
@@ -357,7 +357,7 @@ def custom(
 
 def _refuse_scripts(builder: SettingsBuilder) -> None:
     if builder.candidate.own:
-        builder.refuse("own", "custom knobs belong to your own training program")
+        builder.refuse("own", "custom knobs apply only to custom programs")
     if isinstance(builder.workload.model, ScriptModel):
         builder.refuse("workload.model.script", "a custom program is exported as its command with its files")
 
@@ -369,14 +369,12 @@ SCRIPTS = custom(("own", "workload.model.script", "workload.data.script"), (), _
 def _name_code(builder: SettingsBuilder) -> None:
     model = builder.workload.model
     if isinstance(model, PythonModel):
-        builder.warn("workload.model.python", f"your own code builds it: {model.model} in {model.cwd}")
-        builder.warn("workload.data.python", "your own code reads it")
+        builder.warn("workload.model.python", f"built by your code: {model.model} in {model.cwd}")
+        builder.warn("workload.data.python", "read by your code")
     if isinstance(model, HuggingFaceModel):
-        builder.warn("workload.model.huggingface", "transformers builds it, from the config.json of the sweep")
+        builder.warn("workload.model.huggingface", "built by transformers from the config.json of the sweep")
     if isinstance(model, UserModel) and builder.workload.seq_length > 1:
-        builder.warn(
-            "workload.seq_length", f"samples have {builder.workload.seq_length} tokens, as your data gives them"
-        )
+        builder.warn("workload.seq_length", f"samples have {builder.workload.seq_length} tokens, as in your data")
 
 
 MODULES = custom(("workload.model.python", "workload.model.huggingface", "workload.data.python"), (), _name_code)
@@ -403,7 +401,7 @@ class Recipe:
         return (*self.settings, SCRIPTS, MODULES)
 
     def export(self, candidate: Candidate, workload: Workload) -> Export:
-        """Files and command for one configuration, with notes on what they do not say."""
+        """Files and command for one configuration, with notes on settings they do not express."""
         builder = SettingsBuilder(candidate, workload, flatten(candidate, workload))
         for setting in self.all_settings:
             setting.write(builder)
@@ -446,7 +444,7 @@ def differences(requested: Mapping[str, Any], parsed_values: Mapping[str, Any]) 
 
 
 def _difference(requested: Any, parsed_values: Any) -> str:
-    return f"asked for {requested}, but these files say {parsed_values}"
+    return f"the configuration has {requested}, but these files set {parsed_values}"
 
 
 def comments(notes: Iterable[Note], mark: str = "#") -> list[str]:

@@ -1,4 +1,4 @@
-"""The recipe of our own runner under plain torchrun: the specification of one trial, in which nothing is lost."""
+"""The recipe of the built-in runner under plain torchrun: the specification of one trial, in which nothing is lost."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _load(files: Mapping[str, str]) -> dict[str, Any]:
 
 RECIPE = Recipe(
     name="torchrun",
-    title="torchrun of this runner",
+    title="torchrun with the built-in runner",
     settings=SETTINGS,
     render=_render,
     load=_load,

@@ -126,7 +126,7 @@ def _write_kind(builder: SettingsBuilder) -> None:
     model = builder.workload.model
     builder.settings[LENGTH] = builder.workload.seq_length
     if not isinstance(model, LlamaModel):
-        builder.refuse("workload.model", f"torchtitan has no model like this {model.kind}")
+        builder.refuse("workload.model", f"torchtitan has no counterpart of this {model.kind} model")
         return
     builder.settings |= {
         "model_spec.max_seq_len": builder.workload.seq_length,
@@ -150,7 +150,7 @@ def _note_unread(found: Found) -> dict[str, Any]:
     if found.get("parallelism.expert_parallel_degree") not in (1, "1", UNKNOWN):
         found.unread("layout", "--parallelism.expert_parallel_degree")
     if found.get("training.enable_cpu_offload") is True:
-        found.unread("offload.optimizer", "training.enable_cpu_offload, of weights too")
+        found.unread("offload.optimizer", "training.enable_cpu_offload, including weights")
     return {}
 
 
@@ -160,20 +160,20 @@ def _note_unread(found: Found) -> dict[str, Any]:
 def _write_precision(builder: SettingsBuilder) -> None:
     precision = builder.candidate.precision
     if builder.is_export:
-        refuse_fp8(builder, "the float8 converter goes with weights gathered in 16 bits, as level O2 has")
+        refuse_fp8(builder, "the float8 converter requires weights gathered in 16 bits, as in level O2")
         compute = "float32" if precision.level == "O0" else "bfloat16"
         builder.settings |= {DTYPE: "float32", COMPUTE: compute, "training.mixed_precision_reduce": "float32"}
         if precision.dtype == "float16":
             builder.refuse(
-                "precision", "torchtitan computes in bfloat16 or fp32, without loss scaling; this file says bfloat16"
+                "precision", "torchtitan computes in bfloat16 or fp32, without loss scaling; exported as bfloat16"
             )
         elif precision.level == "O1":
             builder.refuse(
-                "precision.level", "torchtitan has no autocast; this file says O2: weights are gathered in 16 bits"
+                "precision.level", "torchtitan has no autocast; exported as O2: weights are gathered in 16 bits"
             )
         return
     if precision.level == "O1":
-        builder.refuse("precision.level", "torchtitan has no level O1; its 16-bit format is that of level O2")
+        builder.refuse("precision.level", "torchtitan has no level O1; its 16-bit format corresponds to level O2")
     if precision.dtype == "float16":
         builder.refuse("precision.dtype", "torchtitan computes in bfloat16 or float32")
     else:
@@ -194,7 +194,7 @@ def _read_precision(found: Found) -> dict[str, Any]:
 def _write_compile(builder: SettingsBuilder) -> None:
     kernels = builder.candidate.kernels
     builder.settings[COMPILE] = kernels.compile != "off"
-    by_blocks = "each block is compiled by itself, not the model as a whole"
+    by_blocks = "each block is compiled separately, not the full model"
     if kernels.compile == "model":
         builder.note("warning" if builder.is_export else "error", "kernels.compile", by_blocks)
     if not builder.is_export:
@@ -205,7 +205,7 @@ def _write_compile(builder: SettingsBuilder) -> None:
     builder.settings |= {COMPONENTS: ["model"], COMPILER: kernels.backend if is_known else "inductor"}
     if not is_known:
         builder.refuse(
-            "kernels.backend", f"FlexAttention compiles with {' or '.join(COMPILERS)} only; this file says inductor"
+            "kernels.backend", f"FlexAttention compiles only with {' or '.join(COMPILERS)}; exported as inductor"
         )
 
 
@@ -261,13 +261,13 @@ def _write_data_parallel(builder: SettingsBuilder) -> None:
 def _note_data_parallel(builder: SettingsBuilder) -> None:
     layout = builder.candidate.layout
     if layout.zero_stage == 1:
-        builder.warn("layout.zero_stage", "FSDP2 has no stage 1; this is stage 2, which computes the same")
+        builder.warn("layout.zero_stage", "FSDP2 has no stage 1; exported as stage 2, which computes the same result")
     if layout.cp > 1 and layout.dp_shard == 1:
-        builder.warn("layout.zero_stage", "weights are sharded over the cp ranks, where replicas were measured")
+        builder.warn("layout.zero_stage", "weights are sharded over the cp ranks; the measurement replicated them")
     if _chooses_engine(layout) and layout.replicate_with == "ddp":
         builder.warn("layout.replicate_with", "replicas are FSDP2's, not DDP's")
     if layout.dp_shard > 1 and not layout.shard_embedding:
-        builder.warn("layout.shard_embedding", "embedding and head are FSDP units of their own, gathered for each use")
+        builder.warn("layout.shard_embedding", "embedding and head are separate FSDP units, gathered for each use")
     elif layout.shard_embedding and (layout.dp_shard == 1 or layout.dp_replicate > 1):
         builder.refuse("layout.shard_embedding", f"embedding and head are sharded over {layout.dp_shard} ranks only")
 
@@ -283,7 +283,7 @@ def _read_data_parallel(found: Found) -> dict[str, Any]:
     policy = found.get(RESHARD)
     again = {"always": True, "never": False, "default": pp == 1}.get(str(policy))
     if policy == UNKNOWN or (policy == "default" and pp is None):
-        found.warn("layout.zero_stage", "fsdp_reshard_after_forward is not known: taken for the default, stage 3")
+        found.warn("layout.zero_stage", "fsdp_reshard_after_forward is unknown: assumed to be the default, stage 3")
         again = True
     if again is not None:
         values["layout.zero_stage"] = 0 if shards == 1 else 3 if again else 2
@@ -341,7 +341,9 @@ def _write_pipeline(builder: SettingsBuilder) -> None:
     is_looped_gpipe = layout.schedule == "gpipe" and layout.num_virtual_stages > 1
     builder.settings |= {SCHEDULE: LOOPED_GPIPE if is_looped_gpipe else SCHEDULES[layout.schedule], PARTS: parts}
     if not all(parts):
-        builder.refuse("layout.stage_layers", "torchtitan cannot run a stage without a layer, between first and last")
+        builder.refuse(
+            "layout.stage_layers", "torchtitan does not support stages without layers between the first and the last"
+        )
 
 
 def _read_pipeline(found: Found) -> dict[str, Any]:
@@ -359,7 +361,7 @@ def _read_pipeline(found: Found) -> dict[str, Any]:
     values = {"layout.pp": pp, "layout.schedule": schedule}
     parts = found.get(PARTS)
     if parts in (None, UNKNOWN) or pp is None:
-        found.unread("layout.stage_layers", f"stages as torchtitan makes them; --{PARTS} names them")
+        found.unread("layout.stage_layers", f"default stages of torchtitan; set them with --{PARTS}")
         return values
     flat = [sum(name.strip().startswith("layers.") for name in _names(part)) for part in parts]
     if len(flat) % pp:
@@ -403,11 +405,13 @@ def _write_recompute(builder: SettingsBuilder) -> None:
     recompute = builder.candidate.recompute
     is_partial = recompute.full not in ((), present(builder))
     if not builder.is_export and (recompute.selective or is_partial):
-        builder.refuse("recompute", "torchtitan recomputes all layers or none; selective has a list of its own")
+        builder.refuse("recompute", "torchtitan recomputes all layers or none; selective uses a fixed list")
         return
     builder.settings[ACTIVATION_CHECKPOINT] = "full" if recompute.full else "none"
     if is_partial:
-        builder.warn("recompute.full", "it is all layers or none: this file says all, to be on the safe side of memory")
+        builder.warn(
+            "recompute.full", "only all layers or none are supported: exported as all, so that memory suffices"
+        )
 
 
 def _read_recompute(found: Found) -> dict[str, Any]:
@@ -443,15 +447,18 @@ ROWS: tuple[Setting, ...] = (
         _write_precision,
         _read_precision,
     ),
-    unable("precision.white", "precision.black", message="there is no autocast, hence no lists"),
+    unable("precision.white", "precision.black", message="no autocast, so no operator lists"),
     fixed("training.max_norm", 1e30),
     fixed("training.disable_cuda_graphs", True),
     row(("kernels.compile", "kernels.backend"), (COMPILE, COMPONENTS, COMPILER), _write_compile, _read_compile),
-    lacking("kernels.compile_mode", "blocks compile in the default mode; training.disable_cuda_graphs: False captures"),
+    lacking(
+        "kernels.compile_mode",
+        "blocks compile in the default mode; training.disable_cuda_graphs: False enables CUDA graphs",
+    ),
     lacking("kernels.attention", "attention is FlexAttention"),
     lacking("kernels.matmul_precision", "fp32 matrix products stay fp32"),
     lacking("kernels.cudnn_tuning_range", "cuDNN is not tuned; Llama has no convolutions"),
-    lacking("kernels.memory_format", "there is no memory format; Llama has no convolutions"),
+    lacking("kernels.memory_format", "no memory format; Llama has no convolutions"),
     *memory_savers(
         loss_chunks=option("kernels.loss_chunks", "loss.num_chunks"),
         optimizer="training.enable_cpu_offload moves weights and gradients too, and gathers weights from the host",
@@ -464,7 +471,9 @@ ROWS: tuple[Setting, ...] = (
         _read_loader,
     ),
     lacking("loader.full_batch", "every rank reads only its own rows"),
-    left_to_script("loader.tuning", "nothing tunes the loader: set the numbers that the report says were found"),
+    left_to_script(
+        "loader.tuning", "the loader is not tuned automatically: set the values found, which the report shows"
+    ),
     option(f"{OPTIMIZER}.lr", "optimizer.lr"),
     betas("optimizer.betas", tuple),
     option(f"{OPTIMIZER}.eps", "optimizer.eps"),
@@ -472,7 +481,7 @@ ROWS: tuple[Setting, ...] = (
     fixed("lr_scheduler.warmup_steps", 0),
     fixed("lr_scheduler.decay_ratio", 0.0),
     row("workload.seed", SEED, _write_seed, lambda found: {"workload.seed": _whole(found, "workload", SEED)}),
-    own_data("packed documents of C4, with attention inside each, until you name your own dataset and tokenizer"),
+    own_data("packed C4 documents, with attention within each; set your dataset and tokenizer"),
     custom((), (), lambda _: None, _note_unread, overlay="read"),
     custom(
         ("layout.gradient_reduction",),
@@ -491,11 +500,11 @@ ROWS: tuple[Setting, ...] = (
     custom(("layout.tp_engine",), (BACKEND,), _write_engine, _read_engine),
     lacking(
         "layout.num_copies",
-        "micro-batches are not halved; compile.enable_async_tensor_parallel overlaps otherwise",
+        "micro-batches are not split; compile.enable_async_tensor_parallel overlaps in another way",
         in_overlays=True,
     ),
     _degree("layout.cp", CP, cp_method="all_gather"),
-    unable("layout.cp_method", message="keys and values are gathered: there is neither Ulysses nor a ring"),
+    unable("layout.cp_method", message="keys and values are gathered: neither Ulysses nor ring is supported"),
     fixed("parallelism.context_parallel_load_balancer", "headtail"),
     row(
         ("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
@@ -513,7 +522,7 @@ ROWS: tuple[Setting, ...] = (
     ),
     row(("micro_batch_size", "workload.global_batch_size"), (LOCAL, GLOBAL, MICRO), _write_batch, _read_batch),
     row(("recompute.full",), (ACTIVATION_CHECKPOINT,), _write_recompute, _read_recompute),
-    unable("recompute.selective", message="SelectiveAC has a list of its own of what is kept; write a subclass"),
+    unable("recompute.selective", message="SelectiveAC keeps a fixed list of operators; write a subclass"),
     unable("recompute.communication", message="gathered sequence shards are kept, or recomputed with the whole layer"),
 )
 
@@ -657,9 +666,11 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
     """The decoder, where the command names one of torchtitan's own."""
     given = TitanArguments(edit)
     if is_specified(edit.argv, _OLD):
-        found.refuse("workload", "--job.config_file: torchtitan before 0.3 has other names; only 0.3 is known here")
+        found.refuse(
+            "workload", "--job.config_file: only torchtitan 0.3 is supported; earlier releases use other names"
+        )
     elif given.config is None:
-        found.warn("workload", "the configuration function was not found or not understood: only arguments are read")
+        found.warn("workload", "the configuration function was not found or not recognized: only arguments are read")
     flavor = given.get(MODEL)
     is_llama = any(word.rpartition("=")[2] in ("llama3", "torchtitan.models.llama3") for word in edit.argv)
     if not (is_specified(edit.argv, _MODULE) and is_llama and flavor in _LLAMA3):
@@ -686,17 +697,19 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
         for name in ("pp", "schedule", "num_virtual_stages", "stage_layers")
     )
     if layout.pp > 1 and is_piped and request.reading.num_layers is None:
-        edit.refuse("layout.pp", "stages of a model whose number of layers is not known cannot be named")
+        edit.refuse("layout.pp", "stages cannot be named for a model with an unknown number of layers")
     if layout.pp > 1 and given.get("training.disable_cuda_graphs") is not True:
         given.put({"training.disable_cuda_graphs": True})
-        edit.warn("layout.pp", "CUDA graphs, which torchtitan captures by default, are off: it has none for pipelines")
+        edit.warn(
+            "layout.pp", "CUDA graphs, on by default in torchtitan, are off: it does not support them with pipelines"
+        )
     divisor = (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)
     if length and length % divisor:
-        edit.refuse("layout.tp" if layout.tp > 1 else "layout.cp", f"{length} tokens are no multiple of {divisor}")
+        edit.refuse("layout.tp" if layout.tp > 1 else "layout.cp", f"{length} tokens are not a multiple of {divisor}")
     if layout.pp > 1 and request.num_microbatches < layout.pp:
-        edit.warn("layout.pp", f"{request.num_microbatches} micro-batches leave stages idle")
+        edit.warn("layout.pp", f"{request.num_microbatches} micro-batches are fewer than stages")
     if shape is not None and (shape.num_heads % layout.tp or shape.num_kv_heads % layout.tp):
-        edit.refuse("layout.tp", f"{shape.num_heads} heads, {shape.num_kv_heads} groups: no multiples of {layout.tp}")
+        edit.refuse("layout.tp", f"{shape.num_heads} heads, {shape.num_kv_heads} groups: not multiples of {layout.tp}")
 
 
 TABLE = FrameworkTable(

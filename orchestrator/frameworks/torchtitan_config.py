@@ -154,14 +154,14 @@ def _read_part(part: str, value: ast.expr) -> dict[str, Any]:
     if part == ACTIVATION_CHECKPOINT:
         return {part: "full" if ast.unparse(value) == f"{_FULL}()" else "none"}
     if not isinstance(value, ast.Call):
-        raise TypeError(f"{part} is no call")
+        raise TypeError(f"{part} is not a call")
     return {f"{part}.{keyword.arg}": ast.literal_eval(keyword.value) for keyword in value.keywords}
 
 
 # Functions of a user's module.
 
 UNKNOWN = "unknown"
-"""A value that is computed, or set where it cannot be told whether."""
+"""A value that is computed, or set conditionally."""
 ELSEWHERE = "*"
 """Name in settings that start from a function of another file: what they do not set is unknown, not the default."""
 MODEL = "model_spec"

@@ -64,7 +64,7 @@ class Dialect:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of arguments that are not given, where they are not the Trainer's; None: not known."""
     overrides: Literal["argument", "assignment"] = "argument"
-    """How words beside a file of arguments are spelled: ``--lr 1``, or ``lr=1`` as in OmegaConf."""
+    """Spelling of arguments given in addition to a file of arguments: ``--lr 1``, or ``lr=1`` as in OmegaConf."""
     attention: tuple[str, Mapping[str, str]] | None = None
     """Name of the argument that chooses the attention, and our names of its values; the first that we know is written.
     None where programs have such an argument or not, as transformers' examples."""
@@ -321,7 +321,7 @@ class ShardingEngine:
 
     @property
     def by_arguments(self) -> Literal["deepspeed", "fsdp"] | None:
-        """The engine that the Trainer's arguments ask for."""
+        """The engine that the Trainer's arguments select."""
         if self._arguments is None:
             return None
         if self._is_specified("deepspeed"):
@@ -338,7 +338,7 @@ class ShardingEngine:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether the command asks for the CPU."""
+        """Whether the command selects the CPU."""
         requested = self._arguments is not None and (
             self._arguments.is_on("use_cpu") or self._arguments.is_on("no_cuda")
         )
@@ -559,7 +559,7 @@ def _kind(options: Words, config: Mapping[str, Any]) -> str:
 
 
 def _configured(options: Words, config: Mapping[str, Any], name: str, default: Any) -> Any:
-    """What an option says, else the file."""
+    """The value of an option, else that in the file."""
     flag = name in ("cpu", "use_fullgraph")
     given = read(options, either_dash(f"--{name}", "flag" if flag else "value"))
     return config.get(name, default) if given is None else given

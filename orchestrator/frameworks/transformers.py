@@ -69,7 +69,7 @@ DEFAULTS: Mapping[str, Any] = {
     "max_steps": -1,
     "seed": 42,
 }
-"""What ``TrainingArguments`` is where nothing is set, of transformers 4.40 to 5.23."""
+"""Defaults of ``TrainingArguments``, of transformers 4.40 to 5.23."""
 
 
 def opened(run: Run) -> Edit:
@@ -105,7 +105,7 @@ def _write_batch(builder: SettingsBuilder) -> None:
 
 def _read_batch(found: Found) -> dict[str, Any]:
     if truth(found.get("auto_find_batch_size")):
-        found.warn("micro_batch_size", "auto_find_batch_size may train on a smaller batch than the one asked for")
+        found.warn("micro_batch_size", "auto_find_batch_size may train with a smaller batch than configured")
     found.num_microbatches = found.whole("micro_batch_size", _ACCUMULATION)
     return {"micro_batch_size": found.whole("micro_batch_size", _BATCH)}
 
@@ -140,7 +140,7 @@ def write_batch_of_deepspeed(engine: ShardingEngine, request: OverlayRequest) ->
 def _write_stage(builder: SettingsBuilder) -> None:
     stage = builder.candidate.layout.zero_stage
     if builder.current(ENGINE) == "fsdp" and stage == 1:
-        builder.refuse("layout.zero_stage", "FSDP has no stage 1: DeepSpeed has")
+        builder.refuse("layout.zero_stage", "FSDP has no stage 1, but DeepSpeed has")
     else:
         builder.settings[STAGE] = stage
 
@@ -168,9 +168,9 @@ def _tensor_parallel(found: Found) -> int | None:
 LAYOUT = row("layout.zero_stage", STAGE, _write_stage, _read_layout)
 """Data parallelism by the engine that the command has; by DeepSpeed where it has none and is to shard."""
 _UNABLE = {
-    "pp": "the Trainer has no pipelines",
-    "cp": "splitting sequences is up to the script: ParallelismConfig(cp_size=...)",
-    "tp": "splitting matrices is up to the script, which loads the model so: from_pretrained(..., tp_plan='auto')",
+    "pp": "the Trainer does not support pipelines",
+    "cp": "the script must split sequences: ParallelismConfig(cp_size=...)",
+    "tp": "the script must split matrices by loading the model with from_pretrained(..., tp_plan='auto')",
 }
 
 
@@ -179,14 +179,14 @@ def check_engine(engine: ShardingEngine, request: OverlayRequest) -> None:
     layout, edit = request.candidate.layout, engine.edit
     write_batch_of_deepspeed(engine, request)
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
-        edit.refuse("layout.dp_shard", "the ranks shard among all of them, or none: no replicas beside dp_shard")
+        edit.refuse("layout.dp_shard", "sharding uses all ranks or none: no replicas with dp_shard")
     for name, message in _UNABLE.items():
         if getattr(layout, name) != request.reading.values.get(f"layout.{name}", 1):
             edit.refuse(f"layout.{name}", message)
     if engine.kind == "fsdp" and (request.device == "cpu" or engine.is_on_cpu):
-        edit.refuse("layout.zero_stage", "FSDP on the CPU trains with DDP, without a word: use DeepSpeed")
+        edit.refuse("layout.zero_stage", "FSDP on CPUs silently trains with DDP: use DeepSpeed")
     if request.changes("layout.zero_stage", layout.zero_stage) and engine.stage != layout.zero_stage:
-        edit.refuse("layout.zero_stage", f"asked for {layout.zero_stage}, the command says {engine.stage}")
+        edit.refuse("layout.zero_stage", f"expected {layout.zero_stage}, but the command sets {engine.stage}")
 
 
 # Precision
@@ -196,7 +196,7 @@ def _read_precision(found: Found) -> dict[str, Any]:
     lists: dict[str, Any] = {"precision.white": (), "precision.black": ()}
     given = {name: _is_on(found, "precision.dtype", name) for name in ("fp16", "bf16")}
     if set(given.values()) == {None}:
-        found.warn("precision", "neither bf16 nor fp16 is set: the number format is the model's own")
+        found.warn("precision", "neither bf16 nor fp16 is set: the number format is that of the model")
         return lists
     variable = None if "deepspeed" in found else found.get(_PRECISION)  # its configuration follows the arguments alone
     short = next((name for name, is_on in given.items() if is_on), variable)
@@ -245,16 +245,16 @@ def _write_precision(builder: SettingsBuilder) -> None:
 
 
 def write_precision_of_engine(builder: SettingsBuilder) -> None:
-    """What DeepSpeed's configuration says of number formats, and what the others cannot do."""
+    """Number formats in DeepSpeed's configuration, and limits of the other engines."""
     precision, kind, config = builder.candidate.precision, builder.current(ENGINE), builder.current(CONFIGURATION)
     if kind == "ddp" and precision.level == "O2":
-        builder.refuse("precision.level", "DDP has autocast (O1), but no 16-bit weights with fp32 masters")
+        builder.refuse("precision.level", "DDP supports autocast (O1), but not 16-bit weights with fp32 master weights")
     elif kind == "fsdp" and precision.level == "O1":
-        builder.refuse("precision.level", "FSDP itself computes in 16 bits (O2), without autocast")
+        builder.refuse("precision.level", "FSDP computes in 16 bits (O2), without autocast")
     elif kind == "deepspeed" and precision.level == "O1" and config is None:
-        builder.refuse("precision.level", "autocast needs a configuration file of DeepSpeed, and there is none")
+        builder.refuse("precision.level", "autocast requires a DeepSpeed configuration file")
     if precision.loss_scale is not None and not (kind == "deepspeed" and precision.level == "O2"):
-        builder.warn(_SCALE, "torch's GradScaler is taken as it is")
+        builder.warn(_SCALE, "torch's GradScaler is used with its defaults")
     if config is not None:
         changes = _precision_in_deepspeed(config, precision)
         builder.settings |= {f"deepspeed:{key}": value for key, value in changes.items()}
@@ -325,7 +325,7 @@ def _recompute(name: str) -> Setting:
     def write(builder: SettingsBuilder) -> None:
         is_on = bool(builder.candidate.recompute.full)
         if is_on and sum(map(sum, builder.candidate.recompute.full)) != builder.workload.num_layers:
-            builder.refuse("recompute.full", "it is all layers or none")
+            builder.refuse("recompute.full", "only all layers or none are supported")
         spelled = other if not is_off and builder.current(other) is not None else name
         builder.settings[spelled] = is_on is not is_off
         is_fsdp = builder.current(ENGINE) == "fsdp"
@@ -395,7 +395,7 @@ def _write_compile(builder: SettingsBuilder) -> None:
     kernels = builder.candidate.kernels
     if any(map(builder.changed, _COMPILE)):
         if kernels.compile == "block":
-            builder.refuse("kernels.compile", "the Trainer compiles the whole model")
+            builder.refuse("kernels.compile", "the Trainer compiles the full model")
         builder.drop("torch_compile_backend", "torch_compile_mode")
         builder.settings["torch_compile"] = is_on = kernels.compile != "off"
         if is_on and (kernels.backend, kernels.compile_mode) != ("inductor", "default"):
@@ -403,7 +403,7 @@ def _write_compile(builder: SettingsBuilder) -> None:
             builder.settings["torch_compile_mode"] = kernels.compile_mode
     if builder.changed("kernels.matmul_precision"):
         if kernels.matmul_precision == "medium":
-            builder.refuse("kernels.matmul_precision", "the Trainer has TF32 (high) or not (highest)")
+            builder.refuse("kernels.matmul_precision", "the Trainer supports TF32 (high) or none (highest)")
         builder.settings["tf32"] = kernels.matmul_precision != "highest"
 
 
@@ -425,9 +425,9 @@ def _attention(dialect: Dialect) -> Setting:
     def write(builder: SettingsBuilder) -> None:
         wanted = builder.candidate.kernels.attention
         if wanted not in known:
-            builder.refuse("kernels.attention", f"{name} has no {wanted}: it has {', '.join(known)}")
+            builder.refuse("kernels.attention", f"{name} does not support {wanted}: supported are {', '.join(known)}")
         elif dialect.attention is None and builder.current(name) not in known.values():
-            builder.refuse("kernels.attention", f"the command has no --{name}: write it there if your script has it")
+            builder.refuse("kernels.attention", f"the command has no --{name}: add it if your script supports it")
         else:
             builder.settings[name] = known[wanted]
 
@@ -479,14 +479,14 @@ def _note_unread(edit: Edit, found: Found) -> None:
     script = program_of(edit.argv).script
     if script is not None and Path(edit.cwd, script).with_suffix(".args").is_file():
         sibling = Path(script).with_suffix(".args").name
-        found.unread("workload", f"{sibling}, which transformers reads beside the script")
+        found.unread("workload", f"{sibling}, which transformers reads from the folder of the script")
     if any(word.startswith("@") for word in arguments.words):
         found.unread("workload", "a file of arguments (@...)")
     for name in ("deepspeed", "fsdp_config"):
         given = arguments.current(name)
         is_path = isinstance(given, str) and given and "{" not in given and not arguments.dialect.presets
         if is_path and arguments.section(name) is None:
-            found.unread("layout.zero_stage", f"{name} {given}: there is no such file")
+            found.unread("layout.zero_stage", f"{name} {given}: the file does not exist")
 
 
 def _check(edit: Edit, request: OverlayRequest, arguments_of: Callable[[Edit], TrainerArguments]) -> None:
@@ -497,7 +497,7 @@ def _check(edit: Edit, request: OverlayRequest, arguments_of: Callable[[Edit], T
         if arguments.is_on(_KEPT):
             arguments.put({_KEPT: False})
     if loader.tuning is not None:
-        edit.refuse("loader.tuning", "the loader of a custom program is not tuned here: set num_workers")
+        edit.refuse("loader.tuning", "the loader of a custom program is not tuned automatically: set num_workers")
     for choice in request.candidate.own:
         if choice.value is None:
             arguments.drop(choice.name)
@@ -602,7 +602,7 @@ def trial_of_trainer(
     limit = str(arguments.get("max_steps"))
     if limit.isdigit() and 0 < int(limit) < last_step:
         arguments.put({"max_steps": last_step})
-        message = f"max_steps {limit} is less than the {last_step} steps of a trial, which moves the schedule"
+        message = f"max_steps {limit} is less than the {last_step} steps of a trial, which changes the schedule"
         edit.warn("workload", message)
     return trackers_off(edit)
 

@@ -34,14 +34,14 @@ from trials.script.command import KNOBS_VARIABLE, CommandFile, ScriptCommand, ho
 from trials.spec import Candidate, ProfileSpec, Protocol
 
 START, CHANGES, LINES = "train.sh", "changes.diff", "lines.txt"
-"""Files that are exported beside copies: what starts the training, what differs from the user's own, and what to write
-into the program where the hook is not to set it."""
+"""Files that are exported in addition to copies: what starts the training, what differs from the user's own, and
+what to write into the program where the hook is not to set it."""
 HOOK = "inside"
 """Folder of an export with our hook, where it sets knobs within the program."""
 
 
 def request_of(script: Script, candidate: Candidate, device: str | None = None) -> OverlayRequest:
-    """What the recipe is to lay over the command: custom knobs only as far as nobody else can."""
+    """What the recipe is to lay over the command: custom knobs only if nothing else can."""
     batch, is_unchanged = script.workload.global_batch_size, candidate == script.unchanged
     left = tuple(choice for choice in candidate.own if not is_settled(choice.name, script))
     return OverlayRequest(
@@ -149,7 +149,7 @@ def rule_of(script: Script) -> Rule:
 
 
 def notes_of(script: Script, candidate: Candidate) -> tuple[str, ...]:
-    """What was not understood of the command, and what the recipe has to say of this candidate."""
+    """Parts of the command that were not recognized, and notes of the recipe on this candidate."""
     command_value = map(_sentence, render(script, candidate).notes)
     return tuple(dict.fromkeys((*script.notes, *command_value)))
 
@@ -196,7 +196,7 @@ def with_custom(script: Script, candidate: Candidate) -> Run:
 
 
 def command_value(knob: CustomKnob, run: Run) -> CustomScalar | None:
-    """The one of a knob's values that the command has; None where it says something else, or nothing."""
+    """The one of a knob's values that the command has; None if it has another value, or none."""
     if knob.name.startswith("$"):
         given: object = run.env.get(knob.name[1:])
     elif ":" in knob.name:
@@ -216,7 +216,7 @@ def filled_in(knob: CustomKnob, run: Run) -> str | None:
 
 
 def _argument_name(name: str) -> str:
-    """The argument that a name stands for which is neither placeholder, key nor variable."""
+    """The argument for a name that is not a placeholder, key or variable."""
     return name if name.startswith("-") else f"--{name}"
 
 
@@ -264,7 +264,7 @@ def _with_placeholder(word: str, run: Run, names: list[str]) -> str:
 RUNNER = "trials.script.runner:run_rank"
 """Function that every rank of such a trial runs."""
 MARGIN_STEPS = 4
-"""Steps that a program is asked for beyond those that are needed: it shall not begin to end while it is measured."""
+"""Steps requested from a program in addition to the required ones: it shall not begin to end while it is measured."""
 
 
 def last_step(protocol: Protocol) -> int:
@@ -357,8 +357,11 @@ cd {cwd}
 """
 _SHELL_DEFAULTS = {OUT: '"${OUT:-out}"', "steps": '"${STEPS:?number of optimiser steps}"'}
 """What whoever starts it says in the environment, by the placeholder."""
-_HOW_ENV = "NNODES: hosts, each running this; NODE_RANK: number of this one; MASTER_ADDR, MASTER_PORT: where rank 0 is."
-_HOW_OWN = "The command starts its own ranks: run it as you run your own, on every host."
+_HOW_ENV = (
+    "NNODES: number of hosts, each runs this script; NODE_RANK: index of this host; MASTER_ADDR, MASTER_PORT: "
+    "address of rank 0."
+)
+_HOW_OWN = "The command starts its own ranks: run it on every host, like your original command."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,10 +376,10 @@ class ScriptArtifact:
     changes: str
     """The diff against the user's command and files; empty where nothing is changed."""
     notes: tuple[str, ...] = ()
-    """What the recipe has to say, as sentences."""
+    """Notes of the recipe, as sentences."""
 
     def to_json(self, script: Script) -> dict[str, Any]:
-        """What a version's manifest keeps, beside the files themselves."""
+        """Entries of a version's manifest, in addition to the files."""
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(self.files.items())}
         return {
             "recipe": script.training.name,

@@ -14,7 +14,7 @@ _BUCKETS = {
 _SDPA = {"math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 _BLOCK = (
     "from torch.utils.checkpoint import checkpoint",
-    "x = checkpoint(block, x, use_reentrant=False)  # in place of x = block(x), for every repeated block",
+    "x = checkpoint(block, x, use_reentrant=False)  # instead of x = block(x), for every repeated block",
 )
 
 
@@ -48,7 +48,7 @@ def _parts(knobs: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
         yield "the forward pass of the model", list(_BLOCK)
     if (compiled := knobs.get("compile", "off")) != "off":
         line = "block.compile()  # for every repeated block" if compiled == "block" else "model.compile()"
-        yield "after the model is made", [line]
+        yield "after the model is created", [line]
     if buckets := [f"{_BUCKETS[name]}={knobs[name]!r}," for name in _BUCKETS if name in knobs]:
         yield "arguments of DistributedDataParallel", buckets
     yield from _around_forward(knobs)

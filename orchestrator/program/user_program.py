@@ -40,12 +40,12 @@ from trials.spec import (
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A training program with what a sweep file says of it."""
+    """A training program with the settings of the sweep file."""
 
     training: Training
     run: Run
     reading: Reading
-    """What the command says by itself; the values of candidates' fields in canonical form."""
+    """Values that the command sets itself; the values of candidates' fields in canonical form."""
     workload: Workload
     """What candidates are measured on; its model is a :class:`ScriptModel`."""
     log: LogFormat
@@ -94,7 +94,7 @@ class Script:
         return f"recipe:{self.training.name}"
 
 
-# ---- what the command says, as values of knobs ----
+# ---- settings of the command, as values of knobs ----
 
 _PARTS = {"dataloader": "loader.tuning", "cudnn_benchmark": "kernels.cudnn_tuning_range"}
 _ANY = Workload(
@@ -126,7 +126,7 @@ def paths_of(knob: str) -> frozenset[str]:
 
 
 def configured_knobs(reading: Reading) -> frozenset[str]:
-    """Knobs of which the command says something."""
+    """Knobs that the command sets."""
     return frozenset(knob.name for knob in KNOBS if not paths_of(knob.name).isdisjoint(reading.values))
 
 
@@ -228,7 +228,7 @@ def _filled_file(text: str, values: Mapping[str, str]) -> str:
 
 
 def placeholder_values(candidate: Candidate, workload: Workload, *, last_step: int | None) -> dict[str, str]:
-    """What stands for every placeholder but ``{out}`` and the names of files; without a last step ``{steps}`` stays."""
+    """The value of every placeholder except ``{out}`` and the names of files; without a last step ``{steps}`` stays."""
     knobs = flat_params(candidate)
     if candidate.recompute == Recompute(full=layers_of(candidate.layout, workload.num_layers)):
         knobs = {**knobs, "recompute": "full"}  # the word of sweep files, however many layers there are

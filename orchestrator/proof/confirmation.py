@@ -191,7 +191,7 @@ class Judgement:
     against_leader: Mapping[int, SpeedComparison]
     """Speed of each other finalist over the leader's: ``slower`` means slower than the leader."""
     tied_with_leader: tuple[int, ...]
-    """Finalists that cannot be told from the leader."""
+    """Finalists that are indistinguishable from the leader."""
     to_measure: tuple[int, ...]
     """Trials to measure in the next round, the baseline first; empty when decided."""
     is_decided: bool
@@ -453,12 +453,12 @@ def judge_soak(
     if last.value >= 1 + MIN_DIFFERENCE:
         ratio = units.ratio(last.value, report.last)
         return replace(
-            report, answer="inconclusive", reason=f"its speed may not last: {ratio} in the last third {where}"
+            report, answer="inconclusive", reason=f"its speed may not be sustained: {ratio} in the last third {where}"
         )
     if first.value >= last.value * (1 + MIN_DIFFERENCE):
-        reason = f"its speed fades: {first.value:.2f}x in the first third {where}, {last.value:.2f}x in the last"
+        reason = f"it slows down: {first.value:.2f}x in the first third {where}, {last.value:.2f}x in the last"
     else:
-        reason = f"its speed does not last: {last.value:.2f}x in the last third {where}"
+        reason = f"its speed is not sustained: {last.value:.2f}x in the last third {where}"
     return replace(report, answer="failed", reason=reason)
 
 
@@ -470,8 +470,8 @@ def failed_soak(run: Trial, pairs: Sequence[Pair]) -> SoakReport:
         return SoakReport(trial=check.finalist, answer="inconclusive", reason=f"its longer run was lost: {why}")
     reason = f"failed in its longer run: {why}"
     if isinstance(run.outcome, TimedOut) and run.outcome.phase == "measuring":
-        expected = f"{check.num_steps} steps that take {units.duration(check.expected_s)} at the speed of its rounds"
-        reason = f"its speed does not last: {expected} were not done after {units.duration(deadline_s(check))}"
+        expected = f"{check.num_steps} steps, {units.duration(check.expected_s)} at the speed of its rounds,"
+        reason = f"its speed is not sustained: {expected} were not finished after {units.duration(deadline_s(check))}"
     done = [own for own, _ in pairs]
     return SoakReport(
         trial=check.finalist,
@@ -585,10 +585,10 @@ def _when_full(memory: SoakMemory | None, pair: Pair, limit_bytes: int | None) -
     if baseline is not None and baseline.full_at_step is not None and baseline.full_at_step <= 2 * memory.full_at_step:
         return None
     return (
-        f"its memory grows by {units.num_bytes(round(memory.growth_bytes))} per step, from"
-        f" {units.num_bytes(memory.first_bytes)} to {units.num_bytes(memory.last_bytes)} between the first and the last"
-        f" third of its longer run: the {units.num_bytes(memory.limit_bytes or 0)} of a rank would be used up at step"
-        f" {memory.full_at_step}"
+        f"its memory grows by {units.num_bytes(round(memory.growth_bytes))} per step, from "
+        f"{units.num_bytes(memory.first_bytes)} to {units.num_bytes(memory.last_bytes)} between the first and "
+        f"the last third of its longer run: the limit of {units.num_bytes(memory.limit_bytes or 0)} per rank "
+        f"would be reached at step {memory.full_at_step}"
     )
 
 
@@ -602,10 +602,10 @@ def _memory_notes(finalist: int, memory: SoakMemory | None) -> list[str]:
         full = f"; full at step {memory.full_at_step} at this rate" if memory.full_at_step is not None else ""
         notes.append(f"{who}: memory grows during the longer run, {grown} between its first and last third{full}")
     if memory.fragmentation is not None and memory.fragmentation >= MUCH_FRAGMENTED:
-        notes.append(f"{who}: {memory.fragmentation:.0%} of the memory that the allocator holds is not used by tensors")
+        notes.append(f"{who}: {memory.fragmentation:.0%} of the allocator's memory is not used by tensors")
     if 0 < memory.longest_measured < memory.longest_sample:
-        lengths = f"{memory.longest_sample} tokens, in the search {memory.longest_measured}"
-        notes.append(f"{who}: the longest sample of the longer run has {lengths}")
+        lengths = f"{memory.longest_sample} tokens, {memory.longest_measured} in the search"
+        notes.append(f"{who}: the longest sample of the longer run had {lengths}")
     return notes
 
 
@@ -649,7 +649,7 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedChange:
-    """What rounds of today show beside those of the promotion."""
+    """Comparison of today's rounds with those of the promotion."""
 
     loss: Loss
     tolerance: float

@@ -1,4 +1,4 @@
-"""The user's evaluation of a finalist: a command that is told the facts and passes by exiting with 0."""
+"""The user's evaluation of a finalist: a command that receives the facts and passes by exiting with 0."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _GRACE_S = 2 * KILL_S
 
 
 class EvaluationProcess:
-    """One run of the command, beside the controller; nothing of it outlives its end, or the controller's."""
+    """One run of the command, in parallel to the controller; nothing of it outlives its end, or the controller's."""
 
     def __init__(self) -> None:
         self._trial = 0
@@ -76,7 +76,7 @@ class EvaluationProcess:
             if time.monotonic() < self._give_up_s:
                 return None
             self.kill()
-            return self._ended(Ending(exit_code=None, tail=("it did not end, and could not be killed in time",)))
+            return self._ended(Ending(exit_code=None, tail=("it did not finish and could not be killed in time",)))
         assert self._process.stdout is not None
         with self._process.stdout as pipe:
             text = pipe.read().decode()
@@ -127,7 +127,7 @@ def _close_input(process: subprocess.Popen[bytes]) -> None:
 
 
 def facts(state: SweepState, trial: int, report: GateReport | None, folder: Path | None = None) -> dict[str, Any]:
-    """What the command is told about finalist ``trial``, as JSON.
+    """The facts that the command receives about finalist ``trial``, as JSON.
 
     ``folder`` is the sweep's: with it, the gate runs' own folders are told as well.
     """
@@ -171,13 +171,13 @@ class Evaluator:
     def poll(self, state: SweepState, trial: int) -> Evaluation | None:
         """How the evaluation of this finalist ended; None while it goes on. The first look starts it."""
         settings = state.sweep.proof.gate
-        assert settings is not None and settings.command, "nobody asked for an evaluation"
+        assert settings is not None and settings.command, "the sweep has no evaluation"
         if self._trial != trial:  # of a proof that was taken back
             self.close()
         if self._process is None:
             self._trial = trial
             report = gate_report(state, trial, settings)
-            assert report is not None, "the gate comes before the user's evaluation"
+            assert report is not None, "the gate precedes the evaluation"
             self._process = EvaluationProcess()
             self._process.start(
                 settings.command,

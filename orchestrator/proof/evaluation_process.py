@@ -95,7 +95,7 @@ def _watch(process: subprocess.Popen[bytes], input_fd: int, timeout_s: float) ->
             return process.returncode, []
         if _is_closed(input_fd, wait_s=min(left_s, POLL_S)):
             return None, None
-    return None, [f"killed: it had not ended after {timeout_s:g} s"]
+    return None, [f"killed: not finished after {timeout_s:g} s"]
 
 
 def _is_closed(fd: int, *, wait_s: float) -> bool:

@@ -136,7 +136,7 @@ LEAD = 2
 """Steps by which a run whose rounding errors are some times the twin's may be unstable before it: errors grow tenfold
 and more from step to step then."""
 MIN_INFORMATIVE_SHARE = 0.5
-"""Share of the steps that have to tell something."""
+"""Fraction of steps that must be comparable."""
 EXCUSED_SHARE = 0.5
 """Share of the steps whose gradient norms may contradict before that refutes; the first may not. Fewer are a doubt."""
 _SPIKE_WINDOW = 5
@@ -261,7 +261,7 @@ class Curve:
 
     @property
     def informative(self) -> tuple[int, ...]:
-        """Steps that tell something."""
+        """Comparable steps."""
         return tuple(step for step in self._shares() if step not in self.silent)
 
     @property
@@ -430,10 +430,10 @@ Compared = Literal["baseline", "reference"]
 MAX_SKIPPED_SHARE = 0.5
 """Share of the steps: a finalist that skips more updates than this has shown too little."""
 MORE_EVIDENCE = (
-    "A larger global_batch_size, a lower learning rate or a baseline in O0 make the gate tell more; an evaluation of"
-    " your own (gate.command) decides without it"
+    "A larger global_batch_size, a lower learning rate or a baseline in O0 makes the gate more sensitive; a "
+    "custom evaluation (gate.command) decides without it"
 )
-UNFINISHED = "Longer deadlines or a smaller gate.num_steps let it train all its steps"
+UNFINISHED = "Use longer deadlines or a smaller gate.num_steps, so that it trains all its steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -666,7 +666,7 @@ def _first_not_finite(values: Sequence[float]) -> int | None:
 def _not_finite(expected: Trajectory, found: LossComparison) -> Iterator[str]:
     for name, values in (("loss", expected.losses), ("gradient norm", expected.grad_norms)):
         if (step := _first_not_finite(values)) is not None:
-            yield f"the {found.compared_with}'s own {name} is not finite in step {step}"
+            yield f"the {name} of the {found.compared_with} is not finite in step {step}"
 
 
 def _curves(found: LossComparison) -> tuple[tuple[str, Curve], ...]:
@@ -679,38 +679,39 @@ def _excesses(found: LossComparison) -> Iterator[str]:
         deviation, limit = curve.at(step)
         if curve.is_refuted and step is not None and deviation is not None:
             yield (
-                f"the {name} is {deviation:.2g} (relative) off the {found.compared_with}'s in step {step}, where"
-                f" {limit:.2g} is allowed{_twin_text(curve, step)}, and beyond its limit in {len(curve.beyond)} of"
-                f" {len(curve.limits)} steps"
+                f"the {name} deviates from that of the {found.compared_with} by {deviation:.2g} (relative) in "
+                f"step {step}, with a limit of {limit:.2g}{_twin_text(curve, step)}, and exceeds its limit in "
+                f"{len(curve.beyond)} of {len(curve.limits)} steps"
             )
 
 
 def _doubts(found: LossComparison) -> Iterator[str]:
-    """Why it cannot be told, of a finalist that is not refuted."""
+    """Why the gate is undecided, for a finalist that is not refuted."""
     for name, curve in _curves(found):
         num_steps, useful, unstable_from = len(curve.limits), len(curve.informative), curve.unstable_from
         if curve.is_refuted:
             continue
         if not any(deviation is not None for deviation in curve.deviations):
-            yield f"the {name} cannot be compared with the {found.compared_with}'s in any step"
+            yield f"the {name} cannot be compared with that of the {found.compared_with} in any step"
         elif curve.is_chaotic and unstable_from is not None:
             yield (
-                f"this workload amplifies rounding errors: the {name} of the {found.compared_with} is"
-                f" {curve.twin[unstable_from - 1]:.2g} (relative) off in step {unstable_from} when nothing but rounding"
-                f" differs, where {curve.limits[unstable_from - 1]:.2g} is allowed; {useful} of {num_steps} steps tell"
-                " anything"
+                f"this workload amplifies rounding errors: rounding alone changes the {name} of the "
+                f"{found.compared_with} by {curve.twin[unstable_from - 1]:.2g} (relative) in step "
+                f"{unstable_from}, with a limit of {curve.limits[unstable_from - 1]:.2g}; only {useful} of "
+                f"{num_steps} steps are comparable"
             )
         elif odd := (curve.contradictions or curve.wild):
             step = max(odd, key=lambda step: curve.deviations[step - 1] or 0.0)
             yield (
-                f"the {name} is up to {100 * (curve.deviations[step - 1] or 0.0):.2g}% off the"
-                f" {found.compared_with}'s (step {step}), where {100 * curve.limits[step - 1]:.2g}% is"
-                f" allowed{_twin_text(curve, step)}, in {len(odd)} of {num_steps} steps"
+                f"the {name} deviates from that of the {found.compared_with} by up to "
+                f"{100 * (curve.deviations[step - 1] or 0.0):.2g}% (step {step}), with a limit of "
+                f"{100 * curve.limits[step - 1]:.2g}%{_twin_text(curve, step)}, in {len(odd)} of {num_steps} "
+                "steps"
             )
 
 
 def _twin_text(curve: Curve, step: int) -> str:
-    return f" and rounding alone makes {curve.twin[step - 1]:.2g}" if curve.twin else ""
+    return f" and {curve.twin[step - 1]:.2g} from rounding alone" if curve.twin else ""
 
 
 def _explained(found: LossComparison) -> Iterator[str]:
@@ -718,30 +719,30 @@ def _explained(found: LossComparison) -> Iterator[str]:
     for name, curve in _curves(found):
         if curve.unstable_from is not None:
             yield (
-                f"rounding alone takes the {name} beyond its limit from step {curve.unstable_from} on:"
-                f" {len(curve.informative)} of {len(curve.limits)} steps tell something"
+                f"from step {curve.unstable_from} on, rounding alone moves the {name} beyond its limit: "
+                f"{len(curve.informative)} of {len(curve.limits)} steps are comparable"
             )
         elif curve.beyond and not curve.contradictions:
             largest = max(curve.deviations[step - 1] or 0.0 for step in curve.beyond)
             yield (
-                f"the {name} is beyond its limit in {len(curve.beyond)} of {len(curve.limits)} steps, up to"
-                f" {100 * largest:.2g}% off, as rounding alone takes it: {100 * max(curve.twin):.2g}%"
+                f"the {name} exceeds its limit in {len(curve.beyond)} of {len(curve.limits)} steps, by up to "
+                f"{100 * largest:.2g}%, which rounding alone explains: {100 * max(curve.twin):.2g}%"
             )
 
 
 def _notes(runs: GateTrajectories, workload: Workload | None) -> Iterator[str]:
     start, run, expected = runs.baseline, runs.finalist, runs.expected
     if runs.reference is None and start.precision != run.precision and start.precision.level != "O0":
-        yield f"there is no reference in float32: it is compared with the baseline in {start.class_name}"
+        yield f"no float32 reference: compared with the baseline in {start.class_name}"
     if run.skipped != expected.skipped:
         yield (
-            f"loss scaling skipped {len(run.skipped)} updates; from there on limits are wider by what as many updates"
-            " change"
+            f"loss scaling skipped {len(run.skipped)} updates; later limits are widened by the change of that "
+            "many updates"
         )
     if runs.noise is None and expected.spike is not None:
         yield (
-            f"training is unstable: the gradient norm jumps in step {expected.spike}; from there on it is not compared,"
-            " and the loss only roughly"
+            f"training is unstable: the gradient norm jumps in step {expected.spike}; it is not compared after "
+            "that, and the loss only roughly"
         )
     if _has_other_batch_norm(expected, run, workload):
-        yield "batch norm takes its statistics over micro-batches of another size, for which limits are much wider"
+        yield "batch norm computes its statistics over a different micro-batch size, so limits are much wider"

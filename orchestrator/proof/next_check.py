@@ -201,14 +201,14 @@ def _prove(state: SweepState, proof: ProofState) -> Command:
         why = f"the baseline could not be measured again: {found.failed[BASELINE]}"
         return _conclude(state, found, "unconfirmed", None, why)
     if (failed := _failed_baseline(state, proof)) is not None:
-        what = "trained for the loss gate" if isinstance(failed.check, GateRun) else "measured in a longer run"
+        what = "run for the loss gate" if isinstance(failed.check, GateRun) else "measured in a longer run"
         why = f"the baseline could not be {what}: {describe_failure(failed.outcome)}"
         return _conclude(state, found, "unconfirmed", None, why)
     spent = "" if proof.is_requested else spent_budget(state)
     if found.missing and not spent:
         return _measure_again(state, found)
     if spent and found.judgement.leader is None:
-        why = "; ".join([*_refusals(state, proof), f"{spent} before anything was shown faster than the baseline"])
+        why = "; ".join([*_refusals(state, proof), f"{spent} before anything was shown to be faster than the baseline"])
         return _conclude(state, found, "unconfirmed", None, why)
     return _gate(state, proof, found, spent)
 
@@ -229,9 +229,9 @@ def _nothing_to_confirm(state: SweepState) -> Conclude:
     refusals = [one.reason for proof in state.set_aside if proof.verdict for one in proof.verdict.disqualified]
     reason = "; ".join([*refusals, "no other trial was faster than the baseline" if refusals else ""])
     if state.trials[BASELINE].measurement is None:
-        conclusion, reason = "unconfirmed", "the baseline was not measured, so that nothing can be compared with it"
+        conclusion, reason = "unconfirmed", "the baseline was not measured, so nothing can be compared with it"
     elif not any(one.number != BASELINE for one in compared):
-        conclusion, reason = "unconfirmed", "nothing was compared: no trial but the baseline was measured"
+        conclusion, reason = "unconfirmed", "nothing was compared: only the baseline was measured"
     elif not refusals:
         reason = "no trial was faster than the baseline"
     return Conclude(verdict=_with_set_aside(state, Verdict(conclusion=conclusion, winner=None, reason=reason)))
@@ -260,14 +260,16 @@ def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str)
         return _none_left(state, proof, found, is_settled=not undecided and not _is_one_lost(state, proof), spent=spent)
     if settings is not None and all(report.trial != finalist for report in reports):
         if spent:
-            return _conclude(state, found, "unconfirmed", None, f"{spent} before the loss gate was through")
+            return _conclude(state, found, "unconfirmed", None, f"{spent} before the loss gate finished")
         return _train_for_gate(state, finalist)
     if (soak := next_soak_run(state, found, finalist)) is not None:
         if spent:
-            why = f"{spent} before a longer run showed whether the speed of {trial_id(finalist)} lasts"
+            why = f"{spent} before a longer run showed whether {trial_id(finalist)} sustains its speed"
             return _conclude(state, found, "unconfirmed", None, why)
         who = "the baseline" if soak.of == BASELINE else trial_id(finalist)
-        return _propose(state, soak, f"longer run of {who}: {soak.num_steps} steps, to see whether its speed lasts")
+        return _propose(
+            state, soak, f"longer run of {who}: {soak.num_steps} steps, to test whether it sustains its speed"
+        )
     if settings is not None and settings.command and evaluation_of(proof, finalist) is None:
         return Evaluate(trial=finalist)
     if state.virtual is not None:
@@ -362,7 +364,7 @@ def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
 def _gate_reason(report: GateReport) -> str:
     """Sentence for a report that did not pass: a run that failed shows nothing about what the model learns."""
     if report.answer == "inconclusive":
-        return "is faster, but whether it trains the same model could not be told"
+        return "is faster, but whether it trains the same model is unknown"
     return "does not train the same model" if report.precision_class else "failed in the loss gate"
 
 
@@ -403,8 +405,8 @@ def _train_for_gate(state: SweepState, finalist: int) -> Command:
     run = gate_run(state, finalist, role)
     who = "the baseline" if run.of == BASELINE else trial_id(finalist)
     who += " in fp32" if role.endswith("reference") else ""
-    who += " with initial weights off by rounding errors" if run.perturbation else ""
-    who += ", again as it is," if role == "twin" and not run.perturbation else ""
+    who += " with initial weights changed by rounding errors" if run.perturbation else ""
+    who += ", again unchanged," if role == "twin" and not run.perturbation else ""
     return _propose(state, run, f"losses of {who} for the gate")
 
 
@@ -467,7 +469,7 @@ def _conclude(
 ) -> Conclude:
     """The verdict; with what earlier proofs of this sweep showed, unless it is that of a proof to be set aside."""
     proof, equal = state.proof, _equal(found)
-    assert proof is not None, "a verdict belongs to a proof"
+    assert proof is not None, "a verdict requires a proof"
     shown = winner if winner is not None else fastest_finalist(found)
     compared = found.judgement.against_baseline.get(shown) if shown is not None else None
     speedup = None if compared is None else ratio_interval(compared.ratio)
@@ -529,7 +531,8 @@ def _winner_reason(verdict: Verdict, winner: int) -> str:
         sure = "at least " if is_wide(speedup) else ""
         ratio = short_ratio(speedup.value, speedup).removeprefix("≥ ")
         speed_text = (
-            f"{trial_id(winner)} is {sure}{ratio} as fast as the baseline (95%: {ratio_interval_words(speedup)})"
+            f"{trial_id(winner)} is {sure}{ratio} as fast as the baseline (95% interval: "
+            f"{ratio_interval_words(speedup)})"
         )
     longer = f" and a longer run of {soak.num_steps} steps ({duration(soak.seconds)})" if soak else ""
     equal = f"; equal: {', '.join(map(trial_id, verdict.tied_with))}" if verdict.tied_with else ""
@@ -538,7 +541,8 @@ def _winner_reason(verdict: Verdict, winner: int) -> str:
 
 def _rehearsed_reason(found: Confirmation, winner: int) -> str:
     return (
-        f"{trial_id(winner)} came out faster than the baseline in {len(found.complete)} rounds, none of them measured"
+        f"{trial_id(winner)} was faster than the baseline in {len(found.complete)} simulated rounds, without "
+        "any measurement"
     )
 
 
@@ -564,5 +568,8 @@ def _keep_reason(state: SweepState, proof: ProofState, found: Confirmation) -> s
         return "; ".join(refused)
     others = "other " if refused else ""
     return "; ".join(
-        [*refused, f"no {others}finalist is shown faster than the baseline in {count(len(found.complete), 'round')}"]
+        [
+            *refused,
+            f"no {others}finalist was shown to be faster than the baseline in {count(len(found.complete), 'round')}",
+        ]
     )

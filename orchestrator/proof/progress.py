@@ -232,7 +232,7 @@ def change_since_promotion(state: SweepState, rounds: Sequence[Round], finalist:
 def _is_verified(state: SweepState, rounds: Sequence[Round], finalist: int) -> bool:
     """Whether a verification needs no further round."""
     settings = confirm_settings(state)
-    assert settings.promoted is not None, "asked of verifications only"
+    assert settings.promoted is not None, "requires a verification"
     if not is_same_hardware(state, settings.promoted) or len(rounds) >= settings.max_rounds:
         return True
     found, _ = verified_change(state, rounds, finalist)
@@ -346,7 +346,7 @@ def soak_report(state: SweepState, finalist: int) -> SoakReport | None:
         if pair.is_comparable:
             complete.append((own.measurement, base.measurement))
     if len(pairs) >= MAX_PAIRS + MAX_VOID_ROUNDS and len(complete) < MAX_PAIRS:
-        why = "its longer runs could not be placed on the nodes of the baseline's"
+        why = "its longer runs could not be placed on the nodes of the baseline's longer runs"
         return SoakReport(trial=finalist, answer="inconclusive", reason=why)
     if not complete or state.proof is None:
         return None
@@ -509,12 +509,12 @@ _WHOSE: Mapping[GateRole, str] = {
 
 
 def _unmeasured_report(finalist: int, role: GateRole, run: Trial, settings: GateSettings) -> GateReport:
-    """A run that was ended from outside tells nothing about what it trains; one that failed by itself is a failure."""
+    """A run that was stopped from outside is no evidence on what it trains; one that failed by itself is a failure."""
     why = describe_failure(run.outcome) or run.status
     if isinstance(run.outcome, TimedOut | GangLost):
-        how = "met its deadline" if isinstance(run.outcome, TimedOut) else "was lost"
+        how = "exceeded its deadline" if isinstance(run.outcome, TimedOut) else "was lost"
         return undecided_gate(
-            finalist, settings, f"not judged: {_WHOSE[role]} run for the gate {how}: {why}", UNFINISHED
+            finalist, settings, f"undecided: {_WHOSE[role]} run for the gate {how}: {why}", UNFINISHED
         )
     return failed_gate(finalist, settings, f"{_WHOSE[role]} run for the gate failed: {why}")
 
@@ -523,14 +523,14 @@ def _role_notes(runs: Mapping[GateRole, Trial], roles: Collection[GateRole]) -> 
     for role in ("twin", "reference_twin"):
         if role in roles and runs[role].measurement is None:
             why = describe_failure(runs[role].outcome) or runs[role].status
-            yield f"what rounding alone does was not measured: {why}"
+            yield f"the effect of rounding alone was not measured: {why}"
     if "finalist_reference" in roles:
         exact = runs["finalist_reference"]
         why = describe_failure(exact.outcome) or exact.status
         yield (
-            "its layout was also judged in float32"
+            "its layout was also compared in float32"
             if exact.measurement
-            else f"its layout was not judged in float32: {why}"
+            else f"its layout was not compared in float32: {why}"
         )
 
 

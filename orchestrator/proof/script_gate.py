@@ -36,17 +36,16 @@ BAND_SIGMAS = 3.0
 """Half the width of the own band, in standard errors of the difference of two means: chance alone goes beyond it in 0.3
 of 100 cases."""
 MAX_BAND = 0.05
-"""Widest own band that tells anything, relative to the loss."""
+"""Widest own band that is meaningful, relative to the loss."""
 EXCUSED_NORMS = 0.5
 """Share of the steps whose gradient norms may be beyond their limits."""
-NO_LOSSES = "the program tells no losses"
+NO_LOSSES = "the program reports no losses"
 REPORT_LOSSES = (
-    "Have it tell them (docs/report-api.md), or decide with an evaluation of your own (gate.command);"
-    " neither is needed for `promote --force`"
+    "Report them (docs/report-api.md), or use a custom evaluation (gate.command); `promote --force` requires neither"
 )
-OTHER_SPLIT = "it splits the batch otherwise than the baseline, so that single steps show other samples"
+OTHER_SPLIT = "it splits the batch differently from the baseline, so single steps use different samples"
 OTHER_DRAWS = "samples draw random numbers, which depend on the number of loader workers"
-STRONGER_EVIDENCE = "More steps (gate.num_steps) or an evaluation of your own (gate.command) tell more"
+STRONGER_EVIDENCE = "Use more steps (gate.num_steps) or a custom evaluation (gate.command)"
 _TINY = 1e-12
 
 
@@ -75,12 +74,12 @@ class ScriptRuns:
 
 
 def judge_script(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateReport:
-    """Whether the finalist trained as the baseline did, as far as can be told."""
+    """Whether the finalist trained as the baseline did."""
     for who, run in (("baseline", runs.baseline), ("finalist", runs.finalist)):
         if not run.losses:
             return undecided_gate(trial, settings, f"{NO_LOSSES} of the {who}", REPORT_LOSSES)
         if len(run.losses) < settings.num_steps:
-            why = f"the {who} told the losses of {len(run.losses)} of {settings.num_steps} steps"
+            why = f"the {who} reported losses for {len(run.losses)} of {settings.num_steps} steps"
             return undecided_gate(trial, settings, why, UNFINISHED)
     if runs.again is not None and len(runs.again.losses) < settings.num_steps:
         runs = replace(runs, again=None)
@@ -129,16 +128,17 @@ def _step_by_step(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateR
     beyond = [i for i, off in enumerate(found) if off > allowed[i]]
     reasons = []
     if beyond:
-        twice = f" and the baseline's own second run makes {noise[step]:.2g}" if runs.again else ""
+        twice = f" and {noise[step]:.2g} between two runs of the baseline" if runs.again else ""
         reasons.append(
-            f"the loss is {found[step]:.2g} (relative) off the baseline's in step {step + 1}, where {limits[step]:.2g}"
-            f" is allowed{twice}, and beyond its limit in {len(beyond)} of {len(found)} steps"
+            f"the loss deviates from that of the baseline by {found[step]:.2g} (relative) in step {step + 1}, "
+            f"with a limit of {limits[step]:.2g}{twice}, and exceeds its limit in {len(beyond)} of {len(found)} "
+            "steps"
         )
     norm_off, norm_limit, norms = _norms(runs, settings)
     if norms is not None and norms.num_beyond > norms.num_allowed:
         reasons.append(
-            f"the gradient norm is beyond its limit in {norms.num_beyond} of {len(found)} steps, up to"
-            f" {norm_off:.2g} off"
+            f"the gradient norm exceeds its limit in {norms.num_beyond} of {len(found)} steps, with a deviation "
+            f"of up to {norm_off:.2g}"
         )
     return GateReport(
         trial=trial,
@@ -196,9 +196,9 @@ def _largest_yet(values: Sequence[float]) -> list[float]:
 def _notes(runs: ScriptRuns) -> tuple[str, ...]:
     notes = []
     if runs.again is None:
-        notes.append("whether the baseline repeats itself is not known: its second run failed")
+        notes.append("whether the baseline is reproducible is unknown: its second run failed")
     if not runs.baseline.grad_norms or not runs.finalist.grad_norms:
-        notes.append("the program tells no gradient norms: losses alone were compared")
+        notes.append("the program reports no gradient norms: only losses were compared")
     return tuple(notes)
 
 
@@ -254,19 +254,19 @@ def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
     )
     if off > band:
         reason = (
-            f"the mean loss over {num_steps} steps is {100 * off:.2g}% off the baseline's, where {100 * band:.2g}% is"
-            f" its own band ({why})"
+            f"the mean loss over {num_steps} steps deviates from that of the baseline by {100 * off:.2g}%, "
+            f"outside the baseline's own band of {100 * band:.2g}% ({why})"
         )
         return replace(report, reasons=(reason,))
     if band > MAX_BAND:
         doubt = (
-            f"{why}, and the baseline's own band is {100 * band:.2g}% wide: a difference of less could not be seen in"
-            f" {num_steps} steps"
+            f"{why}, and the baseline's own band is {100 * band:.2g}% wide: smaller differences cannot be "
+            f"detected in {num_steps} steps"
         )
         return replace(report, doubts=(doubt,), remedy=STRONGER_EVIDENCE)
     note = (
-        f"{why}: judged within the baseline's own band, {100 * off:.2g}% off in the mean over {num_steps} steps, where"
-        f" {100 * band:.2g}% is chance; a smaller difference could not be seen"
+        f"{why}: compared within the baseline's own band; the mean over {num_steps} steps deviates by "
+        f"{100 * off:.2g}%, and {100 * band:.2g}% can be chance; smaller differences cannot be detected"
     )
     return replace(report, passed=True, notes=(*report.notes, note))
 
@@ -274,7 +274,7 @@ def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
 def _reason_against_steps(runs: ScriptRuns) -> str:
     if runs.again is not None and not _repeats_itself(runs):
         off = max(_deviations(runs.baseline.losses, runs.again.losses))
-        return f"the baseline does not repeat itself (two runs are up to {100 * off:.2g}% apart)"
+        return f"the baseline is not reproducible (two runs differ by up to {100 * off:.2g}%)"
     return runs.differs
 
 

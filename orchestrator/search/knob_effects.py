@@ -26,6 +26,7 @@ from cluster.cost.inputs import Coefficients
 from cluster.cost.usual import (
     Kind,
     KnobColumns,
+    MemoryShares,
     column_of,
     drawn_memory,
     drawn_programs,
@@ -38,7 +39,8 @@ from orchestrator.search.acquisition import ErrorModel, Posterior
 from orchestrator.search.memory_belief import Array, MemoryBelief, Structured
 from orchestrator.space.knobs import INHERITED
 from orchestrator.space.notation import Features, Scalar, feature_columns
-from trials.outcome import Measured, Outcome, OutOfMemory
+from trials.outcome import Measured, Measurement, Outcome, OutOfMemory
+from trials.reports import ScriptFacts
 from trials.spec import Candidate, CustomChoice, ScriptModel, Workload
 
 # What is believed of the effects of knobs before any trial, in the form that the Gaussian process takes
@@ -245,7 +247,7 @@ def _unmodelled(candidate: Candidate, features: Features) -> dict[str, Scalar]:
 # What is expected of candidates without a cost model: how much faster than the baseline knobs usually make programs
 
 LEVEL_STD = 3.0
-"""Standard deviation of the log of the baseline's step time, which is unknown."""
+"""Standard deviation of the log of the baseline's step time: unknown."""
 LOCAL_STD = 0.08
 """Standard deviation of what only combinations of knobs do: interactions are small beside the effects themselves."""
 SWEEP_STD = 0.05
@@ -281,6 +283,36 @@ def _by_role(candidate: Candidate, roles: Mapping[str, str]) -> Candidate:
 def _called_by_role(own: tuple[CustomChoice, ...], roles: Mapping[str, str]) -> tuple[CustomChoice, ...]:
     """The choices, each called like the built-in knob that it stands for: names say what knobs usually do."""
     return tuple(CustomChoice(name=roles.get(choice.name, choice.name), value=choice.value) for choice in own)
+
+
+def memory_shares(measurement: Measurement) -> MemoryShares | None:
+    """What the peak of a custom program consists of, by the tensors that its hook counted; None where it saw none."""
+    script = measurement.findings.script
+    if script is None:
+        return None
+    is_allocator = script.source_of("allocated_bytes") is not None
+    return shares_of_peak(script.facts, measurement.peak_bytes, is_allocator=is_allocator)
+
+
+def shares_of_peak(facts: ScriptFacts, peak_bytes: int, *, is_allocator: bool) -> MemoryShares | None:
+    """The same. Where activations were not counted, as in compiled programs, they are what else the allocator held."""
+    weights, states = facts.parameter_bytes_local or 0, facts.optimizer_bytes or 0
+    gradients, activations = facts.gradient_bytes or 0, facts.activation_bytes
+    if not peak_bytes or not weights or facts.optimizer_bytes is None:
+        return None
+    if activations is None:
+        if not is_allocator:
+            return None
+        activations = max(0, peak_bytes - weights - gradients - states)
+    # Where activations are the most, gradients may not be there yet.
+    gradients = min(gradients, max(0, peak_bytes - activations - weights - states))
+    whole = max(peak_bytes, activations + weights + gradients + states)
+    return MemoryShares(
+        activations=activations / whole,
+        weights=weights / whole,
+        gradients=gradients / whole,
+        states=states / whole,
+    )
 
 
 class RelativePredictor:
@@ -324,6 +356,7 @@ class RelativePredictor:
         self._columns = KnobColumns.of_table(workload, called).followed_by(KnobColumns.of_pairs(known))
         self._baseline = KnobColumns.of_pairs([(workload, _by_role(baseline, roles))])
         self._kind = kind
+        self._taken_apart: tuple[tuple[int, MemoryShares], MemoryBelief | None] | None = None
         self._baseline_weight = self.objective.weight(baseline.layout.world_size)
         others = [*(trial.candidate for trial in self.earlier), baseline]
         described = CustomEffects(self.candidates, others, features)
@@ -343,24 +376,43 @@ class RelativePredictor:
     @functools.cached_property
     def relative_memory(self) -> Believed:
         """Log of the peak relative to the baseline's."""
-        drawn = drawn_memory()
+        return self._relative_memory(self._baseline, None)
+
+    def _relative_memory(self, reference: KnobColumns, shares: MemoryShares | None) -> Believed:
+        drawn = drawn_memory(self._kind, shares)
         return believed(
-            self._columns.matrix, lambda rows: relative_peak(self._columns.take(rows), self._baseline, drawn)
+            self._columns.matrix, lambda rows: relative_peak(self._columns.take(rows), reference, drawn, shares)
         )
 
     @functools.cached_property
     def memory(self) -> MemoryBelief | None:
         """What is believed of memory before any measurement of this sweep; None: there is no limit."""
+        return self._memory(self.relative_memory)
+
+    def memory_given(self, shares: Mapping[int, MemoryShares]) -> MemoryBelief | None:
+        """What is believed of memory where measured peaks were taken apart, by row, before the peaks themselves.
+
+        The row whose activations are the largest part of its peak shows best how they grow.
+        """
+        if not shares:
+            return self.memory
+        row = max(shares, key=lambda row: (shares[row].activations, -row))
+        known = row, shares[row]
+        if self._taken_apart is None or self._taken_apart[0] != known:
+            relative = self._relative_memory(self._columns.take([row]), shares[row])
+            self._taken_apart = known, self._memory(relative)
+        return self._taken_apart[1]
+
+    def _memory(self, relative: Believed) -> MemoryBelief | None:
         if not np.isfinite(self.limit_bytes):
             return None
-        mean, features = self.relative_memory.mean, self.relative_memory.features
-        level = np.full((len(mean), 1), USED_STD)
+        level = np.full((len(relative.mean), 1), USED_STD)
         structures = tuple(
             Structured(
                 name="usual",
                 log_weight=float(np.log(share)),
-                mean=np.log(USED_SHARE) + mean,
-                features=np.hstack([features, level, CUSTOM_MEMORY_SHARE * self._own.features]),
+                mean=np.log(USED_SHARE) + relative.mean,
+                features=np.hstack([relative.features, level, CUSTOM_MEMORY_SHARE * self._own.features]),
                 own_std=own_std,
             )
             for own_std, share in CUSTOM_MEMORY_STDS.items()

@@ -301,13 +301,13 @@ NOISE_STD = 0.01
 
 
 class UnpredictableError(ValueError):
-    """The cost model cannot predict these candidates; the message says why."""
+    """The cost model cannot predict these candidates; with the reason."""
 
 
 class UnknownDimensionsError(UnpredictableError):
     """The dimensions of what the user's program trains are unknown; no defect, but there is no cost model then."""
 
-    reason = "the model's dimensions are not known"
+    reason = "the model's dimensions are unknown"
 
     def __init__(self) -> None:
         super().__init__(self.reason)
@@ -362,7 +362,7 @@ class Predictor:
     ) -> None:
         if len(candidates) > MAX_CANDIDATES:
             raise UnpredictableError(
-                f"{len(candidates):,} candidates are too many to rank one by one (limit {MAX_CANDIDATES:,})"
+                f"too many candidates to rank individually: {len(candidates):,} (limit {MAX_CANDIDATES:,})"
             )
         self.candidates = CandidateTable.of(candidates)
         self.earlier = _comparable(earlier, workload)
@@ -644,7 +644,7 @@ def make_predictor(
         UnpredictableError: no hardware is known, or the cost model does not know the model or the device.
     """
     if topology is None:
-        raise UnpredictableError("the hardware is not known before the lease")
+        raise UnpredictableError("the hardware is unknown before the lease")
     try:
         cluster = describe_topology(topology)
     except CatalogueError as error:

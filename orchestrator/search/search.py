@@ -31,7 +31,7 @@ from orchestrator.search.acquisition import (
     plain_scores,
     should_stop,
 )
-from orchestrator.search.knob_effects import RelativePredictor
+from orchestrator.search.knob_effects import RelativePredictor, memory_shares
 from orchestrator.search.memory_belief import Array
 from orchestrator.search.predictor import Predictor
 from orchestrator.space.inside import NOTHING_INSIDE, InsideBaseline, Refusals
@@ -262,13 +262,15 @@ class _Round:
 
     proposals: ProposalRound
     state: SweepState
-    """What the round knows."""
+    """Information available to the round."""
     is_open: NDArray[np.bool_]
     """Which rows might be proposed at its beginning."""
     num_known: int
-    """Ended trials it knows of."""
+    """Known ended trials."""
     num_measured: int
     """Measurements among them."""
+    num_peaks: int
+    """Measurements of peak memory among these."""
     num_trials: int
     """Trials taken into the round so far."""
     last: Candidate | None
@@ -328,7 +330,7 @@ class GuidedSearch:
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.weights[found.index]),
                 log_spread=found.log_std,
-                peak_bytes=self._peak_bytes(found),
+                peak_bytes=self._peak_bytes(found, is_known=current.num_peaks > 0),
                 probability_fits=found.probability_fits,
             ),
         )
@@ -378,6 +380,7 @@ class GuidedSearch:
             is_open=is_open,
             num_known=num_known,
             num_measured=len(seen.times_s),
+            num_peaks=len(seen.peaks),
             num_trials=num_trials,
             last=before.trials[-1].candidate if num_trials else None,
         )
@@ -399,8 +402,8 @@ class GuidedSearch:
         """The posterior and what was seen. ``closed``: rows not to be proposed."""
         counting = [state.trials[number] for number in state.end_order if not state.is_disqualified(number)]
         measured = [(row, trial) for one in counting for row, trial in self._measured(one)]
-        history, posterior = self._predictor.earlier_times_s, self._posterior
-        learned = dict(self._most_telling(measured))
+        learned, history = dict(self._most_telling(measured)), self._predictor.earlier_times_s
+        posterior = self._with_memory(learned)
         outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
         seen = Seen(
             times_s={row: self._time_s(trial) for row, trial in learned.items()},
@@ -418,6 +421,14 @@ class GuidedSearch:
         stopped = {row: o for row, o in outcomes.items() if isinstance(o, StoppedEarly) and row not in learned}
         return posterior, _with_bounds(posterior, seen, stopped, self._predictor)
 
+    def _with_memory(self, learned: Mapping[int, Trial]) -> Posterior:
+        """The posterior, with memory as trials show it whose peaks were taken apart."""
+        if not isinstance(self._predictor, RelativePredictor):
+            return self._posterior
+        shares = {row: memory_shares(one.measurement) for row, one in learned.items() if one.measurement is not None}
+        known = {row: found for row, found in shares.items() if found is not None}
+        return replace(self._posterior, memory=self._predictor.memory_given(known)) if known else self._posterior
+
     @functools.cached_property
     def _posterior(self) -> Posterior:
         """The cost model around what earlier sweeps taught. Trials of this sweep correct it by the residual alone."""
@@ -431,9 +442,9 @@ class GuidedSearch:
             return None
         return plain_scores(self._posterior, Seen(history=self._predictor.earlier_times_s))
 
-    def _peak_bytes(self, found: Proposal) -> float | None:
-        """Expected peak; None where nothing but usual effects is known, which are relative to a baseline's."""
-        if not self._predictor.is_absolute:
+    def _peak_bytes(self, found: Proposal, *, is_known: bool) -> float | None:
+        """Expected peak; None where nothing but usual effects is known, which are relative to a measured peak."""
+        if not (self._predictor.is_absolute or (is_known and found.log_peak is not None)):
             return None
         return self._limit_bytes * math.exp(found.log_peak or 0.0)
 
@@ -500,7 +511,7 @@ def _peak_bytes(trial: Trial) -> int:
 def _usual_reason(proposal: Proposal) -> str:
     """Before anything is known of the program's speed."""
     gain, spread = 1 / proposal.time_s, math.expm1(proposal.log_std)
-    return f"best by what knobs usually do: {gain:.2f}x the baseline (give or take {spread:.0%})"
+    return f"best by typical effects of knobs: {gain:.2f}x the baseline (± {spread:.0%})"
 
 
 def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
@@ -509,9 +520,9 @@ def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
     spread = math.expm1(proposal.log_std)
     how = "largest expected improvement per device-second:"
     if proposal.is_plain or not measured:
-        how = "best prediction before any trial" + ("; now" if measured else ":")
+        how = "best prediction before any trial" + ("; currently" if measured else ":")
     fits = f", fits with {chance(proposal.probability_fits)}" if proposal.probability_fits < 0.995 else ""
-    return f"{how} {speed} expected (give or take {spread:.0%}{fits})"
+    return f"{how} {speed} expected (± {spread:.0%}{fits})"
 
 
 SamplerName = Literal["guided", "tpe", "random", "grid"]
@@ -586,15 +597,15 @@ class Search:
             return Suggestion(self._open.candidates[unseen[0]], "next in the grid")
         rng = random.Random(digest([self._seed, trial]))
         if self._sampler in ("random", "guided"):
-            return Suggestion(self._open.candidates[rng.choice(unseen)], "drawn at random")
+            return Suggestion(self._open.candidates[rng.choice(unseen)], "sampled at random")
         return self._suggest_by_tpe(state, unseen, rng)
 
     def predict(self, candidate: Candidate) -> PredictedResult | None:
-        """The prediction of a candidate before any trial; None without a guide or where the guide knows it not."""
+        """The prediction of a candidate before any trial; None if there is no guide or it has no prediction."""
         return None if self._guide is None else self._guide.predict(candidate)
 
     def is_converged(self, state: SweepState) -> bool:
-        """Whether the sweep should stop because nothing better is expected. Only ever so when asked for."""
+        """Whether the sweep should stop because nothing better is expected. Only on request."""
         if self._guide is None or not self._stop_when_converged:
             return False
         self._open.follow(state)
@@ -648,7 +659,7 @@ class Search:
         for _ in range(_MAX_RANDOM_DRAWS):
             drawn = large.draw(rng)
             if drawn is not None and drawn not in tried and not self._is_ruled_out(drawn, state):
-                return Suggestion(drawn, "drawn at random")
+                return Suggestion(drawn, "sampled at random")
         return None
 
     def _is_ruled_out(self, candidate: Candidate, state: SweepState) -> bool:

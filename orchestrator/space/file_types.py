@@ -1,5 +1,5 @@
-"""Types of knob values in a sweep file: sections, faults and short forms, layers per stage, recompute, and the rest;
-and how a value reads as short text."""
+"""Types of knob values in a sweep file: sections, errors and short forms, layers per stage, recompute, and the rest;
+and their short text form."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def show(value: Any) -> str:
 
 
 class ShortForms:
-    """Annotation: also take one of a few plain words, standing for the mappings in ``expand``.
+    """Annotation: also accept a few plain words, which stand for the mappings in ``expand``.
 
-    ``others`` are words that something around it takes, for the message.
+    ``others``: words that an enclosing type accepts, for the message.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class ShortForms:
 
 
 class Word:
-    """Annotation: also take one word, which means ``value`` whatever the rest of the type makes of mappings.
+    """Annotation: also accept one word, which means ``value`` regardless of the rest of the type.
 
-    YAML 1.1 reads a bare ``off`` as false and ``on`` as true; where the word is one of these they can only mean that.
+    YAML 1.1 reads a bare ``off`` as false and ``on`` as true; if the word is one of these, they are unambiguous.
     """
 
     def __init__(self, word: str, value: Any) -> None:
@@ -139,14 +139,14 @@ class OneOrMany:
     @staticmethod
     def _check(values: tuple[Any, ...]) -> tuple[Any, ...]:
         if not values:
-            raise fault(None, "an empty list leaves nothing to choose from", "List at least one value.")
+            raise fault(None, "the list is empty", "List at least one value.")
         for i, value in enumerate(values):
             if value in values[:i]:
-                raise fault(None, "the same choice is listed twice", f"Remove number {i + 1} of the list.")
+                raise fault(None, "a choice is listed twice", f"Remove item {i + 1} of the list.")
         return values
 
 
-# Knob values that mean something only together with a layout: layers per stage, and how many of them recompute
+# Knob values whose meaning depends on the layout: layers per stage, and how many of them recompute
 
 ALL_LAYERS = 2**31 - 1
 """Number of layers that stands for ``all``; clipped to what a stage holds."""
@@ -262,7 +262,7 @@ def _same_shape(one: Counts, other: Counts) -> bool:
 
 MAX_PATTERNS = 64
 _MAX_LAYERS = 10**6
-_ROWS = "Write one number per stage, like [2, 1, 1, 0]; one such list per chunk."
+_ROWS = "Give one number per stage, like [2, 1, 1, 0], or one such list per chunk."
 
 
 def _rows(value: Any, *, low: int, words: str) -> Counts:
@@ -287,11 +287,11 @@ def _count(value: Any) -> LayerCount:
         return ALL_LAYERS
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_LAYERS:
         return value
-    words = "all, a number of layers, or numbers per stage"
+    words = "all, a number of layers, or a list of numbers per stage"
     if isinstance(value, list | tuple):
         rows = _rows(value, low=0, words=words)
         return rows if any(map(any, rows)) else 0
-    raise fault(None, f"expected {words}, got {show(value)}", "Write it like all, 4, [4, 0] or [[4, 0], [2, 0]].")
+    raise fault(None, f"expected {words}, got {show(value)}", "Use all, 4, [4, 0] or [[4, 0], [2, 0]].")
 
 
 def _write_count(count: LayerCount) -> Any:
@@ -310,7 +310,7 @@ CountValue = Annotated[Any, BeforeValidator(_count), PlainSerializer(_write_coun
 def _pattern(value: str) -> str:
     problem = pattern_problem(value)
     if problem is not None:
-        raise fault(None, problem, "Write a regular expression for an operator's path inside its layer.")
+        raise fault(None, problem, "Give a regular expression for the path of an operator inside its layer.")
     return value
 
 
@@ -322,8 +322,8 @@ class RecomputeSection(Section):
     select: dict[Annotated[str, AfterValidator(_pattern)], CountValue] = Field(
         default={},
         max_length=MAX_PATTERNS,
-        description="Pattern of operators whose outputs are not kept, to the layers it applies to. A pattern is a "
-        "regular expression for the whole path of an operator, or of a module, inside its layer.",
+        description="Layers by pattern of operators whose outputs are not kept. A pattern is a regular "
+        "expression for the full path of an operator or module inside its layer.",
     )
     communication: CountValue = Field(
         default=0, description="Layers that gather their sequence shards again in the backward pass."
@@ -348,7 +348,7 @@ def _write_recompute(value: RecomputeChoice) -> Any:
 
 
 class _OrList:
-    """Annotation: also take a bare list for the layers recomputed in full, where it cannot mean choices."""
+    """Annotation: also accept a bare list for the layers recomputed in full, if it cannot be a list of choices."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._widen, handler(source))
@@ -364,7 +364,7 @@ class _OrList:
 _RECOMPUTE = (
     ShortForms(
         {"none": {"full": 0}, "full": {"full": "all"}},
-        remedy="Write none, full, or a mapping; layers per stage as {full: [4, 0]}.",
+        remedy="Use none, full, or a mapping; for layers per stage, {full: [4, 0]}.",
     ),
     AfterValidator(RecomputeSection.to_choice),
     PlainSerializer(_write_recompute),
@@ -375,18 +375,21 @@ BaselineRecompute = Annotated[RecomputeSection, *_RECOMPUTE, _OrList()]
 
 def _offsets(value: Any) -> Counts:
     if not isinstance(value, list | tuple):
-        raise fault(None, f"expected a list, got {show(value)}", "Write one offset per stage, like [-2, 1, 1, 0].")
+        raise fault(None, f"expected a list, got {show(value)}", "Give one offset per stage, like [-2, 1, 1, 0].")
     rows = _rows(value, low=-_MAX_LAYERS, words="numbers per stage")
     total, most = sum(map(sum, rows)), sum(map(len, rows)) - 1
     if not 0 <= total <= most:
-        remedy = "They are added to layers // stages and make up its remainder: 0 where the stages divide the layers."
-        raise fault(None, f"the offsets sum to {total:+d}, which is outside 0..{most}", remedy)
+        remedy = (
+            "Offsets are added to layers // stages and must add up to the remainder, which is 0 if the stages "
+            "divide the layers."
+        )
+        raise fault(None, f"the offsets add up to {total:+d}, outside 0..{most}", remedy)
     return rows
 
 
 def _stage_counts(value: Any) -> Counts:
     if not isinstance(value, list | tuple):
-        raise fault(None, f"expected a list, got {show(value)}", "Write one number per stage, like [10, 11, 11, 8].")
+        raise fault(None, f"expected a list, got {show(value)}", "Give one number per stage, like [10, 11, 11, 8].")
     return _rows(value, low=0, words="numbers per stage")
 
 
@@ -395,17 +398,17 @@ class StageLayersSection(Section):
 
     offset: Annotated[Any, BeforeValidator(_offsets), WithJsonSchema({"anyOf": _lists(-_MAX_LAYERS)})] = Field(
         default=None,
-        description="Added to layers // stages, as in MindFormers; sums to the remainder, 0 where it divides. "
-        "One list for several chunks applies to each.",
+        description="Added to layers // stages, as in MindFormers. The sum must be the remainder, 0 if the "
+        "stages divide the layers. A single list applies to every chunk.",
     )
     counts: Annotated[Any, BeforeValidator(_stage_counts), WithJsonSchema({"anyOf": _lists(0)})] = Field(
-        default=None, description="Number of layers itself; sums to the layers of the model."
+        default=None, description="Number of layers per stage; the sum must be the layers of the model."
     )
 
     @model_validator(mode="after")
     def _one(self) -> StageLayersSection:
         if (self.offset is None) == (self.counts is None):
-            raise fault(None, "expected either offset or counts", "Give one of the two, or write even.")
+            raise fault(None, "expected exactly one of offset and counts", "Set one of them, or write even.")
         return self
 
     def to_split(self) -> StageSplit:
@@ -420,7 +423,7 @@ def _write_split(split: StageSplit) -> Any:
 
 StageLayersValue = Annotated[
     StageLayersSection,
-    ShortForms({"even": {"offset": [0]}}, remedy="Write even, {offset: [-1, 1]} or {counts: [3, 5]}."),
+    ShortForms({"even": {"offset": [0]}}, remedy="Use even, {offset: [-1, 1]} or {counts: [3, 5]}."),
     AfterValidator(StageLayersSection.to_split),
     PlainSerializer(_write_split),
 ]
@@ -449,20 +452,29 @@ OperatorNames = Annotated[
 class LossScaleSection(Section):
     """Loss scaling for float16."""
 
-    initial: float = Field(default=LossScale().initial, ge=FP32_TINY, le=FP32_MAX, description="Scale at the start.")
+    initial: float = Field(default=LossScale().initial, ge=FP32_TINY, le=FP32_MAX, description="Initial scale.")
     growth_factor: float = Field(
-        default=LossScale().growth_factor, gt=1, le=FP32_MAX, description="Growth after enough finite steps."
+        default=LossScale().growth_factor,
+        gt=1,
+        le=FP32_MAX,
+        description="Growth factor after `growth_interval` consecutive finite steps.",
     )
     growth_interval: int = Field(
-        default=LossScale().growth_interval, ge=1, le=2**31 - 1, description="Finite steps in a row before growth."
+        default=LossScale().growth_interval,
+        ge=1,
+        le=2**31 - 1,
+        description="Consecutive finite steps before the scale grows.",
     )
     backoff_factor: float = Field(
-        default=LossScale().backoff_factor, gt=0, lt=1, description="Shrinking after overflow."
+        default=LossScale().backoff_factor, gt=0, lt=1, description="Factor applied after overflow."
     )
     backoff_interval: int = Field(
-        default=LossScale().backoff_interval, ge=1, le=2**31 - 1, description="Overflowing steps in a row before it."
+        default=LossScale().backoff_interval,
+        ge=1,
+        le=2**31 - 1,
+        description="Consecutive overflowing steps before the scale shrinks.",
     )
-    dynamic: bool = Field(default=LossScale().dynamic, description="false keeps `initial` for the whole run.")
+    dynamic: bool = Field(default=LossScale().dynamic, description="false keeps the scale at `initial`.")
 
 
 class PrecisionSection(Section):
@@ -473,30 +485,38 @@ class PrecisionSection(Section):
         "the layers' matmuls in 8-bit floats."
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="16-bit type of O1 and O2; left out: bfloat16."
+        default=None, description="16-bit type of O1 and O2. Default: bfloat16."
     )
     loss_scale: LossScaleSection | None = Field(
-        default=None, description="Loss scaling, float16 only; left out: dynamic from 2^15."
+        default=None, description="Loss scaling, float16 only. Default: dynamic, starting at 2^15."
     )
     white: OperatorNames = Field(
-        default=(), description="Operators O1 runs in 16 bits, whatever autocast says, like `rms_norm`."
+        default=(), description="Operators that O1 always runs in 16 bits, regardless of autocast, like `rms_norm`."
     )
-    black: OperatorNames = Field(default=(), description="Operators O1 runs in fp32, whatever autocast says.")
+    black: OperatorNames = Field(
+        default=(), description="Operators that O1 always runs in fp32, regardless of autocast."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> PrecisionSection:
         if self.level == "O0" and self.dtype not in (None, "float32"):
-            raise fault("dtype", f"O0 is float32, not {self.dtype}", "Use O1 or O2, or leave dtype out.")
+            raise fault("dtype", f"O0 is float32, not {self.dtype}", "Use O1 or O2, or remove dtype.")
         if self.level != "O0" and self.dtype == "float32":
-            raise fault("dtype", f"{self.level} needs a 16-bit type", "Use bfloat16 or float16, or level O0.")
+            raise fault("dtype", f"{self.level} requires a 16-bit type", "Use bfloat16 or float16, or level O0.")
         if self.level == "O1-fp8" and self.dtype == "float16":
-            raise fault("dtype", "O1-fp8 goes with bfloat16", "Leave dtype out, or use level O1.")
+            raise fault("dtype", "O1-fp8 requires bfloat16", "Remove dtype, or use level O1.")
         if self.loss_scale is not None and self.dtype != "float16":
-            raise fault("loss_scale", "loss scaling is for float16 only", "Leave it out or set dtype: float16.")
+            raise fault("loss_scale", "loss scaling requires float16", "Remove it, or set dtype: float16.")
         if (self.white or self.black) and self.level != "O1":
-            raise fault("white" if self.white else "black", f"{self.level} has no lists", "Use O1, or leave them out.")
+            raise fault(
+                "white" if self.white else "black",
+                f"{self.level} does not support white and black lists",
+                "Use O1, or remove them.",
+            )
         if twice := set(self.white) & set(self.black):
-            raise fault("black", f"{min(twice)!r} is on the white list too", "Keep it on one of them.")
+            raise fault(
+                "black", f"{min(twice)!r} is on both the white and the black list", "Remove it from one of them."
+            )
         return self
 
     def to_precision(self) -> Precision:
@@ -513,10 +533,13 @@ class DataloaderSection(Section):
         default=LoaderTuning().tuning_steps,
         ge=1,
         le=10**6,
-        description="Batches read per point tried; a point also ends after 0.4 s.",
+        description="Batches read per setting tried, for at most 0.4 s.",
     )
     max_workers: int = Field(
-        default=LoaderTuning().max_workers, ge=1, le=1024, description="Data-loading processes tried at most."
+        default=LoaderTuning().max_workers,
+        ge=1,
+        le=1024,
+        description="Maximum number of data-loading processes to try.",
     )
 
     def to_tuning(self) -> LoaderTuning:
@@ -524,7 +547,7 @@ class DataloaderSection(Section):
 
 
 class CudnnSection(Section):
-    """The steps in which cuDNN measures its algorithms; later ones use what was found."""
+    """The steps in which cuDNN measures its algorithms; later steps use the result."""
 
     first: int = Field(ge=1, le=10**6, description="First step.")
     last: int = Field(ge=1, le=10**6, description="Last step.")
@@ -532,7 +555,9 @@ class CudnnSection(Section):
     @model_validator(mode="after")
     def _ordered(self) -> CudnnSection:
         if self.last < self.first:
-            raise fault("last", f"{self.last} is before first {self.first}", "Raise last.")
+            raise fault(
+                "last", f"last step {self.last} is before first step {self.first}", "Raise last or lower first."
+            )
         return self
 
     def to_range(self) -> tuple[int, ...]:
@@ -560,16 +585,16 @@ def _write_range(value: tuple[int, ...]) -> Any:
 
 
 def off_is_false(value: Any) -> Any:
-    """YAML 1.1 reads a bare ``off`` as false; here it can only mean the word."""
+    """YAML 1.1 reads a bare ``off`` as false; here it is unambiguous."""
     return "off" if value is False else value
 
 
 LEVELS = ("O0", "O1", "O1-fp8", "O2")
 CUDNN_ON = (1, 10)
-"""Steps in which cuDNN measures where a file says no more than ``on``."""
+"""Steps in which cuDNN measures for a plain ``on``."""
 PrecisionValue = Annotated[
     PrecisionSection,
-    ShortForms({level: {"level": level} for level in LEVELS}, remedy=f"Write one of {', '.join(LEVELS)}."),
+    ShortForms({level: {"level": level} for level in LEVELS}, remedy=f"Use one of {', '.join(LEVELS)}."),
     AfterValidator(PrecisionSection.to_precision),
     PlainSerializer(_write_precision),
 ]
@@ -621,7 +646,7 @@ def plain(value: Any) -> str | int | float | bool:
 
 
 def plain_knob(name: str, value: Any, candidate: Candidate) -> str | int | float | bool:
-    """The value as :func:`plain` writes it, shorter where the rest of the candidate explains it."""
+    """The value as :func:`plain` writes it, shorter if the rest of the candidate explains it."""
     if name == "stage_layers":
         return stage_layers_text(candidate.layout)
     return recompute_text(value, candidate.layout) if name == "recompute" else plain(value)
@@ -685,7 +710,7 @@ def count_text(count: LayerCount, layout: Layout | None) -> str:
 
 
 def pattern_text(pattern: str) -> str:
-    """Kept readable where it cannot be mistaken for what stands around it."""
+    """Kept readable unless it could be confused with the surrounding text."""
     is_simple = len(pattern) <= _MAX_LIST_CHARS and re.fullmatch(r"[^\s:#~][^\s:]*", pattern)
     return f"~{pattern}" if is_simple else f"~#{digest(pattern)[:8]}"
 

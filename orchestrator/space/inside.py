@@ -1,9 +1,9 @@
-"""Section ``space.inside``: knobs for which a custom program has no option. Our hook sets them inside the program.
+"""Section ``space.inside``: knobs for which a custom program has no option. The hook sets them inside the program.
 
 Built-in knobs are only set in a different way: names, cost model, dominance and the loss gate treat them as usual. The
 others are custom knobs, called ``inside:dotted.key`` after their key in the hook's file.
 
-What a program refuses once, it refuses again: :class:`Refusals`.
+Values that a program has refused are not tried again: :class:`Refusals`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def _values(value_type: Any) -> Any:
 
 
 def _row(name: str, note: str, is_fit: Callable[[Any], bool] | None = None, remedy: str = "") -> Any:
-    """A built-in knob as a key of the section, limited to values that can be set within a program."""
+    """A built-in knob as a key of the section, limited to values that can be set inside a program."""
 
     def check(value: Any) -> Any:
         if is_fit is not None and not is_fit(value):
-            raise fault(None, f"{name} cannot have this value within a program", remedy)
+            raise fault(None, f"{name} cannot be set to this value inside a program", remedy)
         return value
 
     return _values(Annotated[_ROWS[name].type, AfterValidator(check)]), Field(default=None, description=note)
@@ -65,36 +65,39 @@ _FIELDS: dict[str, Any] = {
         "Samples of a micro-batch of transformers' Trainer; the accumulation changes with it, so that the global batch "
         "stays the same.",
     ),
-    "num_workers": _row("num_workers", "Workers of the DataLoader that feeds training; needs a map-style data set."),
+    "num_workers": _row("num_workers", "Workers of the DataLoader that feeds training; requires a map-style data set."),
     "dataloader": _row(
         "dataloader",
         "auto: tune workers and prefetch by hill climbing while the program starts.",
         lambda value: value in (None, LoaderTuning()),
-        "Write manual or auto.",
+        "Use manual or auto.",
     ),
-    "prefetch_factor": _row("prefetch_factor", "Batches per worker that the same DataLoader loads ahead."),
-    "pin_memory": _row("pin_memory", "Whether the same DataLoader copies batches into page-locked memory."),
-    "persistent_workers": _row("persistent_workers", "Whether the same DataLoader keeps its workers between epochs."),
+    "prefetch_factor": _row("prefetch_factor", "Batches that this DataLoader prefetches per worker."),
+    "pin_memory": _row("pin_memory", "Whether this DataLoader copies batches into page-locked memory."),
+    "persistent_workers": _row("persistent_workers", "Whether this DataLoader keeps its workers between epochs."),
     "precision": _row(
         "precision",
         "O0, or O1: autocast to bfloat16 around the forward pass.",
         lambda value: value in (Precision(), Precision(level="O1", dtype="bfloat16")),
-        "Write O0 or O1.",
+        "Use O0 or O1.",
     ),
     "recompute": _row(
-        "recompute", "full: recompute the repeated block in the backward pass.", _is_all_or_none, "Write none or full."
+        "recompute", "full: recompute the repeated block in the backward pass.", _is_all_or_none, "Use none or full."
     ),
     "compile": _row("compile", "Compile the repeated block, or the model."),
     "attention": _row("attention", "Kernel of `scaled_dot_product_attention`."),
-    "matmul_precision": _row("matmul_precision", "Precision of fp32 matrix products, as PyTorch sets it."),
+    "matmul_precision": _row("matmul_precision", "PyTorch's precision of fp32 matrix products."),
     "cudnn_benchmark": _row(
-        "cudnn_benchmark", "Whether cuDNN times its kernels.", lambda value: value in ((), CUDNN_ON), "Write off or on."
+        "cudnn_benchmark",
+        "Whether cuDNN benchmarks its kernels.",
+        lambda value: value in ((), CUDNN_ON),
+        "Use off or on.",
     ),
     "memory_format": _row(
         "memory_format",
         "nhwc: model and inputs in channels-last layout.",
         lambda value: value != "auto",
-        "Write nchw or nhwc.",
+        "Use nchw or nhwc.",
     ),
     "ddp_bucket_mb": _own(
         Annotated[float, Field(gt=0, le=2**20)], "Size of DistributedDataParallel's gradient buckets, in MiB."
@@ -113,8 +116,8 @@ def _is_field(name: str) -> str:
 
 
 class InsideSection(_Knobs):  # type: ignore[misc]
-    """Knobs for which your program has no option: our hook sets them inside the program, before its first forward pass
-    (docs/your-own-training.md). A built-in knob at its value in `baseline`, and `as_is` for the others, change
+    """Knobs that your program has no option for; the hook sets them inside the program, before its first forward
+    pass (docs/your-own-training.md). A built-in knob at its value in `baseline`, and `as_is` for the others, change
     nothing."""
 
     training_arguments: Annotated[
@@ -122,7 +125,7 @@ class InsideSection(_Knobs):  # type: ignore[misc]
     ] = Field(default={}, description="Fields of transformers' TrainingArguments that the program sets in code.")
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Values to try of the built-in knobs that are named."""
+        """Values to try of the built-in knobs in the section."""
         given = {name: getattr(self, name) for name in BUILT_IN}
         return {name: values for name, values in given.items() if values is not None}
 
@@ -137,16 +140,16 @@ class InsideSection(_Knobs):  # type: ignore[misc]
 
 ARGUMENTS = "training_arguments"
 BUILT_IN = tuple(name for name in InsideSection.model_fields if name in _ROWS)
-"""Knobs of candidates that can be set within a program."""
+"""Knobs of candidates that can be set inside a program."""
 OTHERS = tuple(name for name in InsideSection.model_fields if name not in (*BUILT_IN, ARGUMENTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsideBaseline:
-    """The program as it is, of what can be set within it."""
+    """The program unchanged, for the knobs that can be set inside it."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    """The baseline's value of each built-in knob that is set within the program."""
+    """The baseline's value of each built-in knob that is set inside the program."""
     global_batch_size: int = 1
     num_microbatches: int = 1
     """Micro-batches of an optimiser step on a rank."""
@@ -157,7 +160,7 @@ NOTHING_INSIDE = InsideBaseline()
 
 
 def knobs_set(candidate: Candidate, today: InsideBaseline) -> dict[str, Any]:
-    """What the hook is to set for a candidate, by the keys of its file; empty where the program stays as it is."""
+    """The settings of the hook for a candidate, by the keys of its file; empty if the program is unchanged."""
     changed = {name: value for name, was in today.values.items() if (value := _ROWS[name].read(candidate)) != was}
     changed.pop(MICRO_BATCH, None)
     if not candidate.loader.num_workers:
@@ -187,7 +190,7 @@ def _batch_set(candidate: Candidate, today: InsideBaseline) -> dict[str, int]:
 
 
 _OF_WORKERS = ("prefetch_factor", "persistent_workers")
-"""Knobs that mean nothing without loading processes."""
+"""Knobs without effect unless there are loading processes."""
 
 
 def _written(changed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -208,7 +211,7 @@ def _written(changed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def section_of(candidate: Candidate, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The candidate alone in the words of the section, as far as the section ``named`` has these knobs."""
+    """The candidate as a section, limited to the knobs of the section ``named``."""
     own = {choice.name: choice.value for choice in candidate.own}
     found: dict[str, Any] = {}
     for name, given in named.items():
@@ -233,19 +236,19 @@ def _as_written(name: str, value: Any) -> Any:
     return value
 
 
-# What a refusal proves: a fact of the program as its command starts it
+# What a refusal proves: a property of the program as its command starts it
 
 _SHAPE_THE_PROGRAM = ("compile", ARGUMENTS)
-"""Inside knobs that others may be refused for: they change what the program does by itself."""
+"""Inside knobs that can cause the refusal of others: they change the behavior of the program."""
 _DEPENDS_ON_BATCH = ("ddp_static_graph",)
-"""Knobs refused where the program accumulates, which its micro-batch size decides."""
+"""Knobs refused if the program accumulates, which depends on its micro-batch size."""
 _WHATEVER_VALUE = ("prefetch_factor", "ddp_bucket_mb", "allocator")
-"""Knobs of many values that are refused for what the program lacks, not for a value."""
+"""Knobs of many values that are refused because the program lacks something, not for a value."""
 
 
 class Refusals:
-    """Rules out the candidates with a knob that the program has refused: at the same value, and in a program that the
-    command starts alike."""
+    """Rules out candidates with a knob that the program has refused: at the same value, in a program that is started
+    the same way."""
 
     def __init__(self, candidates: Sequence[Candidate], today: InsideBaseline) -> None:
         self._table = CandidateTable.of(candidates)
@@ -253,7 +256,7 @@ class Refusals:
 
     @functools.cached_property
     def _set(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
-        """What the hook is to set, and by row which of these it is."""
+        """The distinct settings of the hook, and their index by row."""
         reads = {"loader", "own", *(_ROWS[name].part for name in self._today.values)}
         if MICRO_BATCH in self._today.values:
             reads.add("layout")
@@ -276,7 +279,8 @@ class Refusals:
         return found
 
     def _starts_alike(self, witness: Candidate, name: str) -> NDArray[np.bool_]:
-        """By row, whether the candidate agrees with the witness in all that the refusal of ``name`` may follow from."""
+        """By row, whether the candidate agrees with the witness in everything that may have caused the refusal of
+        ``name``."""
         free = {*self._today.values, *_OF_WORKERS, MICRO_BATCH} - set(_SHAPE_THE_PROGRAM)
         if "precision" in self._today.values:
             free.update(knob.name for knob in KNOBS if knob.part == "precision")
@@ -297,15 +301,15 @@ def _described(rows: Sequence[Knob]) -> Callable[[Candidate], tuple[Any, ...]]:
 
 
 def _custom_of_command(candidate: Candidate) -> tuple[Any, ...]:
-    """Custom knobs that the command has, and inside knobs that change what the program does by itself."""
+    """Custom knobs in the command, and inside knobs that change the behavior of the program."""
     arguments = f"{INSIDE}:{ARGUMENTS}."
     return tuple(one for one in candidate.own if not is_inside(one.name) or one.name.startswith(arguments))
 
 
 def _is_alike(name: str, refused: Any, value: Any) -> bool:
-    """Whether a value of the knob is refused where another one was; None: the candidate leaves the knob alone."""
+    """Whether a value of the knob is refused if another one was; None: the candidate does not set the knob."""
     if value is None:
         return False
-    if name == "num_workers" and refused != "auto":  # one worker may do where several do not
+    if name == "num_workers" and refused != "auto":  # one worker may work if several do not
         return bool(value == "auto" or value >= refused > 0 or value == refused)
     return name in _WHATEVER_VALUE or bool(value == refused)

@@ -1,4 +1,4 @@
-"""All knobs of the search: ours, one row each, and the user's own."""
+"""All knobs of the search: built-in ones, one row each, and custom ones."""
 
 from __future__ import annotations
 
@@ -53,10 +53,9 @@ from trials.spec import (
     decoder_of,
 )
 
-# The user's knobs: what they are, which of their combinations differ, and how they stand in a sweep file
-#
-# An own knob is an argument (``--flag``), a key of a configuration file (``file:dotted.key``), an environment variable
-# (``$NAME``), a placeholder of the command (``name``), or whatever else the recipe of the workload knows by its name.
+# Custom knobs: definition, distinct combinations, and form in a sweep file. A custom knob is an argument (``--flag``),
+# a key of a configuration file (``file:dotted.key``), an environment variable (``$NAME``), a placeholder of the command
+# (``name``), or anything else that the recipe of the workload resolves by name.
 
 CustomScalar = str | int | float | bool
 Memory = Literal["rises", "falls", "none"]
@@ -78,39 +77,39 @@ Role = Literal[
     "offload_optimizer",
     "offload_activations",
 ]
-"""Built-in knobs that an own one can stand for."""
+"""Built-in knobs that a custom one can stand for."""
 INHERITED = "inherited"
-"""Shown value of a custom knob that a candidate leaves as the command says."""
+"""Shown value of a custom knob that a candidate does not set."""
 INSIDE = "inside"
-"""Custom knobs ``inside:dotted.key`` are set within the running program, see :mod:`orchestrator.space.inside`."""
+"""Custom knobs ``inside:dotted.key`` are set inside the running program, see :mod:`orchestrator.space.inside`."""
 AS_IS = "as_is"
-"""Value of such a knob that leaves the program alone."""
+"""Value of such a knob that does not change the program."""
 _NAME = re.compile(r"--?[A-Za-z][\w.+/-]*|\$[A-Za-z_]\w*|[A-Za-z_]\w*:[\w.+/-]+|[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomKnob:
-    """One of the custom knobs, with the values to try."""
+    """One custom knob, with the values to try."""
 
     name: str
-    """As in the sweep file: ``--flag``, ``file:dotted.key``, ``$NAME``, or a placeholder of the command."""
+    """As in the sweep file: ``--flag``, ``file:dotted.key``, ``$NAME``, or a placeholder in the command."""
     values: tuple[CustomScalar, ...]
     flag: str | None = None
-    """The argument that a placeholder stands for, where the command does not have the placeholder."""
+    """The argument that a placeholder stands for, if the command does not contain the placeholder."""
     memory: Memory | None = None
-    """How the memory needed changes along ``values``; None: unknown."""
+    """How the required memory changes along ``values``; None: unknown."""
     role: str | None = None
-    """The built-in knob that it stands for; None: its name says, or it stands for none."""
+    """The built-in knob that it stands for; None: implied by its name, or none."""
     when: tuple[tuple[str, tuple[CustomScalar, ...]], ...] = ()
-    """Pairs of another custom knob and its values with which this one applies; all have to hold."""
+    """Pairs of another custom knob and its values with which this one applies; all must hold."""
 
     def applies(self, chosen: Mapping[str, CustomScalar]) -> bool:
-        """Whether it has an effect beside these choices; a knob that is not applied itself meets no condition."""
+        """Whether it has an effect with these choices; a knob that does not apply meets no condition."""
         return all(name in chosen and _is_among(chosen[name], values) for name, values in self.when)
 
 
 def chosen(knobs: Sequence[CustomKnob], values: Mapping[str, CustomScalar]) -> tuple[CustomChoice, ...]:
-    """The canonical choices, by name: knobs whose conditions do not hold are left out.
+    """The canonical choices, by name, without knobs whose conditions do not hold.
 
     Args:
         knobs: every knob after those that its conditions name, see :func:`in_order`.
@@ -125,14 +124,14 @@ def chosen(knobs: Sequence[CustomKnob], values: Mapping[str, CustomScalar]) -> t
 
 
 def combinations(knobs: Sequence[CustomKnob]) -> Iterator[tuple[CustomChoice, ...]]:
-    """The canonical choices of every combination of values, some of them several times."""
+    """The canonical choices of every combination of values, with duplicates."""
     names = [knob.name for knob in knobs]
     for values in product(*(knob.values for knob in knobs)):
         yield chosen(knobs, dict(zip(names, values, strict=True)))
 
 
 def is_inside(name: str) -> bool:
-    """Whether a custom knob of this name is set within the running program."""
+    """Whether a custom knob of this name is set inside the running program."""
     return name.startswith(f"{INSIDE}:")
 
 
@@ -140,7 +139,7 @@ def in_order(knobs: Sequence[CustomKnob]) -> tuple[CustomKnob, ...]:
     """The knobs by name, each after those that its conditions name.
 
     Raises:
-        ValueError: with the name of a knob whose conditions lead back to itself.
+        ValueError: with the name of a knob whose conditions form a cycle.
     """
     by_name = {knob.name: knob for knob in sorted(knobs, key=lambda knob: knob.name)}
     done: dict[str, CustomKnob] = {}
@@ -159,7 +158,7 @@ def in_order(knobs: Sequence[CustomKnob]) -> tuple[CustomKnob, ...]:
 
 
 def memory_ranks(knobs: Sequence[CustomKnob]) -> dict[str, dict[CustomChoice, int]]:
-    """By the name of every knob whose effect on memory is known: a number per choice that rises with it."""
+    """By knob with a known effect on memory: a number per choice that rises with memory."""
     signs = {"rises": 1, "falls": -1, "none": 0}
     return {
         knob.name: {
@@ -172,7 +171,7 @@ def memory_ranks(knobs: Sequence[CustomKnob]) -> dict[str, dict[CustomChoice, in
 
 
 def roles_of(knobs: Sequence[CustomKnob]) -> dict[str, str]:
-    """The built-in knob that each one stands for, where the sweep file says so."""
+    """The built-in knob that each one stands for, if the sweep file defines it."""
     return {knob.name: knob.role for knob in knobs if knob.role is not None}
 
 
@@ -192,7 +191,7 @@ def argument_text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
-        return str(int(value))  # 5e7 is a whole number to whoever reads arguments
+        return str(int(value))  # argument parsers read 5e7 as a whole number
     return str(value)
 
 
@@ -203,18 +202,18 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, bool | int | float) or (isinstance(value, str) and value):
         return value
     what = "nothing" if value in (None, "") else show(value)
-    raise fault(None, f"expected text, a number, true or false, got {what}", "Leave a knob out to keep what there is.")
+    raise fault(None, f"expected text, a number, true or false, got {what}", "Omit a knob to keep its current value.")
 
 
 def custom_knob_name(name: str) -> str:
-    """The name of a custom knob as it stands in a sweep file.
+    """The name of a custom knob in a sweep file.
 
     Raises:
         PydanticCustomError: it is none.
     """
     if _NAME.fullmatch(name) is None:
-        remedy = "Write --flag, file:dotted.key, $NAME, or the name of a placeholder of the command."
-        raise fault(None, f"{show(name)} names no argument, key or variable", remedy)
+        remedy = "Use --flag, file:dotted.key, $NAME, or the name of a placeholder in the command."
+        raise fault(None, f"{show(name)} is not an argument, key or variable", remedy)
     return name
 
 
@@ -227,29 +226,29 @@ CustomFilter = Annotated[dict[CustomKnobName, CustomValues], Field(max_length=64
 
 
 class CustomKnobSection(Section):
-    """One of the custom knobs, in full."""
+    """One custom knob, in full."""
 
-    values: CustomValues = Field(description="Values to try; true and false put an argument in or leave it out.")
+    values: CustomValues = Field(description="Values to try; true adds a flag, false omits it.")
     flag: str | None = Field(
-        default=None, pattern=r"^--?[A-Za-z][\w.-]*$", description="The argument that a placeholder stands for."
+        default=None, pattern=r"^--?[A-Za-z][\w.-]*$", description="Argument that the placeholder stands for."
     )
     memory: Memory | None = Field(
         default=None,
-        description="Whether each next value needs more device memory (rises), less (falls) or as much (none), at "
-        "most; then running out of memory with one rules out others. Null: unknown.",
+        description="How device memory changes from one value to the next: rises, falls, or none for no change. "
+        "Lets an out-of-memory failure rule out other values. Null: unknown.",
     )
     role: Role | None = Field(
         default=None,
-        description="The built-in knob that this one stands for, if its name does not show it; `explain` then suggests "
-        "it like that knob.",
+        description="Built-in knob with the same effect, if not clear from the name; `explain` then suggests "
+        "this knob in its place.",
     )
     when: CustomFilter = Field(
-        default={}, description="Other custom knobs with the values that this one needs to have an effect."
+        default={}, description="Other custom knobs, with the values at which this one has an effect."
     )
 
 
 class _CustomKnobForm:
-    """Annotation of :class:`CustomKnobSection`: a value or a list of values stands for one that has nothing else."""
+    """Annotation of :class:`CustomKnobSection`: a value or a list of values stands for a knob with only values."""
 
     @staticmethod
     def widen(value: Any) -> Any:
@@ -261,21 +260,21 @@ CustomSpace = Annotated[dict[CustomKnobName, CustomKnobValue], Field(max_length=
 
 
 def custom_knobs(space: Mapping[str, CustomKnobSection]) -> tuple[CustomKnob, ...]:
-    """The knobs of ``space.own``, in an order in which conditions can be settled.
+    """The knobs of ``space.own``, in an order in which conditions can be resolved.
 
     Raises:
-        PydanticCustomError: a condition that names no knob or value of these, or leads back to itself.
+        PydanticCustomError: a condition that names no knob or value of these, or has a cycle in its conditions.
     """
     for name, section in space.items():
         for other, values in section.when.items():
             known = space[other].values if other in space and other != name else ()
             if not known:
-                message = f"{show(other)} is no other knob of space.own"
+                message = f"{show(other)} is not another knob of space.own"
                 others = ", ".join(one for one in space if one != name) or "none"
-                raise fault(f"own.{name}.when", message, f"There are {others}.")
+                raise fault(f"own.{name}.when", message, f"Defined: {others}.")
             for value in values:
                 if not _is_among(value, known):
-                    message = f"{other} is never {custom_value_text(value)}"
+                    message = f"{other} never has the value {custom_value_text(value)}"
                     raise fault(f"own.{name}.when.{other}", message, f"Its values are {_listed(known)}.")
     knobs = [
         CustomKnob(
@@ -291,7 +290,9 @@ def custom_knobs(space: Mapping[str, CustomKnobSection]) -> tuple[CustomKnob, ..
     try:
         return in_order(knobs)
     except ValueError as error:
-        raise fault(f"own.{error}.when", "leads back to itself", "Let conditions name knobs without it.") from None
+        raise fault(
+            f"own.{error}.when", "has a cycle in its conditions", "Remove a condition from the cycle."
+        ) from None
 
 
 def _listed(values: Sequence[CustomScalar]) -> str:
@@ -312,14 +313,14 @@ class Sign:
     """As it stands in names: ``pp{N}``."""
     meaning: str
     shows: Callable[[Candidate], Any]
-    """What it shows of a candidate: the value of all its placeholders, or a list with the values by placeholder each
-    time it occurs; True where it has none; None or False where the name does not hold it."""
+    """What it shows of a candidate: the value of its placeholders, or a list with the values by placeholder for each
+    occurrence; True if it has none; None or False if the sign is not in the name."""
     is_suffix: bool = False
     """Whether it follows another sign without a blank."""
     after: str = ""
-    """Knob whose signs it follows in names, where that is not its own."""
+    """Knob whose signs it follows in names, if not its own."""
     knobs: tuple[str, ...] = ()
-    """Names of the knobs that it tells of; in a row, those in addition to the row's own."""
+    """Names of the knobs that it describes; in a row, those in addition to the row's own."""
 
     @property
     def placeholders(self) -> list[str]:
@@ -347,22 +348,22 @@ _suffix = functools.partial(Sign, is_suffix=True)
 # The table of knobs
 
 Fields = Mapping[str, Any]
-"""Fields of one part of a candidate; those of the rows above are canonical already."""
+"""Fields of one part of a candidate; those of the rows above are already canonical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One thing about a candidate that can be set."""
+    """One property of a candidate that can be set."""
 
     name: str
     type: Any
-    """Type of its values as they stand in a sweep file."""
+    """Type of its values in a sweep file."""
     default: Any
-    """Value, as it would stand in a file, for a baseline that leaves the knob out."""
+    """Value, as in a sweep file, for a baseline without the knob."""
     part: str
     """Field of Candidate that it belongs to."""
     field: str
-    """Field of that part; empty where the knob is the whole part."""
+    """Field of that part; empty if the knob is the entire part."""
     read: Callable[[Candidate], Any]
     """Gets its value back from a candidate."""
     description: str
@@ -370,18 +371,18 @@ class Knob:
     signs: tuple[Sign, ...]
     """What short names show of it."""
     canonical: Callable[[Fields, Model | None], Any] | None = None
-    """Its value in canonical form: a neutral one where it has no effect, so that two spellings of one thing are one
-    candidate. None: as it is. Only kernels know the model."""
+    """Its value in canonical form: neutral if it has no effect, so that equivalent spellings are one candidate.
+    None: unchanged. Only kernels depend on the model."""
     resolved_type: Any = None
-    """Type in ``forbid`` and ``require`` patterns, where it differs."""
+    """Type in ``forbid`` and ``require`` patterns, if different."""
     single_type: Any = None
-    """Type in ``baseline``, where it differs: a list there cannot be a list of choices."""
+    """Type in ``baseline``, if different: a list there cannot be a list of choices."""
     resolve: Callable[[Any, Candidate, int], Any] | None = None
-    """Resolves a value for a candidate of a model with that many layers, where its meaning depends on the layout."""
+    """Resolves a value for a candidate of a model with that many layers, if its meaning depends on the layout."""
 
 
 def _knob(path: str, value_type: Any, description: str, *signs: Sign, **options: Any) -> Knob:
-    """The row of the field of a candidate at ``path``; it has its name and default unless ``options`` say otherwise."""
+    """The row of the field of a candidate at ``path``; it has its name and default unless overridden by ``options``."""
     part, _, field = path.partition(".")
     name = options.pop("name", field or part)
     read = operator.attrgetter(path)
@@ -420,13 +421,13 @@ def _num_chunks(fields: Fields, _: Model | None) -> int:
 
 
 def _replication_engine(fields: Fields, _: Model | None) -> str:
-    """Sharding comes with its engine, which also replicates: no choice of one there."""
+    """Sharding implies its engine, which also replicates, so there is no choice."""
     has_choice = fields["dp_replicate"] * fields["cp"] > 1 and fields["zero_stage"] == 0
     return str(fields["replicate_with"]) if has_choice else "ddp"
 
 
 def _attends(model: Model | None) -> bool:
-    """Whether the model has attention; a program of the user's may have it."""
+    """Whether the model has attention; a user's program may have it."""
     assert model is not None, "kernels are those of a model"
     return isinstance(model, ScriptModel) or decoder_of(model) is not None
 
@@ -507,16 +508,16 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.pp",
         Degree,
-        "Pipeline-parallel degree: stages the layers are spread over.",
-        Sign("pp{N}", "pipeline of {N} stages", lambda c: _unless(c.layout.pp, 1)),
+        "Pipeline-parallel degree: number of stages that the layers are divided into.",
+        Sign("pp{N}", "pipeline with {N} stages", lambda c: _unless(c.layout.pp, 1)),
     ),
     _knob(
         "layout.schedule",
         Schedule,
-        "Order of forward and backward passes in a pipeline; zbv is zero bubble with two V-shaped chunks per rank.",
+        "Order of forward and backward passes in a pipeline; zbv: zero bubble with two V-shaped chunks per rank.",
         _schedule("gpipe", "all forward, then all backward"),
-        _schedule("1f1b", "forward and backward in turn"),
-        _schedule("interleaved", "chunks of layers in turn"),
+        _schedule("1f1b", "alternating forward and backward"),
+        _schedule("interleaved", "interleaved chunks of layers"),
         _schedule("zbv", "zero bubble, V-shaped"),
         canonical=lambda f, _: f["schedule"] if f["pp"] > 1 else "1f1b",
     ),
@@ -524,15 +525,15 @@ KNOBS: tuple[Knob, ...] = (
         "layout.num_virtual_stages",
         Degree,
         "Chunks of layers per pipeline rank: at least 2 for interleaved, any number for gpipe, 1 for 1f1b. "
-        "Becomes 2 with zbv and 1 where pp is 1.",
+        "Always 2 with zbv, and 1 if pp is 1.",
         _suffix("v{N}", "chunks of layers per stage: {N}", _chunks),
         canonical=_num_chunks,
     ),
     _knob(
         "layout.stage_layers",
         StageLayersValue,
-        "Layers per stage: even (what is left over goes to the first stages in model order), {offset: [-2, 1, 1, 0]} "
-        "or {counts: [10, 11, 11, 8]}; one list per chunk where there are several.",
+        "Layers per stage: even (the first stages in model order get the remainder), {offset: [-2, 1, 1, 0]} or "
+        "{counts: [10, 11, 11, 8]}; with several chunks, one list per chunk.",
         Sign("L{A,B}", "layers per stage: {A,B}", lambda c: _unless(stage_layers_text(c.layout), "even")),
         default="even",
         resolve=_resolve_stage_layers,
@@ -541,23 +542,22 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.dp_replicate",
         Degree,
-        "Data-parallel replicas (outer degree): every replica holds all states.",
+        "Data-parallel replicas (outer degree); every replica holds all states.",
         Sign("dp{N}", "data-parallel replicas: {N}", _replicas),
     ),
-    _knob("layout.dp_shard", Degree, "Data-parallel ranks that share one copy of what `zero_stage` names."),
+    _knob("layout.dp_shard", Degree, "Data-parallel ranks that share one copy of the states that `zero_stage` shards."),
     _knob(
         "layout.zero_stage",
         Annotated[int, Field(ge=0, le=3)],
-        "What `dp_shard` shards: 1 optimiser states, 2 also gradients, 3 also parameters. "
-        "Becomes 0 where dp_shard is 1.",
+        "What `dp_shard` shards: 1 optimiser states, 2 also gradients, 3 also parameters. Always 0 if dp_shard is 1.",
         Sign("z{S}x{N}", "ZeRO stage {S} over {N} devices", _shards, knobs=("dp_shard",)),
         canonical=lambda f, _: f["zero_stage"] if f["dp_shard"] > 1 else 0,
     ),
     _knob(
         "layout.gradient_reduction",
         Literal["each", "last"],
-        "When ZeRO stages 2 and 3 reduce gradients while accumulating: after each micro-batch, or after the last and "
-        "keep them whole until then. Becomes each where zero_stage is below 2.",
+        "When ZeRO stages 2 and 3 reduce gradients while accumulating: after each micro-batch, or only after "
+        "the last, with unsharded gradients until then. Always each if zero_stage is below 2.",
         _suffix(
             "g",
             "gradients reduced after the last micro-batch only",
@@ -568,8 +568,8 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.replicate_with",
         Literal["auto", "ddp", "fsdp2"],
-        "Engine of replication without sharding; auto: ddp where tp is 1, stages have one chunk and shard_embedding "
-        "is off, else fsdp2. ZeRO-1 always uses buckets of its own, ZeRO-2 and 3 FSDP2.",
+        "Engine for replication without sharding; auto: ddp if tp is 1, stages have one chunk and "
+        "shard_embedding is off, else fsdp2. ZeRO-1 always uses its own buckets, ZeRO-2 and 3 use FSDP2.",
         _suffix(
             "f",
             "replicated by FSDP2 instead of DDP",
@@ -583,22 +583,22 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.shard_embedding",
         bool,
-        "Shard embedding and head over all data-parallel ranks, whatever the layers do. "
-        "Becomes false without data-parallel ranks.",
+        "Shard embedding and head over all data-parallel ranks, independently of the layers. Always false "
+        "without data-parallel ranks.",
         Sign("emb", "embedding and head sharded over all data-parallel devices", lambda c: c.layout.shard_embedding),
         canonical=lambda f, _: f["shard_embedding"] and f["dp_replicate"] * f["dp_shard"] * f["cp"] > 1,
     ),
     _knob(
         "layout.cp",
         Degree,
-        "Context-parallel degree: parts every sequence is split into.",
+        "Context-parallel degree: number of parts that every sequence is split into.",
         Sign("cp{N}", "every sequence over {N} devices", lambda c: _unless(c.layout.cp, 1)),
     ),
     _knob(
         "layout.cp_method",
         Literal["all_gather", "ulysses", "ring"],
-        "How attention sees the whole sequence: gather keys and values, exchange sequence for heads (Ulysses), or pass "
-        "keys and values around (ring).",
+        "How attention accesses the full sequence: gather keys and values, exchange sequence for heads "
+        "(Ulysses), or pass keys and values around (ring).",
         _cp_method("u", "by exchanging heads (Ulysses)", "ulysses"),
         _cp_method("r", "by passing keys and values around (ring)", "ring"),
         canonical=lambda f, _: f["cp_method"] if f["cp"] > 1 else "all_gather",
@@ -612,15 +612,16 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.sequence_parallel",
         bool,
-        "Shard the norm regions along the sequence over the tp ranks. Becomes false where tp is 1.",
+        "Shard the norm regions along the sequence over the tp ranks. Always false if tp is 1.",
         _suffix("sp", "with sequence parallelism", lambda c: c.layout.tp > 1 and c.layout.sequence_parallel),
         canonical=lambda f, _: f["sequence_parallel"] and f["tp"] > 1,
     ),
     _knob(
         "layout.tp_engine",
         Literal["auto", "dtensor", "local"],
-        "dtensor: PyTorch's own; local: plain tensors with explicit collectives; auto: local where dtensor cannot "
-        "do it (num_copies 2, DDP or ZeRO-1, recompute of communication), else dtensor.",
+        "dtensor: PyTorch's DTensor; local: plain tensors with explicit collectives; auto: local if dtensor "
+        "does not support the configuration (num_copies 2, DDP or ZeRO-1, recompute of communication), else "
+        "dtensor.",
         _suffix(
             "l", "by the local engine instead of DTensor", lambda c: c.layout.tp > 1 and c.layout.tp_engine == "local"
         ),
@@ -631,8 +632,8 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.num_copies",
         Literal[1, 2],
-        "2 runs each micro-batch as two halves, one's collectives behind the other's computation. "
-        "Becomes 1 where tp is 1.",
+        "2 splits each micro-batch in half and overlaps the collectives of one half with the computation of the "
+        "other. Always 1 if tp is 1.",
         _suffix(
             "c{N}",
             "micro-batches run as {N} overlapping copies",
@@ -649,8 +650,8 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "recompute",
         RecomputeValue,
-        "none, full (keep only every layer's input), or a mapping that says how many layers of each "
-        "stage recompute what, like {full: [4, 0]}; in `baseline` a bare list means the same.",
+        "none, full (keep only the input of every layer), or a mapping with the number of layers per stage that "
+        "recompute, like {full: [4, 0]}; in `baseline` also a bare list.",
         Sign("full{N}", "layers recomputed in full: {N}", lambda c: _num_layers(c.recompute.full, c)),
         Sign("~{PATTERN}:{N}", "layers that recompute {PATTERN}: {N}", _selected),
         Sign(
@@ -669,30 +670,30 @@ KNOBS: tuple[Knob, ...] = (
         "(O1 with the layers' matmuls in 8-bit floats); or a mapping of level, dtype, loss_scale, white, black.",
         _precision("O0", "fp32", "O0"),
         _precision("O1-{TYPE}", "autocast to {TYPE}", "O1"),
-        _precision("O1-fp8", "autocast to bf16, the layers' matmuls in 8-bit floats", "O1-fp8"),
+        _precision("O1-fp8", "autocast to bf16, with 8-bit float matmuls in the layers", "O1-fp8"),
         _precision("O2-{TYPE}", "parameters in {TYPE}, fp32 masters", "O2"),
         _suffix("{+A-B}", "operators forced to 16 bits (+) or to fp32 (-): {+A-B}", _of_precision(lists_text)),
-        _suffix("~{ID}", "a loss scale of its own, known as {ID}", _of_precision(loss_scale_text)),
+        _suffix("~{ID}", "custom loss scale with the id {ID}", _of_precision(loss_scale_text)),
         default="O0",
     ),
     _knob(
         "offload.activations",
         bool,
-        "Keep in host memory what layers need for the backward pass.",
+        "Keep activations for the backward pass in host memory.",
         Sign("off-{WHAT}", "in host memory: {WHAT}", _offloaded, knobs=("offload_optimizer",)),
         name="offload_activations",
     ),
     _knob(
         "offload.optimizer",
         bool,
-        "Keep states of the optimiser and master weights in host memory, and step there.",
+        "Keep optimiser states and master weights in host memory, and run the optimiser step there.",
         name="offload_optimizer",
     ),
     _knob(
         "loader.tuning",
         DataloaderValue,
-        "manual: num_workers and prefetch_factor as given; auto: found by hill climbing before training, which makes "
-        "those two 0; or a mapping of tuning_steps and max_workers.",
+        "manual: use num_workers and prefetch_factor; auto: find them by hill climbing before training, both "
+        "knobs are then 0; or a mapping of tuning_steps and max_workers.",
         Sign(
             "w-{HOW}",
             "loading processes found before training: {HOW}",
@@ -705,17 +706,17 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "loader.num_workers",
         Annotated[int, Field(ge=0, le=1024)],
-        "Data-loading processes per rank; 0 loads in the training process.",
+        "Data-loading processes per rank; 0: load in the training process.",
         Sign("w{N}", "loading processes per device: {N}", lambda c: c.loader.num_workers or None),
         canonical=lambda f, _: f["num_workers"] if f["tuning"] is None else 0,
     ),
     _knob(
         "loader.prefetch_factor",
         Annotated[int, Field(ge=0, le=1024)],
-        "Batches ahead per data-loading process (0: the default of 2). Becomes 0 without such processes.",
+        "Batches prefetched per data-loading process (0: the default of 2). Always 0 without such processes.",
         _suffix(
             "p{N}",
-            "batches ahead of each: {N}",
+            "batches prefetched by each: {N}",
             lambda c: _unless(c.loader.prefetch_factor, DEFAULT_PREFETCH_FACTOR) if c.loader.num_workers else None,
         ),
         default=DEFAULT_PREFETCH_FACTOR,
@@ -730,35 +731,35 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "loader.persistent_workers",
         bool,
-        "Keep data-loading processes from one epoch to the next. Becomes false without such processes.",
-        Sign("keep", "loading processes kept from epoch to epoch", lambda c: c.loader.persistent_workers),
+        "Keep data-loading processes from one epoch to the next. Always false without such processes.",
+        Sign("keep", "loading processes kept between epochs", lambda c: c.loader.persistent_workers),
         canonical=lambda f, _: f["persistent_workers"] and (f["num_workers"] > 0 or f["tuning"] is not None),
     ),
     _knob(
         "loader.full_batch",
         bool,
-        "Every rank reads the whole global batch and keeps its rows, instead of reading only those.",
-        Sign("fullbatch", "every device reads the whole batch", lambda c: c.loader.full_batch),
+        "Every rank reads the full global batch and keeps its rows, instead of reading only those.",
+        Sign("fullbatch", "every device reads the full batch", lambda c: c.loader.full_batch),
     ),
     _knob(
         "kernels.compile",
         CompileValue,
         'off, block (every repeated layer) or model. A bare `off` and `"off"` mean the same here.',
         Sign("compile", "every layer compiled", lambda c: c.kernels.compile == "block"),
-        Sign("compile-model", "the whole model compiled", lambda c: c.kernels.compile == "model"),
+        Sign("compile-model", "the model compiled as one", lambda c: c.kernels.compile == "model"),
         _suffix("-{NAME}", "backend of torch.compile: {NAME}", _compiled("backend"), after="compile_mode"),
     ),
     _knob(
         "kernels.compile_mode",
         Literal["default", "reduce-overhead", "max-autotune"],
-        "Mode of torch.compile. Becomes default where compile is off.",
+        "Mode of torch.compile. Always default if compile is off.",
         _suffix("-{MODE}", "mode of torch.compile: {MODE}", _compiled("compile_mode")),
         canonical=lambda f, _: f["compile_mode"] if f["compile"] != "off" else "default",
     ),
     _knob(
         "kernels.attention",
         Literal["auto", "flash", "efficient", "cudnn", "math"],
-        "Kernel of scaled dot-product attention. Becomes auto for models without attention.",
+        "Kernel of scaled dot-product attention. Always auto for models without attention.",
         Sign("attn-{NAME}", "attention kernel {NAME}", lambda c: _unless(c.kernels.attention, "auto")),
         canonical=lambda f, model: f["attention"] if _attends(model) else "auto",
     ),
@@ -775,11 +776,11 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "kernels.cudnn_tuning_range",
         CudnnValue,
-        "off, on, or {first: 1, last: 10}, the same as on: steps in which cuDNN times its convolutions. "
-        "Becomes off for models without convolutions.",
+        "off, on, or {first: 1, last: 10} (the same as on): steps in which cuDNN benchmarks its convolutions. "
+        "Always off for models without convolutions.",
         Sign(
             "cudnn{A-B}",
-            "cuDNN measures its algorithms in steps {A-B}",
+            "cuDNN benchmarks its algorithms in steps {A-B}",
             lambda c: _unless(steps_text(c.kernels.cudnn_tuning_range), "off"),
         ),
         name="cudnn_benchmark",
@@ -789,8 +790,8 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "kernels.memory_format",
         Literal["nchw", "nhwc", "auto"],
-        "Memory format of convolutions; auto: by number format, verified by timing both. "
-        "Becomes nchw for models without convolutions.",
+        "Memory format of convolutions; auto: by number format, verified by timing both. Always nchw for models "
+        "without convolutions.",
         Sign("nhwc", "channels last in memory", lambda c: c.kernels.memory_format == "nhwc"),
         Sign(
             "format-auto",
@@ -803,7 +804,7 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "kernels.loss_chunks",
         Annotated[int, Field(ge=1, le=2**20)],
-        "Parts of a micro-batch's positions whose logits and loss are computed one after the other.",
+        "Number of parts in which logits and loss of a micro-batch are computed one after the other.",
         Sign("loss{N}", "head and loss in {N} parts", lambda c: _unless(c.kernels.loss_chunks, 1)),
     ),
 )

@@ -1,7 +1,7 @@
-"""What candidates are called: knob values as short text, the short notation, flat descriptions and differences.
+"""Names of candidates: knob values as short text, the short notation, flat descriptions and differences.
 
-Short names like ``pp2 z2x8 mbs1 full4 O1-bf16`` are written by the table of signs, so that none can hold a sign that
-the legend does not explain.
+Short names like ``pp2 z2x8 mbs1 full4 O1-bf16`` are generated from the table of signs, so the legend explains every
+sign.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from trials.spec import (
 
 OWN = Sign("{KNOB}={VALUE}", "custom knob {KNOB}: {VALUE}", lambda _: None, knobs=("own",))
 MAX_CUSTOM_CHARS = 24
-"""Characters of a value of a custom knob in a name; of longer ones the first and a tag."""
+"""Maximum characters of a custom knob's value in a name; longer ones are cut and get a tag."""
 
 
 def _in_order() -> Iterator[Sign]:
-    """The signs of all knobs, row by row; those of other rows that come after a row's own follow these."""
+    """The signs of all knobs, row by row; followed by signs of other rows that belong after them."""
     for knob in KNOBS:
         yield from (sign for sign in knob.signs if not sign.after)
         yield from (sign for other in KNOBS for sign in other.signs if sign.after == knob.name)
@@ -49,12 +49,12 @@ class NamePart:
 
     @property
     def text(self) -> str:
-        """As it stands in the name: ``pp2``."""
+        """As in the name: ``pp2``."""
         return _filled(self.sign.text, self.values)
 
     @property
     def meaning(self) -> str:
-        """What it says: ``pipeline of 2 stages``."""
+        """Its meaning: ``pipeline with 2 stages``."""
         return _filled(self.sign.meaning, self.values)
 
 
@@ -67,12 +67,12 @@ NameParts = tuple[NamePart, ...]
 
 
 def name_part_text(word: NameParts) -> str:
-    """The word as it stands in the name; parts of recompute are joined by a plus sign."""
+    """The word as in the name; parts of recompute are joined by a plus sign."""
     return "".join(f"+{part.text}" if i and not part.sign.is_suffix else part.text for i, part in enumerate(word))
 
 
 def name_parts_of(candidate: Candidate) -> Iterator[NameParts]:
-    """The words of a candidate's name, in order: suffixes, and what else one knob has to show, belong to one word."""
+    """The words of a candidate's name, in order: suffixes and other signs of one knob belong to one word."""
     word: list[NamePart] = []
     for part in _parts(candidate):
         if word and not part.sign.is_suffix and part.sign.knobs != word[-1].sign.knobs:
@@ -93,12 +93,12 @@ def _parts(candidate: Candidate) -> Iterator[NamePart]:
 
 
 def spelled(candidate: Candidate) -> list[tuple[str, str]]:
-    """Every sign of the candidate's name with what it says."""
+    """Every sign of the candidate's name with its meaning."""
     return [(part.text, part.meaning) for word in name_parts_of(candidate) for part in word]
 
 
 def legend(candidates: Iterable[Candidate]) -> list[tuple[str, str]]:
-    """The signs that occur in the candidates' names, in general: ``ppN``, ``pipeline of N stages``."""
+    """The signs that occur in the candidates' names, in general: ``ppN``, ``pipeline with N stages``."""
     found = {part.sign for candidate in candidates for word in name_parts_of(candidate) for part in word}
     return [(sign.general, sign.general_meaning) for sign in NOTATION if sign in found]
 
@@ -123,7 +123,7 @@ def _custom_names(own: tuple[CustomChoice, ...]) -> Iterator[NameParts]:
 
 
 def _short_custom_value(name: str) -> str:
-    """The name without dashes, dollar, file and the keys above: ``zero_optimization.overlap_comm`` -> overlap_comm."""
+    """The name without dashes, dollar, file and parent keys: ``zero_optimization.overlap_comm`` -> overlap_comm."""
     return name.lstrip("-$").rpartition(":")[2].rpartition(".")[2] or name
 
 
@@ -141,9 +141,9 @@ _READS = {knob.name: ("layout", knob.part) if knob.name == "recompute" else (kno
 
 
 def feature_columns(table: CandidateTable, features: Features) -> FeatureColumns:
-    """The features of all candidates, asked for once per combination of what they depend on.
+    """The features of all candidates, computed once per combination of the fields they depend on.
 
-    One that a candidate does not have is :data:`INHERITED` there.
+    A missing feature is :data:`INHERITED`.
     """
     reads = {"world_size": ("layout",), "selective": ("recompute",), **_READS}
     reads |= {choice.name: ("own",) for own in table.values["own"] for choice in own}
@@ -192,7 +192,7 @@ def shared_change(candidates: Iterable[Candidate], baseline: Candidate) -> dict[
 def flat_params(candidate: Candidate) -> dict[str, Scalar]:
     """Knob values as scalars, plus ``world_size``: parameters of a record, features of a search.
 
-    The user's knobs follow by their names, those only that the candidate sets.
+    Custom knobs that the candidate sets follow by name.
     """
     params = {knob.name: plain_knob(knob.name, knob.read(candidate), candidate) for knob in KNOBS}
     own = {choice.name: choice.value for choice in candidate.own}
@@ -200,7 +200,7 @@ def flat_params(candidate: Candidate) -> dict[str, Scalar]:
 
 
 def aligned_params(candidates: Iterable[Candidate]) -> list[dict[str, Scalar]]:
-    """Knob values of each, all with the same names: custom knobs that one of them leaves out are :data:`INHERITED`."""
+    """Knob values of each, all with the same names: custom knobs that one of them omits are :data:`INHERITED`."""
     params = [flat_params(candidate) for candidate in candidates]
     names = list(dict.fromkeys(name for one in params for name in one))
     return [{name: one.get(name, INHERITED) for name in names} for one in params]
@@ -217,7 +217,7 @@ def short_name(candidate: Candidate) -> str:
 
 
 def names_apart(candidates: Iterable[Candidate]) -> tuple[list[str], str]:
-    """Short names without the words that all of them share, and those words; ``as above`` where nothing is left."""
+    """Short names without the words that all of them share, and those words; ``as above`` if nothing is left."""
     names = [list(map(name_part_text, name_parts_of(candidate))) for candidate in candidates]
     if len(names) < 2:
         return [" ".join(words) for words in names], ""

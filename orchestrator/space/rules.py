@@ -1,16 +1,16 @@
-"""Rules that decide whether a candidate may be tried: legality, the filters of the user, and dominance by memory.
+"""Rules that decide whether a candidate may be tried: legality, user filters, and dominance by memory.
 
-Rules are pure functions of candidate, workload and topology: a one-line reason, or None for a candidate that is legal.
-Those that need to know the hardware are silent while the topology is unknown; those of arithmetic are the runner's own.
+Rules are pure functions of candidate, workload and topology: a one-line reason, or None for a candidate that is
+legal. Hardware rules do not apply while the topology is unknown; arithmetic rules are those of the runner.
 
-Each declared knob has a direction; whatever is not declared must be equal. Joint dominance follows: a candidate that is
+Each declared knob has a direction; undeclared knobs must be equal. Joint dominance follows: a candidate that is
 worse in several knobs and better in none is worse. A knob without effect takes no part (the tp engine at tp 1, the
 engine of plain replication under ZeRO), so that candidates across that border can be compared.
 
-Only confirmed out-of-memory outcomes are evidence; what is inferred from them never is. Nothing here deletes a
-candidate for being slow: such priors belong to the search.
+Only confirmed out-of-memory outcomes are evidence; inferences from them never are. Nothing here deletes a candidate
+for being slow: such priors belong to the search.
 
-The user's knobs have the direction that the sweep file gives them, and must be equal without one.
+Custom knobs have the direction that the sweep file defines; without one they must be equal.
 
 Virtual stages and layers per stage must be equal: plain 1F1B holds fewer activations than interleaved, and other splits
 move layers between ranks.
@@ -67,8 +67,8 @@ class Rule:
     id: str
     check: Check
     reads: tuple[str, ...] = FIELDS
-    """All that ``check`` looks at of a candidate: fields, or attributes of theirs like ``layout.tp``. Candidates that
-    agree in those are judged alike, and once."""
+    """Everything that ``check`` reads of a candidate: fields, or attributes like ``layout.tp``. Candidates that
+    agree in those are checked once."""
     concerns: Collection[Candidate] | None = None
     """The only candidates that may break it; None: any."""
 
@@ -88,10 +88,9 @@ class Violation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """The user's restrictions; values are compared whole, in canonical form.
+    """The user's restrictions; values are compared in canonical form.
 
-    A pattern maps knobs (or ``world_size``, or the custom knobs) to accepted values and matches when all of them
-    match.
+    A pattern maps knobs (or ``world_size``, or custom knobs) to accepted values and matches if all of them match.
     """
 
     forbid: tuple[Pattern, ...] = ()
@@ -99,11 +98,11 @@ class Filters:
     world_size: tuple[int, ...] | None = None
     """Allowed world sizes; None allows all."""
     whole_lease: bool = False
-    """Whether a candidate has to use all devices of the lease."""
+    """Whether a candidate must use all devices of the lease."""
     min_nodes: int | None = None
-    """Nodes of a lease that may shrink which are always held, and count as all of it; None: it does not shrink."""
+    """Nodes that a shrinking lease always holds, which count as all of it; None: the lease does not shrink."""
     others: tuple[Rule, ...] = ()
-    """What the user's training program brings along: rules of its framework."""
+    """Additional rules from the framework of the training program."""
 
 
 OF_ANY_TRAINER = frozenset(
@@ -123,7 +122,7 @@ OF_ANY_TRAINER = frozenset(
         "loader",
     )
 )
-"""Rules of the trial runner that follow from what the words of a candidate mean, whatever program trains it."""
+"""Rules of the trial runner that follow from the meaning of a candidate, for any training program."""
 
 
 def _of_runner(rule: legality.LegalityRule) -> Rule:
@@ -141,18 +140,18 @@ def _tp_in_node(case: Case) -> str | None:
         return None
     largest = max(node.num_devices for node in case.topology.nodes)
     tp = case.layout.tp
-    return f"tp {tp} does not fit in a node of {largest} devices" if tp > largest else None
+    return f"tp {tp} does not fit on a node with {largest} devices" if tp > largest else None
 
 
 def _fits_lease(case: Case) -> str | None:
-    """Tensor-parallel groups do not span nodes, so each node takes a whole number of them."""
+    """Tensor-parallel groups do not span nodes, so each node holds complete groups only."""
     if case.topology is None:
         return None
     layout = case.layout
     room = sum(node.num_devices // layout.tp * layout.tp for node in case.topology.nodes)
     if layout.world_size <= room:
         return None
-    whole = f" in whole tp groups of {layout.tp}" if room != case.topology.num_devices else ""
+    whole = f" in complete tp groups of {layout.tp}" if room != case.topology.num_devices else ""
     return f"world_size {layout.world_size} does not fit the lease of {case.topology.num_devices} devices{whole}"
 
 
@@ -161,22 +160,24 @@ _NO_BFLOAT16 = re.compile(r"\b(V100S?|T4|GTX 16\d\d|RTX 20\d\d|TITAN (V|RTX)|Qua
 
 
 def _amp_dtype(case: Case) -> str | None:
-    """float16 needs CUDA compute capability 7.0 and bfloat16 8.0; CPUs run both; unknown devices are let through."""
+    """float16 needs CUDA compute capability 7.0 and bfloat16 8.0; CPUs run both; unknown devices are accepted."""
     if case.topology is None or case.candidate.precision.level == "O0":
         return None
     dtype = case.candidate.precision.dtype
     for name in sorted({node.device_name for node in case.topology.nodes if node.device_kind == "cuda"}):
         if _NO_FLOAT16.search(name) or (dtype == "bfloat16" and _NO_BFLOAT16.search(name)):
-            return f"{name} has no fast {dtype}"
+            return f"{name} has no hardware support for {dtype}"
     return None
 
 
 def _slices_alone(case: Case) -> str | None:
-    """Slices of a GPU (MIG) cannot send to each other: NCCL knows whole GPUs only."""
+    """Slices of a GPU (MIG) cannot communicate: NCCL supports full GPUs only."""
     if case.topology is None or case.candidate.layout.world_size == 1:
         return None
     name = next((node.device_name for node in case.topology.nodes if is_slice_name(node.device_name)), None)
-    return None if name is None else f"slices of a GPU ({name}) cannot talk to each other: one rank per trial"
+    return (
+        None if name is None else f"slices of a GPU ({name}) cannot communicate with each other; use one rank per trial"
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -234,7 +235,7 @@ def _judge(
     workload: Workload,
     topology: Topology | None,
 ) -> NDArray[np.int64]:
-    """By row, the number of the first of ``rules``, which all read the same, that it breaks, or -1."""
+    """By row, the index of the first rule it breaks, or -1; all ``rules`` read the same fields."""
 
     def judged(candidate: Candidate) -> int:
         case = Case(candidate=candidate, workload=workload, topology=topology)
@@ -251,7 +252,7 @@ def _rows_of(candidates: Collection[Candidate], table: CandidateTable, rows: NDA
 
 
 def rules_for(filters: Filters | None) -> tuple[Rule, ...]:
-    """The fixed rules and those the user's filters stand for, rules on layouts first."""
+    """The fixed rules and those of the user's filters, rules on layouts first."""
     own = (*_filter_rules(filters), *filters.others) if filters is not None else ()
     return tuple(sorted((*RULES, *own), key=lambda rule: not rule.is_on_layout))
 
@@ -284,7 +285,7 @@ def _read_by(pattern: Pattern) -> tuple[str, ...]:
 def _allowed_world_size(allowed: tuple[int, ...]) -> Check:
     def check(case: Case) -> str | None:
         size = case.layout.world_size
-        return None if size in allowed else f"world_size {size} is not among {', '.join(map(str, allowed))}"
+        return None if size in allowed else f"world_size {size} is not one of {', '.join(map(str, allowed))}"
 
     return check
 
@@ -296,7 +297,7 @@ def _whole_lease(min_nodes: int | None) -> Check:
         size, whole = case.layout.world_size, sum(node.num_devices for node in case.topology.nodes[:min_nodes])
         if size == whole:
             return None
-        return f"uses {size} of {whole} devices, and space.world_size does not name that number"
+        return f"uses {size} of {whole} devices, and space.world_size does not allow {size}"
 
     return check
 
@@ -343,7 +344,7 @@ MORE_WITH_MORE = ("num_workers", "prefetch_factor")
 
 
 CustomMemory = Mapping[str, Mapping[CustomChoice, int]]
-"""By the name of a custom knob whose effect on memory is known: a number per choice that rises with the memory."""
+"""By custom knob with a known effect on memory: a number per choice that rises with memory."""
 
 
 class Pruner:
@@ -382,7 +383,7 @@ class Pruner:
         return _group(candidate), self._accumulates(candidate), _undirected(candidate, self._own)
 
     def add(self, witness: Candidate) -> dict[int, str]:
-        """What ``witness`` rules out beyond those before it: row of the candidate to rule id.
+        """Candidates that ``witness`` additionally rules out: row to rule id.
 
         Rule ids are ``oom-<knob>``; ``oom-several`` where more than one knob differs, ``oom-same`` for the witness.
         """
@@ -492,7 +493,7 @@ def _engine_codes(layout: Layout) -> tuple[int, ...]:
 
 
 def _undirected(candidate: Candidate, own: CustomMemory) -> Hashable:
-    """The part of the key that custom knobs make up: values without a direction, and which knobs have one."""
+    """The part of the key from custom knobs: values without a direction, and which knobs have one."""
     return tuple(choice.name if choice in own.get(choice.name, {}) else choice for choice in candidate.own)
 
 

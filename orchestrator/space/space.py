@@ -1,6 +1,6 @@
 """From knob values to candidates and back, and the candidates that knobs span: enumerated, drawn, and their neighbours.
 
-What can be tried depends on the layout, so layouts come first: those that are legal are listed (or, of very many, a
+Valid choices depend on the layout, so layouts come first: those that are legal are listed (or, of very many, a
 random part of them), and recompute policy, precision, loader and kernels are chosen given the layout.
 """
 
@@ -57,7 +57,8 @@ class Rest:
     num_devices: int
 
     def of(self, taken: int) -> int:
-        """What is left beside ``taken``; where that does not divide, so much that legality rules find fault."""
+        """What remains of the devices after ``taken``; if that does not divide, a number that the legality rules
+        reject."""
         return max(1, self.num_devices // max(1, taken))
 
 
@@ -67,7 +68,7 @@ def build_candidate(
     own: Sequence[CustomKnob] = (),
     custom_values: Mapping[str, CustomScalar] = {},
 ) -> Candidate:
-    """The canonical candidate of a full set of knob values, and of values of the custom knobs."""
+    """The canonical candidate of a full set of knob values, and of values of custom knobs."""
     layout = build_layout(values, model.num_layers)
     recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
     engine = engine_for(values["tp_engine"], model)
@@ -109,7 +110,7 @@ def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
 
 
 def _data_parallel(values: Mapping[str, Any]) -> tuple[int, int]:
-    """``dp_replicate`` and ``dp_shard``, with what is to take up the rest of the devices resolved."""
+    """``dp_replicate`` and ``dp_shard``, with the axis that uses the remaining devices resolved."""
     replicate, shard = values["dp_replicate"], values["dp_shard"]
     taken = values["pp"] * values["cp"] * values["tp"]
     if isinstance(shard, Rest):
@@ -139,7 +140,7 @@ def _canonical(kind: type, fields: dict[str, Any], model: Model | None) -> dict[
 
 
 def engine_for(engine: str, model: Model) -> str:
-    """The engine as asked for; tensor parallelism of the user's modules goes by a plan, which only one engine reads."""
+    """The engine as configured; tensor parallelism of user modules follows a plan, which only one engine supports."""
     return "dtensor" if isinstance(model, UserModel) and engine == "auto" else engine
 
 
@@ -170,11 +171,11 @@ def canonical_precision(precision: Precision) -> Precision:
 Choices = Mapping[str, tuple[Any, ...]]
 """Values to try of every knob, by its name."""
 MAX_SETTINGS = 200_000
-"""Combinations of the knobs of one part of a candidate that are looked at; of more layouts, a random part."""
+"""Maximum combinations of the knobs of one part of a candidate; of more layouts, a random sample."""
 
 
 class SpaceTooLargeError(ValueError):
-    """The knobs span more combinations than can be looked at; ``remedy`` names the longest lists."""
+    """The knobs span too many combinations; ``remedy`` names the longest lists."""
 
     def __init__(self, message: str, *, remedy: str) -> None:
         super().__init__(message)
@@ -201,7 +202,7 @@ class Space:
 
     frames: tuple[Frame, ...]
     parts: Mapping[str, tuple[Any, ...]]
-    """Choices of precision, offload, loader, kernels and the custom knobs, by field of Candidate."""
+    """Choices of precision, offload, loader, kernels and custom knobs, by field of Candidate."""
     product_size: int
     """Combinations of choices before duplicates are removed."""
 
@@ -284,11 +285,11 @@ class _Places:
 
 
 def make_space(choices: Choices, model: Model, own: Sequence[CustomKnob] = ()) -> Space:
-    """The space that ``choices`` and the user's ``own`` knobs span for ``model``; of more than ``MAX_SETTINGS`` layouts
-    a random part.
+    """The space that ``choices`` and the custom knobs ``own`` span for ``model``; of more than ``MAX_SETTINGS``
+    layouts a random part.
 
     Raises:
-        SpaceTooLargeError: when the knobs of the loader, of the kernels or the user's span more combinations.
+        SpaceTooLargeError: when the knobs of the loader, of the kernels or custom knobs span more combinations.
     """
     for part in ("loader", "kernels"):
         if (size := _num_settings(choices, part)) > MAX_SETTINGS:
@@ -359,7 +360,7 @@ def _too_large(part: str, sizes: Mapping[str, int], size: int) -> SpaceTooLargeE
     largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:3]
     shown = ", ".join(f"{name} ({sizes[name]})" for name in largest)
     return SpaceTooLargeError(
-        f"the knobs of the {part} span {size:,} combinations, more than {MAX_SETTINGS:,}",
+        f"the knobs of the {part} have {size:,} combinations, more than {MAX_SETTINGS:,}",
         remedy=f"Shorten the longest lists: {shown}.",
     )
 
@@ -369,9 +370,9 @@ def _too_large(part: str, sizes: Mapping[str, int], size: int) -> SpaceTooLargeE
 MAX_ENUMERATED = 1_000_000
 """Candidates of legal layouts that are listed and ranked one by one."""
 SAMPLE_SIZE = 20_000
-"""Candidates drawn from a larger space where there is no cost model to say which."""
+"""Candidates sampled from a larger space without a cost model."""
 MAX_MISSES = 64
-"""Illegal draws in a row after which a space counts as empty."""
+"""Consecutive illegal samples after which a space counts as empty."""
 
 Encode = Callable[[Mapping[str, Scalar]], Mapping[str, int]]
 """Whole numbers for knob values, by name."""
@@ -389,17 +390,17 @@ class LargeSpace:
 
     @property
     def message(self) -> str:
-        """Sentence for people on what is done about the size of the space."""
-        what = "those listed were drawn where the cost model expects the best"
+        """Sentence for users on how the size of the space is handled."""
+        what = "those listed were sampled where the cost model predicts the best"
         if not self.is_modelled:
-            what = "those listed were drawn at random, and conditional TPE goes beyond them"
+            what = "those listed were sampled at random, and conditional TPE explores further ones"
         return (
             f"too large to enumerate: {self.space.product_size:,} combinations of choices, {len(self.space):,} "
-            f"candidates of {len(self.space.frames):,} layouts; {what}"
+            f"candidates in {len(self.space.frames):,} layouts; {what}"
         )
 
     def draw(self, rng: random.Random) -> Candidate | None:
-        """A legal candidate: every layout is as likely as any other. None where none was found in many draws."""
+        """A legal candidate: every layout is as likely as any other. None if many samples found none."""
         for _ in range(MAX_MISSES):
             candidate = self._completion(rng.choice(self.space.frames), rng)
             if self.is_legal(candidate):

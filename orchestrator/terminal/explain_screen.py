@@ -21,7 +21,7 @@ from orchestrator.diagnosis.values import (
 )
 from orchestrator.report.descriptions import disturbed, peak_memory, peak_memory_parts, trend
 from orchestrator.report.view import Column
-from orchestrator.space.inside import BUILT_IN
+from orchestrator.space.inside import BUILT_IN, MICRO_BATCH
 from orchestrator.space.notation import short_name, spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
 from orchestrator.sweep.state import Trial, nodes_of
@@ -223,7 +223,7 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
 
 def _fixed(one: Bottleneck, explained: SweepExplanation) -> str:
     fixed = one.fixed[:5]
-    settable = [knob for knob in fixed if explained.is_script and knob in BUILT_IN]
+    settable = [knob for knob in fixed if explained.is_script and knob in BUILT_IN and knob != MICRO_BATCH]
     how = f"; space.inside can set {', '.join(settable)} without an option" if settable else ""
     return f"not varied by this sweep: {', '.join(fixed)}{how}"
 

@@ -18,7 +18,7 @@ from cluster.probing import SLOW_DEVIATIONS, SLOW_RATIO, Network, NodeRates, Pro
 from cluster.probing import Progress as Report
 from orchestrator import units
 from orchestrator.commands.forecast import DryRunVerdict, PlannedFile, Probed
-from orchestrator.commands.short_run import Checked, CheckedInside, ExpectedDuration
+from orchestrator.commands.short_run import Checked, CheckedInside, CheckedMemory, ExpectedDuration
 from orchestrator.console import SafeConsole
 from orchestrator.doctor import Diagnosed, Finding
 from orchestrator.frameworks.shell import assignments
@@ -659,6 +659,8 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
     if checked.measurement is not None:
         found = checked.measurement
         yield "step", f"{units.milliseconds(found.step_time_s)}, median of {len(found.counted_step_times_s)} steps"
+    if checked.memory is not None:
+        yield "memory", _memory_line(checked.memory)
     if checked.expected is not None:
         yield "sweep", f"{expected_line(checked.expected)}; submit --max-trials N shortens it"
     if checked.facts:
@@ -670,6 +672,18 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
         yield "inside", _inside(checked.inside)
     for note in checked.seen.notes:
         yield "note", plain(note)
+
+
+def _memory_line(found: CheckedMemory) -> str:
+    parts = {
+        "weights": found.weights_bytes,
+        "gradients": found.gradient_bytes,
+        "optimizer states": found.optimizer_bytes,
+        "activations per sample": found.sample_bytes,
+    }
+    of_peak = ", ".join(f"{name} {num_bytes(size)}" for name, size in parts.items())
+    fitting = f"{found.num_fitting:,} of {units.count(found.num_candidates, 'candidate')} expected to fit"
+    return f"peak {num_bytes(found.peak_bytes)} of {num_bytes(found.limit_bytes)}: {of_peak}; {fitting}"
 
 
 def _inside(found: CheckedInside) -> str:

@@ -363,7 +363,7 @@ def test_release(fresh):
     assert fresh.nodes == kept
     end = end_of(fresh.cluster, gang)
     assert isinstance(end.outcome, GangLost)
-    assert end.outcome.evidence.message == f"node {first} was given back"
+    assert end.outcome.evidence.message == f"node {first} was released"
     fresh.cluster.resize(len(kept) + 1)
     assert fresh.wait(1.0) == []
     assert fresh.nodes == kept

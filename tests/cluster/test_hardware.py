@@ -194,7 +194,7 @@ MIB = 1 << 20
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     """Makes this host one with these tools, and with drivers only where a test says so."""
-    discovery._tell.cache_clear()
+    discovery._warn.cache_clear()
     for kind, source in list(discovery._MAKERS.items()):
         monkeypatch.setitem(discovery._MAKERS, kind, replace(source, driver_files=()))
     return lambda **programs: vendors.install(tmp_path, monkeypatch, **programs)
@@ -306,7 +306,7 @@ def test_an_empty_limit_hides_nothing_from_hip_and_that_is_said(host, monkeypatc
     host(rocm_smi=vendors.ROCM)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     assert _facts(discover_node())[:2] == ("rocm", 2)
-    assert "HIP_VISIBLE_DEVICES is empty, which hides no device of kind rocm; say device: cpu" in caplog.text
+    assert "HIP_VISIBLE_DEVICES is empty, which hides no device of kind rocm; set device: cpu" in caplog.text
     monkeypatch.delenv("HIP_VISIBLE_DEVICES")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert discover_node().num_devices == 2
@@ -339,7 +339,7 @@ def test_a_limit_in_cudas_variable_holds_for_hip_too(host, monkeypatch):
     assert [one.name for one in discover_node().handles] == ["0"], "HIP's own comes first"
     monkeypatch.delenv("HIP_VISIBLE_DEVICES")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(DeviceError, match=r"lists 0, 1, of which CUDA_VISIBLE_DEVICES=7 names none"):
+    with pytest.raises(DeviceError, match=r"lists 0, 1, none of which is in CUDA_VISIBLE_DEVICES=7"):
         discover_node(device="rocm")
 
 
@@ -371,10 +371,10 @@ def test_gpus_that_cannot_be_used_are_never_traded_for_cores(host, monkeypatch, 
 def test_a_driver_whose_tool_lists_nothing_is_no_host_of_cores(host, monkeypatch, tmp_path, caplog):
     host(nvidia_smi=vendors.nvidia(rows="No devices were found"))
     assert discover_node().device_kind == "cpu"
-    assert "nvidia-smi lists no device here" in caplog.text, "without its driver: said, no more"
+    assert "nvidia-smi lists no device" in caplog.text, "without its driver: said, no more"
     source = replace(discovery._MAKERS["cuda"], driver_files=(str(tmp_path),))
     monkeypatch.setitem(discovery._MAKERS, "cuda", source)
-    with pytest.raises(DeviceError, match=r"nvidia-smi lists no device here.*device: cpu"):
+    with pytest.raises(DeviceError, match=r"nvidia-smi lists no device.*device: cpu"):
         discover_node()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert discover_node().device_kind == "cpu"

@@ -144,7 +144,7 @@ def test_excluded_nodes_are_not_used_whatever_the_backend():
 def test_nothing_left_is_an_error_and_gives_the_lease_back(monkeypatch):
     closed = []
     monkeypatch.setattr(SimulatedCluster, "close", lambda self: closed.append(self))
-    with pytest.raises(ClusterError, match="every node of the lease is excluded"):
+    with pytest.raises(ClusterError, match="all leased nodes are excluded"):
         connect(request(1, excluded=lambda topology: {topology.nodes[0].name}), workdir=None)
     assert len(closed) == 1
 

@@ -86,7 +86,7 @@ def test_overrides_win_over_what_is_found():
 
 def test_asking_for_gpus_without_any_names_the_remedy(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ClusterError, match="use device: cpu"):
+    with pytest.raises(ClusterError, match="set device: cpu"):
         describe(ClusterRequest(kind="local", device="cuda"))
 
 
@@ -103,7 +103,7 @@ def test_an_address_where_nobody_listens_is_told_at_once(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(ClusterError, match=f"nothing answers at 127.0.0.1:{port}.*ray start"):
+    with pytest.raises(ClusterError, match=f"nothing responds at 127.0.0.1:{port}.*ray start"):
         connect(ClusterRequest(address=f"127.0.0.1:{port}"), workdir=tmp_path)
     with pytest.raises(ClusterError, match="host:port"):
         connect(ClusterRequest(address="head"), workdir=tmp_path)

@@ -76,7 +76,7 @@ def test_a_large_sweep_is_not_starved_by_small_equals_but_lower_ones_may_fill_th
 def test_one_that_can_never_fit_holds_nobody_up():
     claims = [claim("a", 9), claim("b", 1)]
     assert numbers(claims, 4) == {"a": 0, "b": 1}
-    assert reason("a", claims, 4) == "9 nodes are asked for; the cluster has 4"
+    assert reason("a", claims, 4) == "9 nodes requested; the cluster has 4"
 
 
 def test_a_lease_that_lost_a_node_goes_on_with_the_rest():

@@ -81,7 +81,7 @@ def test_lost_nodes():
     assert lost.evidence.node == "node0001"
     assert ends[gangs[1].attempt_id].device_seconds == pytest.approx(4 * 35.0)
     assert cluster.lost_nodes == {"node0001"}
-    assert (names(cluster), cluster.waiting) == (["node0000"], "2 nodes are asked for; the cluster has 1")
+    assert (names(cluster), cluster.waiting) == (["node0000"], "2 nodes requested; the cluster has 1")
     again = dataclasses.replace(gangs[1], attempt_id="again", token="again")
     cluster.launch(again)
     assert isinstance(end_of(cluster, again).outcome, GangLost)

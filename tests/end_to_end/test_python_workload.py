@@ -38,4 +38,4 @@ def test_the_shipped_example_is_proven_as_far_as_the_machine_allows_and_promoted
     exported = run("export", "encoder@production", "--format", "torchrun", home=tmp_path)
     spec = json.loads(exported["files"]["spec.json"])
     assert spec["workload"]["model"]["model"] == "python_model:build"
-    assert "your own code builds it: python_model:build" in str(exported["notes"])
+    assert "built by your code: python_model:build" in str(exported["notes"])

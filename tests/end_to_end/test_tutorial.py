@@ -89,7 +89,7 @@ def test_it_names_the_commands_that_lead_to_production_and_back():
 def test_the_winner_is_confirmed_explained_and_shown(done):
     folder, outputs = done
     assert "Confirmed:" in outputs["submit"][0]
-    assert "Where the step time goes" in outputs["explain"][0] and "Which knob" in outputs["explain"][0]
+    assert "Where the step time goes" in outputs["explain"][0] and "Effect of each knob" in outputs["explain"][0]
     with Home(folder / "home").open("quickstart") as ledger:
         winner = fold(ledger.events()).winner
     collectives = "Collectives of one step" if winner.candidate.layout.world_size > 1 else "no communication"

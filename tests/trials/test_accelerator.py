@@ -60,10 +60,10 @@ from trials.worker import run_rank
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("cuda", "sees no such device; look at what nvidia-smi says, at CUDA_VISIBLE_DEVICES"),
-        ("rocm", f"needs a torch built for ROCm, but this is {re.escape(torch.__version__)}"),
-        ("xpu", "sees no such device; look at what xpu-smi says, at ZE_AFFINITY_MASK"),
-        ("npu", "needs the package torch_npu, which cannot be imported"),
+        ("cuda", "sees no such device; check nvidia-smi, CUDA_VISIBLE_DEVICES"),
+        ("rocm", f"requires a torch built for ROCm, but this is {re.escape(torch.__version__)}"),
+        ("xpu", "sees no such device; check xpu-smi, ZE_AFFINITY_MASK"),
+        ("npu", "requires the package torch_npu, which cannot be imported"),
     ],
 )
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device here")

@@ -160,12 +160,12 @@ def test_token_file_errors_are_clear(tmp_path):
     with pytest.raises(DataError, match=r"cannot read token file .*tokens\.bin: No such file"):
         open_token_file(TokenFileData(path=str(path)))
     path.write_bytes(b"abc")
-    with pytest.raises(DataError, match="3 bytes, which is no whole number of uint16 ids"):
+    with pytest.raises(DataError, match="3 bytes, not a whole number of uint16 ids"):
         open_token_file(TokenFileData(path=str(path)))
     path.write_bytes(np.full(100, 70_000, dtype="<i4").tobytes())
     ids = open_token_file(TokenFileData(path=str(path), dtype="int32"))
     batches = TokenBatches(ids, Share(global_batch_size=1), seq_length=4, vocab_size=32_000, origin=str(path))
-    with pytest.raises(DataError, match=r"tokens\.bin holds token id 70000, outside the model's 0\.\.31999"):
+    with pytest.raises(DataError, match=r"tokens\.bin contains token id 70000, outside the model's 0\.\.31999"):
         batches[0]
 
 
@@ -425,19 +425,28 @@ def test_the_slowest_rank_decides(tmp_path):
     found = result.findings.loader
     assert found is not None and found.points[0].batch_time_s >= 0.1
     judged_ms = re.search(r"\((\S+) of", found.verdict)
-    assert found.verdict.startswith("The loader matters") and judged_ms is not None
+    assert found.verdict.startswith("Data loading limits") and judged_ms is not None
     assert float(judged_ms[1]) > 3 * result.breakdown.data_s * 1e3
 
 
 @pytest.mark.parametrize(
     ("inline_s", "data_s", "sentence"),
     [
-        (0.001, 0.001, "The loader does not matter here: waiting for data takes 1.0% of the step (1.00 of 100.00 ms)."),
-        (0.07, 0.02, "The loader matters: with the best one found, waiting for data takes 20.0% of the step"),
+        (
+            0.001,
+            0.001,
+            "Data loading does not limit the speed: waiting for data takes 1.0% of the step (1.00 of 100.00 ms).",
+        ),
+        (
+            0.07,
+            0.02,
+            "Data loading limits the speed: with the best loader found, waiting for data takes 20.0% of the step",
+        ),
         (
             0.07,
             0.0008,
-            "The loader matters, and tuning has solved it: waiting for data takes 0.8% of the step (0.80 of 100.00 ms);"
+            "Data loading would limit the speed, but tuning fixed it: waiting for data takes 0.8% of the step (0.80 of "
+            "100.00 ms);"
             " without loading processes it would take 41% (70 ms per batch).",
         ),
     ],

@@ -118,7 +118,7 @@ def test_configurations_met_before_the_range_are_not_tuned():
         report = tuner.report()
         assert report is not None
         assert (report.num_configurations, report.num_lookups, report.num_hits) == expected
-        assert ("2 configurations were met before step 2" in report.note) != measured_before
+        assert ("2 configurations occurred before step 2" in report.note) != measured_before
 
 
 def test_an_explicit_attention_backend_must_attend_to_parts_of_the_keys(monkeypatch):

@@ -189,11 +189,11 @@ def simulated(spec):
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"kernels": Kernels(compile="model")}, "compile model makes one graph of all; use block"),
-        ({"kernels": Kernels(compile="block", compile_mode="reduce-overhead")}, "in memory of its own"),
+        ({"kernels": Kernels(compile="model")}, "compile model makes a single graph; use block"),
+        ({"kernels": Kernels(compile="block", compile_mode="reduce-overhead")}, "in its own memory pool"),
         (
             {"recompute": Recompute(selective=(SelectiveRecompute(pattern=".*norm.*", num_layers=((1,),)),))},
-            "goes with full recompute, not with that of selected operators",
+            "requires full recompute, not recompute of selected operators",
         ),
     ],
 )

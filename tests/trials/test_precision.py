@@ -427,7 +427,7 @@ RESNET = dataclasses.replace(WIDE, model=ResNetModel(), data=ImageFolderData(), 
         (spec_of(Layout(tp=2), ffn_hidden_size=48), "ffn_hidden_size 48 is not divisible by 16 on each of 2"),
         (spec_of(Layout(tp=2), num_heads=16, num_kv_heads=2), "queries, keys and values 80 is not divisible by 16"),
         (spec_of(precision=Precision(level="O1-fp8", dtype="float16")), "in bfloat16, not in float16"),
-        (tiny_spec(workload=RESNET, precision=FLOAT8), "of which the layers of model kind resnet have none"),
+        (tiny_spec(workload=RESNET, precision=FLOAT8), "which the layers of model kind resnet do not have"),
     ],
 )
 def test_refuses(spec, words):
@@ -459,7 +459,7 @@ def test_devices_without_8_bit_matmuls_are_refused(capability, hip, architecture
 
 def test_a_machine_without_the_package_is_told_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(InfeasibleSpec, match=r"needs the package torchao: pip install 'tune-cluster\[fp8\]'"):
+    with pytest.raises(InfeasibleSpec, match=r"requires the package torchao: pip install 'tune-cluster\[fp8\]'"):
         check_float8(CPU)
 
 

@@ -301,8 +301,12 @@ def _planted():
 
 
 def test_planted_redistributions_of_real_dtensors_are_found(tmp_path):
-    repeated = ("w3", "forward", "starts the same all_gather of the same tensor again")
-    round_trip = ("step", "step", "gathers again what had been gathered and cut before, with nothing computed between")
+    repeated = ("w3", "forward", "repeats the same all_gather of the same tensor")
+    round_trip = (
+        "step",
+        "step",
+        "gathers again a tensor that was gathered and split before, without computation in between",
+    )
     for found in run_ranks(_planted, 2, tmp_path):
         assert set(found) == {repeated, round_trip}
 
@@ -412,7 +416,7 @@ def test_graph_mode_leaves_its_graphs_and_counts_the_same_collectives(tmp_path):
 
 
 def test_steps_that_cannot_be_recorded_are_refused():
-    with pytest.raises(InfeasibleSpec, match="stop_step 2 comes before start_step 3"):
+    with pytest.raises(InfeasibleSpec, match="stop_step 2 is before start_step 3"):
         check_profile(ProfileSpec(start_step=3, stop_step=2))
     with pytest.raises(InfeasibleSpec, match="steps count from 1"):
         check_profile(ProfileSpec(start_step=0, stop_step=2))
@@ -444,5 +448,5 @@ def test_the_same_tensor_gathered_twice_is_known_through_copies_and_views():
         collective(flow, "all_gather", copy, f"all of {copy}")
         flow.compute([(f"all of {copy}", 8)])
     (found,) = flow.redundancies()
-    assert "starts the same all_gather" in found.problem
+    assert "repeats the same all_gather" in found.problem
     assert (found.num_calls, found.num_bytes) == (1, 8)

@@ -233,7 +233,7 @@ def test_an_input_written_over_after_the_call_is_an_error():
         y.zero_()
         return out
 
-    with pytest.raises(RuntimeError, match="silu was changed in place"):
+    with pytest.raises(RuntimeError, match="silu was modified in place"):
         outcome(function, "silu")
 
 

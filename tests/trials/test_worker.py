@@ -87,7 +87,7 @@ def test_inductor_trains_alike(tmp_path):
 
 
 OLD = "2.9.1"
-WORDS = f"torch {OLD} is too old for trials, which need {'.'.join(map(str, torch_support.OLDEST))} or newer"
+WORDS = f"torch {OLD} is too old: trials require {'.'.join(map(str, torch_support.OLDEST))} or newer"
 
 
 @pytest.fixture

@@ -75,13 +75,13 @@ def open_device(kind: str, index: int) -> torch.device:
     module = getattr(torch, family.torch_device)
     if not module.is_available():
         raise DeviceUnavailableError(
-            f"the trial asks for device {kind!r}, but this process sees no such device; look at what "
-            f"{family.query_tool} says, at {family.visible_variable}, and in a container at the devices it was given"
+            f"the trial requires device {kind!r}, but this process sees no such device; check "
+            f"{family.query_tool}, {family.visible_variable}, and the devices passed to a container"
         )
     if index >= (count := module.device_count()):
         raise DeviceUnavailableError(
-            f"the trial asks for device {kind!r} number {index}, but this process sees {count}; look at what "
-            f"{family.query_tool} says and at {family.visible_variable}"
+            f"the trial requires device {kind!r} number {index}, but this process sees {count}; check "
+            f"{family.query_tool} and {family.visible_variable}"
         )
     device = torch.device(family.torch_device, index)
     module.set_device(device)
@@ -95,19 +95,19 @@ def _require_support(kind: str, family: Family) -> None:
             importlib.import_module(family.package)
         except ImportError as error:
             raise DeviceUnavailableError(
-                f"device {kind!r} needs the package {family.package}, which cannot be imported: {error}; install the "
-                f"version of it that belongs to torch {torch.__version__}"
+                f"device {kind!r} requires the package {family.package}, which cannot be imported: {error}; "
+                f"install the version for torch {torch.__version__}"
             ) from error
     if not hasattr(torch, family.torch_device):
-        raise DeviceUnavailableError(f"torch {torch.__version__} knows no device {family.torch_device!r}")
+        raise DeviceUnavailableError(f"torch {torch.__version__} does not support the device {family.torch_device!r}")
     is_for_rocm = torch.version.hip is not None
     if kind == "rocm" and not is_for_rocm:
         raise DeviceUnavailableError(
-            f"device 'rocm' needs a torch built for ROCm, but this is {torch.__version__}; install it from "
-            "https://download.pytorch.org/whl/ under the ROCm version of the driver"
+            f"device 'rocm' requires a torch built for ROCm, but this is {torch.__version__}; install it from "
+            "https://download.pytorch.org/whl/ for the ROCm version of the driver"
         )
     if kind == "cuda" and is_for_rocm:
-        raise DeviceUnavailableError(f"torch {torch.__version__} is built for ROCm; use device: rocm")
+        raise DeviceUnavailableError(f"torch {torch.__version__} is built for ROCm; set device: rocm")
 
 
 def module_of(device: torch.device) -> Any:

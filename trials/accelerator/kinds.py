@@ -114,7 +114,7 @@ def family_of(kind: str) -> Family:
     for family in FAMILIES.values():
         if kind in (family.kind, family.torch_device):
             return family
-    raise ValueError(f"device {kind!r} is none of {', '.join(FAMILIES)}")
+    raise ValueError(f"unknown device {kind!r}; use one of {', '.join(FAMILIES)}")
 
 
 _HIDDEN: Mapping[str, str] = {

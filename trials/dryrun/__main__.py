@@ -103,9 +103,9 @@ class _Child:
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
             hint = "; the machine may be short of memory" if name == "SIGKILL" else ""
-            return _failed("died", f"the simulation was ended by {name}{hint}")
+            return _failed("died", f"the simulation was killed by {name}{hint}")
         if not self.text:
-            return _failed("died", f"the simulation ended without a word, exit status {os.WEXITSTATUS(status)}")
+            return _failed("died", f"the simulation ended without a result, exit status {os.WEXITSTATUS(status)}")
         return from_json(Reply, json.loads(self.text))
 
 

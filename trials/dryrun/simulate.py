@@ -220,7 +220,7 @@ def boundary_size(spec: TrialSpec) -> tuple[int, ...]:
         return (rows, spec.workload.seq_length // split, model.hidden_size)
     if isinstance(model, LinearModel):
         return (rows, model.size)
-    raise InfeasibleSpec(f"the dry run does not simulate pipelines of model kind {model.kind}")
+    raise InfeasibleSpec(f"dry runs do not support pipelines of model kind {model.kind}")
 
 
 def _boundary_dtype(spec: TrialSpec) -> torch.dtype:
@@ -420,7 +420,7 @@ def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
         return torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
     if isinstance(model, LinearModel):
         return torch.zeros(rows, model.size), torch.zeros(rows, model.size)
-    assert isinstance(model, ResNetModel), "a user's program is not simulated"
+    assert isinstance(model, ResNetModel), "dry runs do not support custom programs"
     images = torch.zeros(rows, 3, model.image_size, model.image_size)
     return images, torch.zeros(rows, dtype=torch.long)
 

@@ -33,7 +33,7 @@ from trials.user_code import load_function
 __all__ = ["ImportedModel", "Initial", "Loss", "TrainModel", "build_imported", "build_model", "import_code", "loss_of"]
 
 
-_BUILDS_ITS_OWN = "a user's program builds its model itself"
+_BUILDS_ITS_OWN = "custom programs build their model themselves"
 
 
 def build_model(workload: Workload, chunk: Chunk) -> TrainModel:

@@ -114,7 +114,7 @@ def build_python(model: PythonModel) -> Built:
     """
     module = call_function(model.model, model.cwd)
     if not isinstance(module, nn.Module):
-        raise InfeasibleSpec(f"{model.model} gives a {type(module).__name__}, no torch.nn.Module")
+        raise InfeasibleSpec(f"{model.model} returns a {type(module).__name__}, not a torch.nn.Module")
     return Built(
         module=module,
         layers=model.layers,
@@ -138,8 +138,8 @@ def part_of(built: Built, num_layers: int, chunk: Chunk, head: str | None = None
     found = len(list(layers_in(built.module, built.layers).children()))
     if found != num_layers:
         raise InfeasibleSpec(
-            f"{built.layers} has {found} layers, but had {num_layers} when the sweep was planned; submit it under a new"
-            " name"
+            f"{built.layers} has {found} layers, but had {num_layers} when the sweep was planned; submit the "
+            "sweep under a new name"
         )
     # While it is whole: a stage lacks modules that the plan names.
     no_tensor_parallel = plan_problem(built.module, built.tensor_parallel)
@@ -163,7 +163,7 @@ def loss_of_python(model: PythonModel) -> Loss:
         if not isinstance(made, Tensor) or made.dim():
             shape = f" of shape {tuple(made.shape)}" if isinstance(made, Tensor) else ""
             raise InfeasibleSpec(
-                f"{model.loss} gives a {type(made).__name__}{shape}; it has to give the mean, a scalar"
+                f"{model.loss} returns a {type(made).__name__}{shape}; it must return the mean, a scalar"
             )
         return made.float()
 
@@ -174,8 +174,8 @@ def loss_of_python(model: PythonModel) -> Loss:
 
 
 MISSING = (
-    "models of kind huggingface need the transformers package where trials run, and where the sweep is submitted;"
-    " pip install 'transformers>=5'"
+    "models of kind huggingface require the transformers package on the nodes and on the host that submits the "
+    "sweep; pip install 'transformers>=5'"
 )
 
 
@@ -195,7 +195,9 @@ def build_hugging_face(config: str) -> Built:
         drop_nothing(made)
         module = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except (KeyError, TypeError, ValueError, ImportError, OSError) as error:
-        raise InfeasibleSpec(f"transformers builds no decoder of this config.json: {described(error)}") from error
+        raise InfeasibleSpec(
+            f"transformers cannot build a decoder from this config.json: {described(error)}"
+        ) from error
     before, after = _ends(module)
     return Built(
         module=module,
@@ -248,7 +250,7 @@ def _layers_path(module: nn.Module, config: Any) -> str:
     for name, one in module.named_modules():
         if isinstance(one, nn.ModuleList) and len(one) == number:
             return str(name)
-    raise InfeasibleSpec(f"this {config.model_type} has no list of {number} layers; use workload kind python")
+    raise InfeasibleSpec(f"this {config.model_type} model has no list of {number} layers; use workload kind python")
 
 
 def _ends(module: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:

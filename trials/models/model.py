@@ -100,14 +100,14 @@ def matches(module: nn.Module, plan: Sequence[Sequence[str]]) -> Iterator[tuple[
 def plan_problem(module: nn.Module, plan: Sequence[Sequence[str]]) -> str | None:
     """Why the plan cannot split the module; None where it can."""
     if not plan:
-        return "tensor parallelism needs a plan of what it splits: set workload.tensor_parallel"
+        return "tensor parallelism requires a plan: set workload.tensor_parallel"
     found = list(matches(module, plan))
     named = {style for _, _, style in found}
     if unknown := sorted(named - set(STYLES)):
-        return f"the plan splits by {unknown[0]!r}, which is none of {', '.join(STYLES)}"
+        return f"the plan has the unknown style {unknown[0]!r}; use one of {', '.join(STYLES)}"
     for pattern, _ in plan:
         if not any(True for _ in matches(module, [(pattern, "")])):
-            return f"the plan names {pattern!r}, but no module with weights has such a path"
+            return f"the plan has {pattern!r}, but no module with weights matches that path"
     uses = Counter(id(p) for one in module.modules() for p in one.parameters(recurse=False))
     for path, one, style in found:
         if style == SUM_GRADIENTS:
@@ -175,7 +175,9 @@ def layers_in(module: nn.Module, path: str) -> nn.Module:
     """
     found = submodule(module, path, "layers")
     if not isinstance(found, nn.ModuleList | nn.Sequential | nn.ModuleDict) or len(found) == 0:
-        raise InfeasibleSpec(f"workload.layers: {path!r} is a {type(found).__name__}, no list of layers (ModuleList)")
+        raise InfeasibleSpec(
+            f"workload.layers: {path!r} is a {type(found).__name__}, not a list of layers (ModuleList)"
+        )
     return found
 
 
@@ -197,7 +199,7 @@ def pipeline_problem(
 ) -> str | None:
     """Why the module cannot be cut into stages, for all that can be told without running it."""
     if before is None or after is None:
-        return "a pipeline has to be told what lies before and after the layers: set workload.before and .after"
+        return "pipelines require the modules before and after the layers: set workload.before and .after"
     regions = {"before": [submodule(module, path, "before") for path in before]}
     regions |= {f"layer {i}": [layer] for i, layer in enumerate(layers_in(module, layers).children())}
     regions["after"] = [submodule(module, path, "after") for path in after]
@@ -205,10 +207,10 @@ def pipeline_problem(
     for region, modules in regions.items():
         for parameter in {id(p): p for one in modules for p in one.parameters()}.values():
             if (other := places.setdefault(id(parameter), region)) != region:
-                return f"{other} and {region} share weights, which stages of a pipeline cannot"
+                return f"{other} and {region} share weights, which pipeline stages cannot do"
     for name, parameter in module.named_parameters():
         if id(parameter) not in places:
-            return f"{name} lies neither in the layers nor in workload.before or .after"
+            return f"{name} is neither in the layers nor in workload.before or .after"
     return None
 
 

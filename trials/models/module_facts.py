@@ -163,9 +163,11 @@ def _stages_problem(built: Built, num_layers: int, inputs: Tensor) -> str | None
             stage = part_of(_copied(built), num_layers, chunk)
             found = stage(found)
             if not isinstance(found, Tensor):
-                return f"its stages give a {type(found).__name__}; what lies before the layers has to give one tensor"
+                return (
+                    f"its stages return a {type(found).__name__}; the modules before the layers must return one tensor"
+                )
     except Exception as error:
-        return f"cut into stages it fails: {described(error)}"
+        return f"it fails when split into stages: {described(error)}"
     finally:
         built.module.train()
     same = isinstance(whole, Tensor) and whole.shape == found.shape
@@ -173,7 +175,10 @@ def _stages_problem(built: Built, num_layers: int, inputs: Tensor) -> str | None
         same = torch.allclose(whole, found, rtol=1e-4, atol=1e-5)
     if same:
         return None
-    return "cut into stages it gives other outputs: its forward does more than workload.before, layers and after name"
+    return (
+        "its outputs change when split into stages: its forward does more than the modules in workload.before, "
+        "layers and after"
+    )
 
 
 def _copied(built: Built) -> Built:

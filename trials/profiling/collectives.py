@@ -133,17 +133,20 @@ def general_name(name: str) -> str:
 IDENTITY = frozenset({"clone", "contiguous", "alias", "detach", "lift_fresh", "wait_tensor", "_wrap_tensor_autograd"})
 """Moves whose result equals their input."""
 _ROUND_TRIPS = {
-    ("all_gather", "all_gather"): "gathers again what had been gathered and cut before, with nothing computed between",
-    ("all_to_all", "all_to_all"): "exchanges back what had just been exchanged, with nothing computed between",
-    ("reduce_scatter", "all_gather"): "gathers what had just been reduced and scattered: one all_reduce does both",
-    ("all_reduce", "all_reduce"): "sums over the group again what had been summed over it already",
-    ("all_reduce", "reduce_scatter"): "scatters the sum of what had been summed over the group already",
+    (
+        "all_gather",
+        "all_gather",
+    ): "gathers again a tensor that was gathered and split before, without computation in between",
+    ("all_to_all", "all_to_all"): "reverses the previous exchange, without computation in between",
+    ("reduce_scatter", "all_gather"): "gathers the result of a reduce_scatter: one all_reduce does both",
+    ("all_reduce", "all_reduce"): "sums over the group again what was already summed over it",
+    ("all_reduce", "reduce_scatter"): "scatters the sum of what was already summed over the group",
 }
 _LINEAR = frozenset({"all_reduce", "reduce_scatter"})
-_ADDED = "is only added to the result of another {kind}: added first, one {kind} does both"
+_ADDED = "is only added to the result of another {kind}: add first, then one {kind} is enough"
 _PARTS = {
-    "all_gather": "only this rank's share of what is gathered is used: nothing need be gathered",
-    "all_reduce": "only this rank's share of the sum is used: a reduce_scatter moves half as much",
+    "all_gather": "only this rank's part of the gathered tensor is used: no gather is needed",
+    "all_reduce": "only this rank's part of the sum is used: a reduce_scatter moves half as much",
 }
 
 
@@ -235,7 +238,7 @@ class Flow:
         value = self._value(sent)
         same = (started.kind, started.group, started.phase, value.number)
         if same in self._started:
-            self._found.append((started, f"starts the same {started.kind} of the same tensor again"))
+            self._found.append((started, f"repeats the same {started.kind} of the same tensor"))
         self._started.add(same)
         before = value.source
         if before is not None:

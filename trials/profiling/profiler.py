@@ -116,7 +116,8 @@ def dumped_graphs(folder: Path, prefix: str) -> Iterator[_Writer]:
 
 
 _GRAPH_MODE = (
-    "collectives were counted in a step without graph mode, which makes the same ones unless the compiler moves them"
+    "collectives were counted in a step without graph mode; compiled steps make the same ones unless the "
+    "compiler moves them"
 )
 
 
@@ -160,7 +161,7 @@ class Profiler(StepClock):
             yield
             return
         if self._spec.start_step <= tuned_until:
-            self._notes.append(f"kernels were being tuned until step {tuned_until}: later steps are faster")
+            self._notes.append(f"kernels were tuned until step {tuned_until}: later steps are faster")
         if self._folder is not None:
             make_private_folder(self._folder)
         with contextlib.ExitStack() as stack:
@@ -313,7 +314,7 @@ class Profiler(StepClock):
         if self._counter is not None and self._trial.candidate.kernels.compile != "off":
             notes.append(_GRAPH_MODE)
         if absent := [rank for rank in self._spec.ranks if rank >= self._layout.world_size]:
-            notes.append(f"the run has {self._layout.world_size} ranks: no rank {', '.join(map(str, absent))}")
+            notes.append(f"the run has {self._layout.world_size} ranks, no rank {', '.join(map(str, absent))}")
         return tuple(notes)
 
     def _peak(self, curve: Sequence[tuple[float, int]], phases: Sequence[Any]) -> MemoryPeak | None:

@@ -439,8 +439,8 @@ def check_profile(spec: ProfileSpec) -> None:
         raise InfeasibleSpec(f"profile.start_step is {spec.start_step}; steps count from 1")
     if spec.stop_step < spec.start_step:
         raise InfeasibleSpec(
-            f"profile.stop_step {spec.stop_step} comes before start_step {spec.start_step}; both are recorded, so make "
-            "stop_step at least start_step"
+            f"profile.stop_step {spec.stop_step} is before start_step {spec.start_step}; set stop_step to at "
+            "least start_step, both steps are recorded"
         )
 
 

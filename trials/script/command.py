@@ -143,6 +143,8 @@ VARIABLES_VARIABLE = "TUNE_CLUSTER_VARIABLES"
 """Names of the environment variables of the candidate's, which the hook watches."""
 MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"
 """How much memory a process may take on a CUDA device."""
+HOST_MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_HOST_MEMORY_LIMIT_BYTES"
+"""How much host memory a process may take that computes on CPUs."""
 
 
 def hook_path(*, hook: bool = True) -> tuple[str, ...]:
@@ -285,8 +287,11 @@ def child_environment(
     environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     environment |= {pair[0]: pair[1] for pair in command.env if len(pair) == 2}
     environment[REPORT_VARIABLE] = str(report)
-    if command.memory_limit_bytes is not None and command.device != "cpu":
-        environment[MEMORY_LIMIT_VARIABLE] = str(command.memory_limit_bytes)
+    if command.memory_limit_bytes is not None:
+        on_host = command.device == "cpu"
+        limit = HOST_MEMORY_LIMIT_VARIABLE if on_host else MEMORY_LIMIT_VARIABLE
+        if not (on_host and command.profile is not None):  # the profiler takes much of it itself
+            environment[limit] = str(command.memory_limit_bytes)
     if command.profile is not None:
         environment[PROFILE_VARIABLE] = json.dumps(_window(command.profile))
     if variables := [name[1:] for name in command.options if name.startswith("$")]:

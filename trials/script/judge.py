@@ -75,7 +75,7 @@ _LAUNCHERS = re.compile(
 )
 _AMBIGUOUS = ("InfeasibleSpec", "DataError", "NonFiniteLoss", "NodeFault")
 """Names of errors of ours: a program's own by these names mean something else."""
-NODE_FAULT_CODES = {16: "asks to be run again elsewhere", 17: "found wrong results that do not repeat"}
+NODE_FAULT_CODES = {16: "requests a restart on another node", 17: "found wrong results that are not reproducible"}
 """Exit codes of Megatron-LM's rerun state machine, which suspects the hardware."""
 
 
@@ -205,7 +205,7 @@ def failure(
     cause = next((error for error in reversed(errors) if is_out_of_memory(error)), errors[-1] if errors else None)
     cause = cause or left_behind(file) or output.cause()
     if output.is_port_taken and (cause is None or _is_collateral(cause)):
-        return NodeFault(f"the port at which ranks were to meet: address already in use{suffix}")
+        return NodeFault(f"the rendezvous port: address already in use{suffix}")
     if cause is not None:
         return raised(cause, suffix)
     if exit_code:
@@ -363,7 +363,7 @@ class Judge:
         for series in self._book.series.values():
             for step, loss in series.by_step("loss").items():
                 if step <= last and not math.isfinite(loss.value):
-                    raise TrainingDiverged(f"the loss is {loss.value} at step {step} (by {series.name})")
+                    raise TrainingDiverged(f"the loss is {loss.value} at step {step} (from {series.name})")
             _check_norms(series, last)
 
     def check_facts(self) -> None:
@@ -376,7 +376,7 @@ class Judge:
         for series in self._book.series.values():
             seen = {value.value for step, value in series.by_step("samples").items() if step in self._measured}
             if len(seen) == 1 and self._command.samples_per_step not in seen:
-                wanted = f"the candidate wants {self._command.samples_per_step} samples per optimiser step"
+                wanted = f"the candidate requires {self._command.samples_per_step} samples per optimiser step"
                 raise NotApplied(f"not applied: {wanted}, but the program has {seen.pop():g} (seen by {series.name})")
         self._check_amounts()
 
@@ -606,7 +606,7 @@ def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
     )
     for knob, wanted, seen in pairs:
         if wanted is not None and seen is not None and seen != wanted:
-            yield f"the candidate wants {knob} to be {wanted}, but the program has {_short(seen)}"
+            yield f"the candidate requires {wanted} for {knob}, but the program has {_short(seen)}"
     yield from _recompute_problem(expected.recomputes, facts.get("layer_calls_per_forward"))
     local, whole = facts.get("parameter_bytes_local"), facts.get("parameter_bytes_global")
     if expected.parameter_shards and local and whole:
@@ -625,16 +625,16 @@ def _recompute_problem(wanted: bool | None, calls: float | None) -> Iterator[str
     if wanted is None or calls is None:
         return
     if wanted and calls <= 1:
-        yield "the candidate wants layers to be recomputed, but each runs once per forward pass"
+        yield "the candidate requires recompute, but each layer runs once per forward pass"
     elif not wanted and calls > 1:
-        yield f"the candidate wants no layer to be recomputed, but each runs {_short(calls)} times per forward pass"
+        yield f"the candidate requires no recompute, but each layer runs {_short(calls)} times per forward pass"
 
 
 def _shards_problem(wanted: int, seen: float) -> Iterator[str]:
     if wanted > 1 and seen < 1 + (wanted - 1) * (1 - SHARDS_TOLERANCE):
-        yield f"the candidate wants parameters to be spread over {wanted} ranks, but a rank holds 1/{seen:.3g} of them"
+        yield f"the candidate requires parameters sharded over {wanted} ranks, but a rank holds 1/{seen:.3g} of them"
     elif wanted == 1 and seen > 1 / SHARDS_TOLERANCE:
-        yield f"the candidate wants every rank to hold all parameters, but a rank holds 1/{seen:.3g} of them"
+        yield f"the candidate requires all parameters on every rank, but a rank holds 1/{seen:.3g} of them"
 
 
 def _short(value: Any) -> str:

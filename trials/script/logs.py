@@ -459,9 +459,9 @@ class PatternLog:
         try:
             self._pattern = re.compile(log.pattern or "")
         except re.error as error:
-            raise ValueError(f"the log pattern {log.pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"the log pattern {log.pattern!r} is not a valid regular expression: {error}") from None
         if not log.pattern:
-            raise ValueError("the log format 'pattern' needs a pattern")
+            raise ValueError("the log format 'pattern' requires a pattern")
         self._num_lines = 0
 
     def feed(self, line: str) -> Iterator[LogRecord]:
@@ -573,5 +573,5 @@ def make_parser(log: LogFormat) -> LogParser:
         ValueError: there is no such format, or its pattern is none.
     """
     if (make := PARSERS.get(log.name)) is None:
-        raise ValueError(f"no log format is called {log.name!r}; there are {', '.join(sorted(PARSERS))}")
+        raise ValueError(f"unknown log format {log.name!r}; available: {', '.join(sorted(PARSERS))}")
     return make(log)

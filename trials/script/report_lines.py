@@ -146,7 +146,7 @@ class BoundedLog:
 
     def _log_omitted(self, count: int) -> None:
         if count > 0:
-            self._put(f"\n[... {count} bytes left out ...]\n".encode())
+            self._put(f"\n[... {count} bytes omitted ...]\n".encode())
 
     def _put(self, data: bytes) -> None:
         """Write, if that is possible at all: a full disk must not end the training."""

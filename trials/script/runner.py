@@ -315,7 +315,7 @@ class ProgramWatch:
             tail = self._files.tails[path]
             self._parse_line(line, self._file_parsers[path], path, arrived_s=tail.written_s, since_s=tail.since_s)
         for path in (*self._reports.full, *self._files.full):
-            self.book.note(f"{Path(path).name} is not read to its end: it is too long")
+            self.book.note(f"{Path(path).name} is too long and not read to its end")
 
     def _read_reports(self, *, is_last: bool = False) -> None:
         for path, line in self._reports.new_lines(is_last=is_last):
@@ -389,7 +389,7 @@ class ProgramWatch:
                 self._wait(POLL_S)
             if self._measured() is not None or self._child.exit_code is not None:
                 return False
-            self.book.note("this rank told of fewer steps than another one of its node, which speaks for it")
+            self.book.note("this rank reported fewer steps than another rank of its node, whose report is used")
         self._report_peers()
         self._places.publish(PeerState(state="silent"))
         return True
@@ -500,17 +500,17 @@ class ProgramWatch:
         """How it could have told of its steps, and what was seen of each way."""
         log, hooked = self._command.log, "the hook is off"
         if self.book.facts or self.book.versions:
-            hooked = "the hook was loaded and saw no optimiser step"
+            hooked = "the hook was loaded but saw no optimiser step"
         elif self._command.hook:
-            hooked = "the hook reported nothing"
+            hooked = "the hook did not report"
         looked_at = f"{self._output_bytes} bytes of output and {len(self._file_parsers)} log files have no line that"
         lines = f"{looked_at} looks like {log.name}'s"
         if log.name in ("none", "pattern"):
-            lines = f"{looked_at} {log.pattern!r} matches" if log.pattern else "no log format is given"
+            lines = f"{looked_at} {log.pattern!r} matches" if log.pattern else "no log format is set"
         return (
-            f"the command {how_it_ended(self._child.exit_code)} but told of no step. It can do so by `from"
-            f" tune_cluster_report import report` ({len(self._reports.tails)} report files are there), by the hook in"
-            f" its Python ({hooked}), or by a line that it prints ({lines})"
+            f"the command {how_it_ended(self._child.exit_code)} but reported no step. Steps can be reported with "
+            f"`from tune_cluster_report import report` ({len(self._reports.tails)} report files found), by the "
+            f"hook in its Python ({hooked}), or in printed lines ({lines})"
         )
 
     def _too_few(self) -> str:
@@ -518,10 +518,10 @@ class ProgramWatch:
         needed, warm_up = self._command.num_required_steps, self._command.num_warmup_steps
         counted = f"{self.judge.num_steps} of {needed} steps ({warm_up} to warm up, {needed - warm_up} to measure)"
         if self.judge.num_steps < needed:
-            return f"the command {how_it_ended(self._child.exit_code)} after {counted}: have it train longer"
+            return f"the command {how_it_ended(self._child.exit_code)} after {counted}: let it train longer"
         return (
-            f"the command told of {counted}, but not how long each of them took: have it tell of each step, with its"
-            " time, or print each line as the step ends"
+            f"the command reported {counted}, but not the time of each: report each step with its time, or print "
+            "its line when the step ends"
         )
 
 
@@ -546,7 +546,7 @@ def read_profile(
     wanted = _num_recorded(command, rank)
     found = windows(places.report)
     if wanted and not found:
-        raise CommandError("the hook recorded no step: no optimizer of torch made a step, or torch's profiler failed")
+        raise CommandError("the hook recorded no step: no torch optimizer made a step, or the torch profiler failed")
     step = command.protocol.num_steps
     try:
         return tuple(read_window(path, places.profile, lambda: progress("measuring", step=step)) for path in found)
@@ -637,8 +637,10 @@ def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
         if of_host(error) is not None:
             raise NodeFault(f"cannot start the command on {socket.gethostname()}: {error}") from error
         if not Path(command.cwd).is_dir():
-            where = f"there is no folder {command.cwd} on node {socket.gethostname()}"
-            raise CommandError(f"{where}: a program starts from its own path, which has to be on every node") from error
+            where = f"folder {command.cwd} does not exist on node {socket.gethostname()}"
+            raise CommandError(
+                f"{where}: the program starts from its original path, which must exist on every node"
+            ) from error
         reason = error.strerror or type(error).__name__
         raise CommandError(f"cannot start {argv[0]!r} in {command.cwd}: {reason}") from error
 
@@ -656,15 +658,15 @@ def _report(
     """The rank's report; what nobody told is left out."""
     seconds = times.seconds if times is not None else ()
     script = judge.report(times, exit_code)
-    allocated = judge.peak("allocated_bytes") or (judge.peak("rss_bytes") if command.device == "cpu" else 0)
+    resident = judge.peak("rss_bytes") if command.device == "cpu" else 0
     return RankReport(
         rank=rank.rank,
         world_size=rank.num_slots,
         tokens_per_step=_amount(script.tokens_per_step, command.tokens_per_step),
         step_times_s=seconds,
         breakdown=judge.breakdown(seconds),
-        peak_allocated_bytes=allocated,
-        peak_reserved_bytes=judge.peak("reserved_bytes"),
+        peak_allocated_bytes=judge.peak("allocated_bytes") or resident,
+        peak_reserved_bytes=judge.peak("reserved_bytes") or resident,
         num_warmup_steps=command.num_warmup_steps,
         losses=judge.per_step("loss"),
         grad_norms=judge.per_step("grad_norm"),
@@ -697,7 +699,7 @@ def _amount(seen: float | None, reported: int) -> int:
 
 def main() -> None:
     """Run one rank under torchrun; rank 0 writes the report."""
-    parser = argparse.ArgumentParser(description="Run one rank of a training program of your own under torchrun.")
+    parser = argparse.ArgumentParser(description="Run one rank of your training program under torchrun.")
     parser.add_argument("--spec", type=Path, required=True, help="ScriptCommand as JSON")
     parser.add_argument("--out", type=Path, default=None, help="file for rank 0's report as JSON; stdout by default")
     arguments = parser.parse_args()

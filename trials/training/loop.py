@@ -725,7 +725,7 @@ def build_schedule(
     try:
         return single[layout.schedule](stage, num_microbatches, **options)
     except ValueError as error:
-        raise InfeasibleSpec(f"torch {torch.__version__} refuses schedule {layout.schedule}: {error}") from error
+        raise InfeasibleSpec(f"torch {torch.__version__} rejects schedule {layout.schedule}: {error}") from error
 
 
 # ---- Builds this rank's part of the model from a specification: split over the gang, wrapped and initialised

@@ -179,7 +179,7 @@ def test_given_recompute_leaves_only_layers_to_choose():
 
 
 def test_the_stage_that_lacks_memory_is_named():
-    with pytest.raises(DoesNotFitError, match=r"stage 2 is short of 0.50 GiB for 2 layers") as error:
+    with pytest.raises(DoesNotFitError, match=r"stage 2 lacks 0.50 GiB for 2 layers") as error:
         balance(
             problem(
                 layer_bytes=GIB,

@@ -71,7 +71,7 @@ def test_a_rank_with_too_much_keeps_its_files_and_the_others_come(tmp_path, fold
 def test_names_that_lead_elsewhere_are_refused(tmp_path, caplog, name):
     piece = FilePiece(attempt_id="a1", token="token", name=name, offset=0, data=b"x", is_last=True)
     assert home_after(tmp_path, [piece]) == {}
-    assert "refused for its name" in caplog.text
+    assert "refused because of its name" in caplog.text
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

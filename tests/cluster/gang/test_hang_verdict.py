@@ -242,7 +242,7 @@ def test_a_collective_with_ranks_of_which_nothing_was_seen_is_no_proof_of_a_link
     found = verdict({0: sight(0, under_way("0", 1))})
     assert (found.kind, found.detail) == (
         "unknown",
-        "rank 0 is in all_reduce of [[8]] with rank 1, of which nothing was seen",
+        "rank 0 is in all_reduce of [[8]] with rank 1, which has no record",
     )
 
 

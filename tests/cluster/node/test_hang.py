@@ -137,14 +137,14 @@ def test_a_stack_that_comes_late_is_that_of_its_own_rank(ranks_of_one_slot):
 @pytest.mark.slow
 def test_a_rank_that_lives_and_does_not_answer_is_not_blamed_for_that(ranks_of_one_slot):
     seen = ranks_of_one_slot(in_the_kernel=60, in_a_file=0)
-    assert (seen[0].stack_state, seen[0].where) == (StackState.UNCLEAR, "it did not tell its stack in time")
+    assert (seen[0].stack_state, seen[0].where) == (StackState.UNCLEAR, "it did not report its stack in time")
     assert (seen[1].stack_state, "in_a_file" in seen[1].where) == (StackState.ELSEWHERE, True)
 
 
 def test_a_late_stack_is_not_taken_for_that_of_another_rank(ranks_of_one_slot, monkeypatch):
     monkeypatch.setattr(hang, "DUMP_S", 1.0)
     seen = ranks_of_one_slot(late=1.5, later=1.7)
-    assert [seen[rank].where for rank in (0, 1)] == ["it did not tell its stack in time"] * 2
+    assert [seen[rank].where for rank in (0, 1)] == ["it did not report its stack in time"] * 2
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def test_ranks_end_when_the_controller_falls_silent_and_it_hears_of_that_later(a
     outcome = fold(gone(agent))
     assert isinstance(outcome, GangLost)
     assert outcome.cause == "controller"
-    assert "heard nothing of the controller" in outcome.evidence.message
+    assert "lost contact with the controller" in outcome.evidence.message
 
 
 def test_of_two_nodes_the_one_with_the_hanging_rank_is_blamed_though_no_deadline_passed_there(agent, tmp_path, pids):

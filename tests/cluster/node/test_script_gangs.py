@@ -91,7 +91,7 @@ def test_a_full_disk_is_no_fault_of_the_candidate(tmp_path, is_full_before):
             path.write_text(f"{scripts.STEPS}train()\n")
             again = run(cluster, scripts.RUNNER, spec=scripts.spec(path)).outcome
     assert isinstance(full, GangLost), full
-    assert full.cause == "infrastructure" and full.evidence.message.endswith("free the node's disk")
+    assert full.cause == "infrastructure" and full.evidence.message.endswith("free disk space on the node")
     assert isinstance(again, Measured), again
 
 

@@ -40,7 +40,7 @@ def test_a_lease_is_of_nodes_alike_the_best_there_are_but_for_those_left_out():
 @pytest.mark.parametrize(
     ("wanted", "left_out", "words"),
     [
-        (Wanted(), {"2", "3"}, r"every node of the Ray cluster with GPUs is excluded \(2\)"),
+        (Wanted(), {"2", "3"}, r"all nodes of the Ray cluster with GPUs are excluded \(2\)"),
         (Wanted(devices_per_node=8), set(), "devices_per_node is 8; the nodes have 4 GPUs"),
     ],
 )

@@ -39,7 +39,7 @@ def test_our_own_head_is_waited_for_while_its_process_lives(cluster, monkeypatch
             assert cluster.poll(0.5) == []
     finally:
         os.kill(head, signal.SIGCONT)
-    assert any("it is waited for" in record.getMessage() for record in caplog.records)
+    assert any("waiting for it" in record.getMessage() for record in caplog.records)
     assert len(cluster.topology.nodes) == 1, cluster.lost_nodes
     assert isinstance(run(cluster, "ok").outcome, Measured)
     assert cluster.lost_nodes == frozenset()

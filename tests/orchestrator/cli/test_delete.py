@@ -89,7 +89,7 @@ def test_only_what_measured_nothing_is_replaced(tmp_path, has_measured):
     events = long_story.events(long_story.speeds(0.1), finished=False)
     kept = events if has_measured else [e for e in events if not isinstance(e, TrialProposed)][:1]
     keep(tmp_path / "home", "story", kept)
-    assert "was started with another content" in run("submit", file, "--home", tmp_path / "home").stderr
+    assert "was started with a different file" in run("submit", file, "--home", tmp_path / "home").stderr
     replaced = run("submit", file, "--replace", "--home", tmp_path / "home")
     if has_measured:
         assert replaced.exit_code == 2

@@ -63,7 +63,7 @@ def test_a_ledger_of_another_version_is_explained_as_far_as_it_goes(tmp_path):
     """No sweep file that could be read, no hardware, no knowledge: what was measured is told all the same."""
     keep(tmp_path, "story", long_story.events(long_story.all_kinds()), spec={"unknown": 1})
     body = body_of(tmp_path, "story")
-    assert body["unmodelled"] == "the sweep file kept with it is of another version"
+    assert body["unmodelled"] == "its stored sweep file has a different version"
     names = [part["name"] for part in body["chosen"]["parts"]]
     assert names == ["forward_backward", "optimizer", "data", "other"]
     assert body["bottleneck"] is None or body["bottleneck"] == "io"

@@ -136,7 +136,7 @@ def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(h
     assert failed, "the sweep has trials that run out of memory"
     again = command("retry", "first", "--failed=oom", "--home", home, "--detach", "--follow", "--json")
     assert again.returncode == 0, again.stderr
-    assert "to be launched again: " + ", ".join(f"t{number:03d}" for number in failed) in again.stderr
+    assert "will be launched again: " + ", ".join(f"t{number:03d}" for number in failed) in again.stderr
     after = state(home, "first")
     assert after.status == "finished"
     assert [len(after.trials[number].attempts) for number in failed] == [2] * len(failed)
@@ -198,7 +198,7 @@ def test_what_ends_a_background_controller_at_once_is_shown(home: Path, tmp_path
         for where in (("--detach",), ("--foreground",)):  # as a job: tests/orchestrator/cli/test_cli.py
             refused = command("submit", file, "--home", home, "--address", address, *where)
             assert refused.returncode == ExitCode.INFRASTRUCTURE, refused.stderr
-            assert f"nothing answers at {address}" in refused.stderr
+            assert f"nothing responds at {address}" in refused.stderr
             assert "Traceback" not in refused.stderr
     assert list(home.rglob("ledger.sqlite")) == []
     local = sweeps.write(tmp_path, "local.yaml")

@@ -195,6 +195,6 @@ def test_submitting_a_sweep_that_runs_follows_it_and_shows_its_result(tmp_path):
     observer.thread.join(60)
     (result,) = ended
     assert result.exit_code == 0, result.output
-    assert "The sweep first runs already" in result.stderr
+    assert "The sweep first is already running" in result.stderr
     assert "first on" in result.stdout and "finished" in result.stdout
     assert [event.epoch for event in events_of(found) if isinstance(event, ControllerStarted)] == [1]

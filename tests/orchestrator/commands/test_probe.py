@@ -89,14 +89,14 @@ def test_a_profile_is_of_this_hardware_and_a_broken_one_is_not_used(tmp_path, ca
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("cluster", "exclude_nodes"), ["node0000", "node0001"], "every node of the lease is excluded"),
+        (("cluster", "exclude_nodes"), ["node0000", "node0001"], "all leased nodes are excluded"),
         (("cluster", "exclude_nodes"), "node0000", "exclude_nodes"),
         (("cluster", "exclude_slow_nodes"), "maybe", "exclude_slow_nodes"),
         (("cluster", "simulation", "faults"), {"crash": 1.0}, "no node could be measured"),
     ],
 )
 def test_what_cannot_be_probed_is_an_error(path, value, words, tmp_path):
-    command = "submit" if "every node" in words else "probe"
+    command = "submit" if "all leased" in words else "probe"
     content = changed(SWEEP, path, value)
     done = CliRunner().invoke(main, [command, str(write(tmp_path, content)), "--home", str(tmp_path / "home")])
     assert done.exit_code == (2 if "exclude" in words and "every" not in words else 4), done.output

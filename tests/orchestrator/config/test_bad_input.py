@@ -24,7 +24,7 @@ def test_an_unknown_key_is_refused_at_every_level(tmp_path, path):
     assert [error.line] == marked_lines(tmp_path)
     assert error.key == dotted((*path, MARK))
     assert error.message == "unknown key"
-    assert "Keys here: " in error.remedy
+    assert "Valid keys: " in error.remedy
 
 
 @pytest.mark.parametrize("path", MAPPINGS[1:], ids=dotted)

@@ -26,7 +26,7 @@ def test_a_duplicate_key_is_refused_at_every_level(tmp_path, path):
     error = refusal(tmp_path, text)
     assert error.line == last + 1
     assert error.key == dotted(path)
-    assert error.message == f"the key stands twice, first on line {here + 1}"
+    assert error.message == f"duplicate key, first on line {here + 1}"
 
 
 def _key_paths(lines):
@@ -42,7 +42,7 @@ def _key_paths(lines):
     ("content", "line", "words"),
     [
         ("name: x\nspace: " + "[" * 5000, 1, "nested deeper"),
-        ("name: x\nseed: 0x" + "f" * 5000, 2, "a number of 5002 characters is too large"),
+        ("name: x\nseed: 0x" + "f" * 5000, 2, "a number with 5002 characters is too large"),
         (bytes(range(256)) * 50, None, ""),
         ("x: " + "y" * MAX_FILE_BYTES, None, "larger than"),
     ],
@@ -80,7 +80,7 @@ def test_an_error_in_the_model_file_names_that_file(tmp_path):
 def test_too_large_a_space_names_the_longest_lists(tmp_path):
     space = {"num_workers": list(range(1, 257)), "prefetch_factor": list(range(1, 257)), "pin_memory": [True, False]}
     spec = load_sweep(write(tmp_path, {**SMALL, "space": {**space, "persistent_workers": [True, False]}}))
-    words = r"loader span 262,144 combinations.*num_workers \(256\), prefetch_factor \(256\), "
+    words = r"loader have 262,144 combinations.*num_workers \(256\), prefetch_factor \(256\), "
     with pytest.raises(ConfigError, match=words):
         make_plan(spec)
 
@@ -189,7 +189,7 @@ def test_more_class_folders_than_classes_are_refused_at_once(tmp_path):
     )
     assert (error.key, error.message) == (
         "workload.model.num_classes",
-        f"2 classes, but {tmp_path / 'images'} has 3 folders of classes",
+        f"2 classes, but {tmp_path / 'images'} has 3 class folders",
     )
     assert error.line == (tmp_path / "sweep.yaml").read_text().splitlines().index("    num_classes: 2") + 1
     assert "num_classes: 3" in error.remedy

@@ -52,11 +52,14 @@ def test_what_cannot_be_split_is_rejected_with_its_reason(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "python_model"}, "workload.model: 'python_model' does not name a function. Write module:function"),
-        ({"loss": "trials:loss"}, "workload.loss: a module of yours cannot be called 'trials'"),
+        (
+            {"model": "python_model"},
+            "workload.model: 'python_model' is not of the form module:function. Write module:function",
+        ),
+        ({"loss": "trials:loss"}, "workload.loss: your module must not be called 'trials'"),
         ({"tensor_parallel": {"blocks.*.up": "columns"}}, "workload.tensor_parallel.blocks.*.up: expected 'colwise'"),
         ({"layer": "blocks"}, "workload.layer: unknown key. Did you mean 'layers'?"),
-        ({"cwd": "/no/such/folder", "counted": None}, "workload.cwd: there is no folder /no/such/folder"),
+        ({"cwd": "/no/such/folder", "counted": None}, "workload.cwd: folder /no/such/folder does not exist"),
     ],
 )
 def test_faults_are_told_at_their_key(changes: dict[str, object], words: str, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_where_no_cost_model_guides_usual_effects_do_and_a_sentence_says_so(tmp_
     content = changed(SWEEP, ("search",), {"sampler": "guided"})
     spec = load_sweep(write(tmp_path, content))
     assert make_search(spec, make_plan(spec), None, PriorKnowledge()).suggest is not None
-    assert "ranked by typical effects of knobs: the hardware is not known" in caplog.text
+    assert "ranked by typical effects of knobs: the hardware is unknown" in caplog.text
 
 
 def test_a_larger_budget_goes_on_with_a_finished_sweep_as_if_it_had_been_so_from_the_start(tmp_path):

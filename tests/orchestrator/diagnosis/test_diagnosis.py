@@ -120,7 +120,7 @@ def test_on_unknown_hardware_forward_and_backward_are_not_split_and_not_called_c
     taken = measured(0.1, breakdown=StepBreakdown(forward_s=0.05, backward_s=0.05))
     explained = explain_sweep(sweep([Candidate()], [taken]), basis([Candidate()], UNKNOWN))
     assert [(part.name, part.source) for part in explained.step_parts[0].parts] == [("forward_backward", "measured")]
-    assert "no accelerator called 'Frobnicator 9000'" in explained.unmodelled
+    assert "unknown accelerator 'Frobnicator 9000'" in explained.unmodelled
     assert explained.unmodelled in explained.baseline.parts.notes[0]
     assert (explained.bottleneck.kind, explained.bottleneck.at_most) == ("passes", None)
     assert "only a profile can distinguish them" in text(render_sweep_explanation(explained), 200)
@@ -153,7 +153,7 @@ def test_mixed_precision_that_brings_nothing_is_evidence_of_dispatch():
     ]
     found = explain_sweep(sweep(candidates, outcomes, TINY), basis(candidates, ONE_NODE)).bottleneck
     assert found.kind == "dispatch"
-    assert any("mixed precision brings little" in line for line in found.evidence)
+    assert any("mixed precision helps little" in line for line in found.evidence)
 
 
 def test_a_change_that_the_sweep_tried_is_told_as_measured_and_one_without_memory_as_such():

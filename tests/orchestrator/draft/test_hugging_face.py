@@ -22,10 +22,18 @@ def drafted(tmp_path, config):
     [
         (transformers.LlamaConfig(**GATED, num_key_value_heads=2), 2, ()),
         (transformers.MistralConfig(**GATED, num_key_value_heads=4, sliding_window=None), 4, ()),
-        (transformers.MistralConfig(**GATED, sliding_window=1024), 8, ("full attention for windows of 1024",)),
-        (transformers.Qwen2Config(**GATED, num_key_value_heads=2), 2, ("no biases of queries",)),
-        (transformers.Qwen3Config(**GATED, num_key_value_heads=8, head_dim=128), 8, ("norms", "heads of 64 for 128")),
-        (transformers.GemmaConfig(**GATED, num_key_value_heads=1), 1, ("SiLU for GELU", "an output layer of its own")),
+        (transformers.MistralConfig(**GATED, sliding_window=1024), 8, ("full attention instead of windows of 1024",)),
+        (transformers.Qwen2Config(**GATED, num_key_value_heads=2), 2, ("no biases on queries",)),
+        (
+            transformers.Qwen3Config(**GATED, num_key_value_heads=8, head_dim=128),
+            8,
+            ("norms", "heads of size 64 instead of 128"),
+        ),
+        (
+            transformers.GemmaConfig(**GATED, num_key_value_heads=1),
+            1,
+            ("SiLU instead of GELU", "a separate output layer"),
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
@@ -69,7 +77,7 @@ def test_the_weights_are_those_of_the_real_model(tmp_path):
         ({"model_type": "t5", "is_encoder_decoder": True}, ("'t5'", "llama")),
         ({"hidden_size": 12}, ("model_type",)),
         ({"model_type": "llama", "hidden_size": 512}, ("missing", "num_hidden_layers")),
-        ({"model_type": "llama", **GATED, "hidden_size": "wide"}, ("hidden_size", "'wide' is no size")),
+        ({"model_type": "llama", **GATED, "hidden_size": "wide"}, ("hidden_size", "'wide' is not a valid size")),
         ({"model_type": "llama", **GATED, "num_attention_heads": 7}, ("7 heads",)),
         ({"model_type": "resnet", "depths": [1, 1, 1, 1]}, ("depths", "ResNet-50")),
         ([1], ("model_type",)),

@@ -137,7 +137,7 @@ def test_toml_keeps_lines_and_comments():
         "a": 2,
         "b": [{"c": {"d": 5}}],
     }
-    with pytest.raises(ConfigError, match="no value of TOML"):
+    with pytest.raises(ConfigError, match="not a valid TOML value"):
         edited(TOML, "f.toml", {"seed": None})
 
 

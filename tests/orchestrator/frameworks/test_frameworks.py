@@ -140,7 +140,7 @@ def test_all_formats_at_once_with_reasons_for_those_that_cannot():
         "deepspeed",
         "torchrun",
     }
-    with pytest.raises(ConfigError, match=r"no format called 'nemo'.*megatron, torchtitan"):
+    with pytest.raises(ConfigError, match=r"unknown format 'nemo'.*megatron, torchtitan"):
         export("nemo", Candidate(), WORKLOAD)
 
 
@@ -149,9 +149,9 @@ def test_modules_of_the_users_own_go_where_their_code_is_called_and_programs_now
     exported = {name: result for name, result in module.items() if not isinstance(result, ConfigError)}
     assert set(exported) == {"accelerate", "deepspeed", "torchrun"}
     for result in exported.values():
-        assert "your own code builds it: mine:build in /c" in [note.message for note in result.notes]
+        assert "built by your code: mine:build in /c" in [note.message for note in result.notes]
     for name, result in script.items():
-        assert "own: knobs of one's own belong" in str(result) and "workload.model.script: the program" in str(result)
+        assert "own: custom knobs apply" in str(result) and "workload.model.script: a custom program" in str(result)
         assert isinstance(result, ConfigError), name
 
 

@@ -38,10 +38,10 @@ def load(tmp_path, env):
 @pytest.mark.parametrize(
     ("env", "key", "words"),
     [
-        ({"RANK": "0"}, "cluster.env.RANK", "set by whoever starts the ranks"),
-        ({"ASCEND_RT_VISIBLE_DEVICES": "0"}, "cluster.env.ASCEND_RT_VISIBLE_DEVICES", "set by the placement of ranks"),
+        ({"RANK": "0"}, "cluster.env.RANK", "the launcher of the ranks sets"),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "0"}, "cluster.env.ASCEND_RT_VISIBLE_DEVICES", "the placement of ranks sets"),
         ({"TUNE_CLUSTER_RENDEZVOUS": "x"}, "cluster.env.TUNE_CLUSTER_RENDEZVOUS", "tune-cluster or torchrun"),
-        ({"A-B": "1"}, "cluster.env.A-B", "no name of an environment variable"),
+        ({"A-B": "1"}, "cluster.env.A-B", "not a valid name of an environment variable"),
         ({"A": [1]}, "cluster.env.A", "expected text or a number"),
         ({"MY_TOKEN": "abcdefgh"}, "cluster.env.MY_TOKEN", "secrets do not belong here"),
         ({"AWS_SECRET_ACCESS_KEY": "abcdefgh"}, "cluster.env.AWS_SECRET_ACCESS_KEY", "secrets do not belong here"),

@@ -92,7 +92,7 @@ def _retry(window, ledger):
     assert page.locator("#ask-yes").is_disabled()  # nothing failed by a fault
     page.locator("dialog[open] label", has_text="out of memory").click()
     page.locator("#ask-yes").click()
-    window.wait("#notice", "to be launched again: t003")
+    window.wait("#notice", "will be launched again: t003")
     ledger.append(TrialsRetried(at_s=time.time(), request=2, trials=(3,), by="me"))
     window.wait("#trials tr[data-number='3']", "waiting")
 

@@ -128,7 +128,7 @@ def test_requests_are_left_to_the_controller_and_done_here_where_there_is_none(s
         status, _, body = act(server, "drain")
         assert (status, json.loads(body)) == (200, {"message": "busy: drain requested"})
         said = json.loads(act(server, "retry", body='{"kinds": ["oom"]}')[2])["message"]
-        assert said == "busy: to be launched again: t003"
+        assert said == "busy: will be launched again: t003"
         assert [request.body["action"] for request in home.read("busy").requests] == ["drain", "retry"]
     assert json.loads(act(server, "cancel")[2]) == {"message": "busy: now cancelled"}
     assert home.read("busy").phase == "cancelled"

@@ -237,7 +237,7 @@ def test_a_command_that_hangs_is_killed_at_its_deadline_with_what_it_has_started
     write(ledger, created(), *trial(0, measured()), FINISHED)
     notifier.sync(ledger, fold(ledger.events()))
     (record,) = caplog.records
-    assert "does not end within 1 s" in record.message
+    assert "did not end within 1 s" in record.message
     for pid in pids.read_text().split():
         assert not _is_alive(int(pid))
     assert ledger.cursor("notify-command") == ledger.last_seq() - 1
@@ -329,10 +329,10 @@ def test_payload_holds_no_secret_of_a_failing_trial(
 @pytest.mark.parametrize(
     ("data", "word"),
     [
-        ({"webhook_env": "https://hooks.example/T0/abc"}, "name of an environment variable"),
-        ({"webhook_env": "MY_URL"}, "does not look like"),
-        ({"webhook_env": "A_WEBHOOK", "webhook_file": "x"}, "already"),
-        ({"on": ["finished"]}, "nobody is told"),
+        ({"webhook_env": "https://hooks.example/T0/abc"}, "name of the environment variable"),
+        ({"webhook_env": "MY_URL"}, "must look like"),
+        ({"webhook_env": "A_WEBHOOK", "webhook_file": "x"}, "both set"),
+        ({"on": ["finished"]}, "no receiver"),
         ({"command": []}, "at least 1"),
         ({"command": "mail me"}, "list"),
         ({"command": ["mail"], "on": ["done"]}, "finished"),
@@ -347,7 +347,7 @@ def test_section_refuses(data: dict[str, Any], word: str) -> None:
 
 def test_everything_is_told_unless_the_file_says_otherwise() -> None:
     assert tuple(NotifySection(command=["cat"]).on) == EVENTS
-    with pytest.raises(ValidationError, match="nobody is told"):
+    with pytest.raises(ValidationError, match="no receiver"):
         NotifySection()
 
 

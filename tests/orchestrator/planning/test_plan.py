@@ -128,7 +128,7 @@ def test_candidates_use_the_whole_lease_unless_the_file_names_other_numbers(tmp_
         "candidates use 8 of 8 devices, the baseline 1; 6 with other device counts are excluded: "
         "set space.world_size to try them"
     )
-    assert plan.examples[0].reason == "uses 1 of 8 devices, and space.world_size does not name that number"
+    assert plan.examples[0].reason == "uses 1 of 8 devices, and space.world_size does not allow 1"
     named = planned(tmp_path, {**SIZES, "world_size": [2, 8]}, 4, 4, num_nodes=2)
     assert (world_sizes(named), named.devices) == ({2, 8}, "candidates use 2, 8 of 8 devices, the baseline 1")
 

@@ -122,4 +122,4 @@ def test_text_output_explains_too(tmp_path):
 def test_what_cannot_be_predicted_is_said(tmp_path):
     found = plan(tmp_path, {**SMALL, "cluster": {"kind": "ray", "address": "127.0.0.1:1"}}, "--json")
     assert found["forecast"] is None
-    assert "hardware is not known" in found["unpredicted"]
+    assert "hardware is unknown" in found["unpredicted"]

@@ -70,11 +70,11 @@ def test_what_cannot_be_done_is_said(tmp_path: Path):
     Releases(Tracker(own.default_tracking_uri)).promote("llama", manifest(own, 1))
     for words, part in {
         ("rollback", "llama"): "llama has no version before the one in production",
-        ("rollback", "llama", "--to", "1"): "llama@production is version 1 already",
+        ("rollback", "llama", "--to", "1"): "llama@production is already version 1",
         ("rollback", "llama", "--to", "7"): "llama has no version 7",
         ("history", "other"): "nothing has been promoted as other",
         ("show", "llama@7"): "the registry has no llama@7",
-        ("diff", "llama", "story:40"): "no trial '40'",
+        ("diff", "llama", "story:40"): "unknown trial '40'",
         ("verify", "llama"): "has no sweep file",
     }.items():
         done = run(*words, *home)

@@ -93,7 +93,9 @@ def test_promoting_the_same_recipe_again_changes_nothing(home: Home, client: Mlf
     assert len(commands.history("llama", home)["records"]) == 1
 
 
-KEEP = Verdict(conclusion="keep", winner=None, reason="no finalist is shown faster than the baseline in 8 rounds")
+KEEP = Verdict(
+    conclusion="keep", winner=None, reason="no finalist was shown to be faster than the baseline in 8 rounds"
+)
 WRONG = Verdict(
     conclusion="keep",
     winner=None,
@@ -174,7 +176,7 @@ def test_a_change_whose_folder_belongs_to_somebody_else_blocks_nobody(home: Home
     [
         ({"trial": "3"}, "t003 of story was not measured (out of memory: rank 0 on host: boom)"),
         ({"trial": "4"}, "t004 of story is a check of t000"),
-        ({"trial": "40"}, "no trial '40'"),
+        ({"trial": "40"}, "unknown trial '40'"),
         ({"name": "team/llama"}, "'team/llama'"),
         ({"name": "Llama"}, "'Llama'"),
         ({"name": ""}, "''"),

@@ -109,7 +109,7 @@ def stray_pids(log: Path) -> list[int]:
 def test_is_killed_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:
     found = run(python(STRAY.format(then="time.sleep(1000)")), tmp_path, timeout_s=1.0)
     assert (found.passed, found.exit_code) == (False, None)
-    assert found.output_tail[-1] == "killed: it had not ended after 1 s"
+    assert found.output_tail[-1] == "killed: not finished after 1 s"
     assert not any(map(is_alive, stray_pids(tmp_path / "output.log")))
 
 

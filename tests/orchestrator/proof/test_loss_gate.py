@@ -85,8 +85,8 @@ def test_equal_runs_pass_unless_too_much_was_skipped(same: Trajectory) -> None:
 def test_a_report_says_by_how_much(baseline: Trajectory, finalist: Trajectory) -> None:
     report = judge(finalist, baseline)
     for deviation, tolerance, word in (
-        (report.loss_deviation, report.loss_tolerance, "the loss is"),
-        (report.grad_norm_deviation, report.grad_norm_tolerance, "the gradient norm is"),
+        (report.loss_deviation, report.loss_tolerance, "the loss deviates"),
+        (report.grad_norm_deviation, report.grad_norm_tolerance, "the gradient norm deviates"),
     ):
         objections = (*report.reasons, *report.doubts)
         is_objected = any(one.startswith(word) and "not finite" not in one for one in objections)
@@ -124,7 +124,7 @@ def test_what_is_no_further_off_than_rounding_takes_it_is_no_evidence() -> None:
         assert report.answer == answer and report.twin_loss_deviation == pytest.approx(0.9 * limit, rel=1e-3)
         assert judge(finalist).answer == "failed", "without a twin"
     assert (
-        "as rounding alone takes it"
+        "which rounding alone explains"
         in judge(run(losses=at(LOSSES, {9: LOSSES[8] * (1 + 2 * limit)})), twin=twin).notes[0]
     )
     coarse = run(losses=scaled(LOSSES, 1.06), precision=BF16)

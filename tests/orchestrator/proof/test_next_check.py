@@ -73,7 +73,7 @@ def test_what_the_gate_could_not_tell_goes_into_production_by_force_or_with_an_e
     given = {"times_s": [0.1, 0.04], "wrong": [1], "noise": 0.9}
     chosen = choose(play_of(given).run(), "1", force=True)
     assert any("the loss gate is inconclusive" in why for why in chosen.missing)
-    assert "evaluation of your own" in chosen.remedy
+    assert "custom evaluation" in chosen.remedy
     evaluated = play_of({**given, "proof": {"gate": {"command": ["evaluate"]}}}).run()
     assert not choose(evaluated, None, force=False).missing
 

@@ -47,7 +47,7 @@ def test_a_speed_that_lasts_passes_with_one_pair():
 )
 def test_a_speed_that_fades_is_seen_whatever_the_noise_between_runs(slowdown):
     report = judged([(run(0.07, slowdown=slowdown), run(0.1, seed=1))], noise=0.5)
-    assert report.answer == "failed" and report.reason.startswith("its speed fades: 1.")
+    assert report.answer == "failed" and report.reason.startswith("it slows down: 1.")
     assert "x in the first third of a longer run of 90 steps (" in report.reason
 
 
@@ -104,7 +104,7 @@ def test_memory_that_would_be_full_later_disqualifies(own, base, limit, answer, 
     assert [note in one for one in report.notes] == [True] * (note is not None)
     if answer == "failed":
         assert (
-            "grows by 1 MiB per step" in report.reason and "300 MiB of a rank would be used up at step" in report.reason
+            "grows by 1 MiB per step" in report.reason and "300 MiB per rank would be reached at step" in report.reason
         )
 
 

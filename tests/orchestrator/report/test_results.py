@@ -106,7 +106,7 @@ def test_the_section_gives_what_ranks_are_told():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"start_step": 5, "stop_step": 4}, "stop_step 4 comes before start_step 5"),
+        ({"start_step": 5, "stop_step": 4}, "stop_step 4 is before start_step 5"),
         ({"stop_step": 40}, "records more than 20 steps"),
         ({"start_step": 0}, "greater than or equal to 1"),
         ({"ranks": [1, True]}, "valid integer"),

@@ -12,11 +12,18 @@ from click.testing import CliRunner
 from benchmarks.search.generic.programs import script_ranks, script_vision
 from benchmarks.search.generic.sweeps import search
 from cluster.candidate_table import CandidateTable
-from cluster.cost.usual import EFFECTS, NUM_DRAWS, KnobColumns, bytes_sent, column_of, drawn_programs
+from cluster.cost.usual import EFFECTS, NUM_DRAWS, KnobColumns, MemoryShares, bytes_sent, column_of, drawn_programs
 from orchestrator.cli.main import main
-from orchestrator.search.knob_effects import EarlierTrial, RelativePredictor, UnmodelledKnobs, same_program
+from orchestrator.search.knob_effects import (
+    EarlierTrial,
+    RelativePredictor,
+    UnmodelledKnobs,
+    same_program,
+    shares_of_peak,
+)
 from orchestrator.space.notation import flat_params
 from tests.support.sweep_files import write
+from trials.reports import ScriptFacts
 from trials.spec import Candidate, CustomChoice, Layout, Loader, Precision, Recompute, ScriptData, ScriptModel, Workload
 
 SCRIPT = ScriptModel(recipe="custom", run=("python", "train.py", "--batch", "{micro_batch_size}"), cwd="/code")
@@ -127,6 +134,51 @@ def test_memory_is_learned_from_peaks_and_from_running_out():
     assert after_oom[3] < 0.1 < after_oom[1]
 
 
+SHARES = MemoryShares(activations=0.4, weights=0.1, gradients=0.1, states=0.2)
+
+
+@pytest.mark.parametrize("kind", ["accelerator", "cpu"])
+def test_a_peak_that_was_taken_apart_predicts_other_micro_batches(kind):
+    """Activations grow with the micro-batch, the rest stays; a second peak says how far."""
+    sizes = [Candidate(micro_batch_size=size) for size in (2, 8, 32)]
+    true = np.array([1.0, 2.2, 7.0])  # 0.6 + 0.2 per sample, in units of the first peak
+    found = predictor(sizes, baseline=sizes[0], kind=kind)
+    plain, belief = (one.after({0: 0.125}, (), ()) for one in (found.memory, found.memory_given({0: SHARES})))
+    off = belief.expected_log()[:3] - np.log(0.125 * true)
+    assert np.all(np.abs(off) < 2 * belief.std()[:3]) and np.all(np.abs(off) < 0.25)
+    assert np.all(belief.std()[1:3] < 0.6 * plain.std()[1:3])
+    again = belief.after({1: 0.125 * true[1]}, (), ())
+    assert again.std()[2] < belief.std()[2] and abs(again.expected_log()[2] - math.log(0.125 * true[2])) < 0.1
+    tight = belief.after({0: 0.5}, (), ()).probability_fits()
+    assert tight[0] > 0.9 and tight[1] < 0.5 and tight[2] < 0.01
+
+
+def test_what_zero_shards_and_what_it_leaves_is_known_from_the_parts():
+    layouts = [Layout(dp_replicate=4), *(Layout(dp_shard=4, zero_stage=stage) for stage in (1, 2, 3))]
+    candidates = [Candidate(layout=layout, micro_batch_size=8) for layout in layouts]
+    found = predictor(candidates, baseline=candidates[0]).memory_given({0: SHARES}).after({0: 0.5}, (), ())
+    relative = np.exp(found.expected_log()[:4]) / 0.5
+    assert relative[1:] == pytest.approx([0.85, 0.775, 0.7], abs=0.06)
+    activations_only = predictor(candidates, baseline=candidates[0]).memory_given({0: MemoryShares(activations=1.0)})
+    assert np.ptp(activations_only.after({0: 0.5}, (), ()).expected_log()[:4]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("facts", "peak", "is_allocator", "shares"),
+    [
+        ({"activation_bytes": 40}, 100, True, (0.4, 0.1, 0.1, 0.2)),
+        ({"activation_bytes": 65}, 100, True, (0.65, 0.1, 0.05, 0.2)),  # gradients were not there yet
+        ({}, 100, True, (0.6, 0.1, 0.1, 0.2)),  # compiled
+        ({}, 100, False, None),  # the process is part of the peak
+        ({"activation_bytes": 40}, 0, True, None),
+    ],
+)
+def test_a_peak_is_taken_apart_by_what_was_counted(facts, peak, is_allocator, shares):
+    seen = ScriptFacts(parameter_bytes_local=10, gradient_bytes=10, optimizer_bytes=20, **facts)
+    found = shares_of_peak(seen, peak, is_allocator=is_allocator)
+    assert (found and dataclasses.astuple(found)) == (shares and pytest.approx(shares))
+
+
 def test_the_search_is_better_than_tpe_where_memory_binds_and_where_it_does_not():
     for make, seeds in ((script_ranks, (0, 1)), (script_vision, (0, 1))):
         made = [(seed, make(seed)) for seed in seeds]
@@ -200,7 +252,7 @@ def test_plan_orders_scripts_and_says_by_what(tmp_path, monkeypatch):
     file = write(tmp_path, content)
     arguments = ["plan", str(file), "--home", str(tmp_path / "home")]
     found = json.loads(CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False).stdout)
-    assert found["forecast"] is None and "dimensions are not known" in found["unpredicted"]
+    assert found["forecast"] is None and "dimensions are unknown" in found["unpredicted"]
     top = found["usual"]["top"]
     assert len(top) == 8 and len({round(one["gain"], 6) for one in top}) > 2
     assert all(one["gain_low"] < one["gain"] < one["gain_high"] for one in top)

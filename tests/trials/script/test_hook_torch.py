@@ -66,7 +66,7 @@ def test_two_ranks_with_accumulation_recomputation_and_bf16(tmp_path):
         pytest.param(["--optimizers", "2"], {"parameters": PARAMETERS}, id="two optimisers"),
         pytest.param(
             ["--scaler", "--accum", "2", "--overflow-at", "3"],
-            {"forwards_per_step": 2},
+            {"forwards_per_step": 2, "gradient_bytes": 4 * PARAMETERS, "optimizer_bytes": 8 * PARAMETERS + 4 * 15},
             id="gradient scaler that skips",
         ),
         pytest.param(["--compile", "model"], {"micro_batch_size": 4, "forwards_per_step": 1}, id="compiled model"),
@@ -262,3 +262,13 @@ def test_what_fails_in_the_first_steps_leaves_nothing_behind(monkeypatch):
     assert torch._C._len_torch_dispatch_stack() == 0
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
     assert torch.compile is compile_
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("limit", "fits"), [(1 << 28, False), (1 << 31, True)])
+def test_the_host_memory_of_a_program_is_limited(tmp_path, limit, fits):
+    """Less than torch alone takes, or plenty."""
+    (told,) = launch(["plain_loop.py", "--steps", "2"], tmp_path, TUNE_CLUSTER_HOST_MEMORY_LIMIT_BYTES=str(limit))
+    assert (told.code == 0) == fits, told.errors
+    assert fits or "emory" in told.errors

@@ -122,13 +122,13 @@ steps()
     "exits with 0 and tells nothing": Case(
         "print('done')",
         kind="crashed",
-        says="told of no step. It can do so by `from tune_cluster_report import report`",
+        says="reported no step. Steps can be reported with `from tune_cluster_report import report`",
     ),
     "trains too few steps": Case("steps(4)", kind="crashed", says="exited with code 0 after 4 of 6 steps"),
     "tells all at once": Case(
         "print('\\n'.join(f'step {n} loss 5.0' for n in range(1, 9)))",
         kind="crashed",
-        says="but not how long each of them took",
+        says="but not the time of each",
         log=LogFormat(name="pattern", pattern=r"step (?P<step>\d+) loss (?P<loss>\S+)"),
     ),
     "tells a loss that is no number": Case(
@@ -164,7 +164,7 @@ steps()
         "os.truncate(path, 0); time.sleep(0.4); tell(step=7, loss=1.0)"
     ),
     "reports into a pipe": Case(
-        "os.mkfifo(path); print('nothing'); time.sleep(0.3)", kind="crashed", says="told of no step"
+        "os.mkfifo(path); print('nothing'); time.sleep(0.3)", kind="crashed", says="reported no step"
     ),
     "runs out of memory": Case(
         f"steps(1); print('Traceback (most recent call last):'); print({OOM!r}); sys.exit(1)",
@@ -368,7 +368,7 @@ def test_programs_get_the_right_outcome_and_leave_nothing(cluster, name):
     if name == "prints two hundred megabytes of lines":
         log = (folder / "rank0.log").read_bytes()
         assert log.startswith(b"begin of the output")
-        assert b"bytes left out ...]" in log
+        assert b"bytes omitted ...]" in log
         assert b"end of the output" in log[-1000:]
 
 

@@ -46,7 +46,7 @@ CASES = {
             "allocator": "no accelerator",
             "ddp_bucket_mb": "does not use DistributedDataParallel",
             "memory_format": "Decoder has no Conv2d",
-            "color": "no such knob",
+            "color": "unknown knob",
         },
         ROUNDED,
     ),
@@ -186,7 +186,7 @@ def test_the_trainer_of_transformers_takes_arguments_and_recomputes_by_its_own_s
     told = states(tuned)
     assert {name: state for name, (state, _) in told.items()} == dict.fromkeys(knobs, "applied"), told
     assert (
-        "2 of 2 x LlamaDecoderLayer run again in the backward pass, by the model's own switch" in told["recompute"][1]
+        "2 of 2 x LlamaDecoderLayer run again in the backward pass, with the model's own switch" in told["recompute"][1]
     )
     assert tuned.facts == tuned.facts | {"micro_batch_size": 4, "forwards_per_step": 2}
     assert tuned.losses == pytest.approx(plain.losses, abs=1e-5)  # the same global batch

@@ -154,7 +154,7 @@ def test_of_several_processes_the_slowest_counts_and_shares_are_averaged():
             {"dtype": "torch.float32"},
             "first linear layer to be bfloat16, but the program has float32",
         ),
-        ({"recomputes": True}, {"layer_calls_per_forward": 1}, "each runs once per forward pass"),
+        ({"recomputes": True}, {"layer_calls_per_forward": 1}, "each layer runs once per forward pass"),
         ({"recomputes": False}, {"layer_calls_per_forward": 2}, "each runs 2 times"),
         ({"parameter_shards": 8}, {"parameter_bytes_local": 100, "parameter_bytes_global": 100}, "spread over 8 ranks"),
     ],

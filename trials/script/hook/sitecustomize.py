@@ -24,7 +24,7 @@ def _install() -> None:
         importlib.import_module("tune_cluster_hook.install").install()
     except Exception as error:
         if os.environ.get("TUNE_CLUSTER_HOOK_DEBUG"):
-            print(f"tune-cluster's hook stays out: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+            print(f"tune-cluster's hook is disabled: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
 
 
 def _run_hidden() -> None:

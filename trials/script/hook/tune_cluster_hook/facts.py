@@ -14,6 +14,7 @@ from typing import Any, Callable, Mapping
 
 from .collective_calls import Buckets
 from .compiler import COMPILER, before_compile
+from .memory_parts import MEMORY
 from .model_facts import input_facts, model_facts
 from .operator_inspector import OperatorInspector
 from .roots import compiled_call, in_backward
@@ -281,6 +282,7 @@ class Facts:
         self._remove()
         self._operators.stop()
         self._stop_waiting()
+        MEMORY.stop()
 
     @guarded("facts")
     def _step_ended(self, source: str) -> bool:
@@ -291,6 +293,7 @@ class Facts:
             found.update(_device() or {})
             found.update(self._of_model() or {})
         found.update(self._of_calls())
+        found.update(MEMORY.read(self.root) or {})
         found.update(self._operators.step_ended(self._compiled or was_compiled()))
         found.update({**(self._buckets.read() or {}), **(COMPILER.read() or {})})
         self._report(source, found)
@@ -299,6 +302,7 @@ class Facts:
             self._ends = PATIENCE + (0 if self._operators.is_on else 1)
         if self._ends > PATIENCE:
             self._stop_waiting()
+            MEMORY.stop()
         return True
 
     @guarded("later facts")

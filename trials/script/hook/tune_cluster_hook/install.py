@@ -30,7 +30,7 @@ Hook = Callable[[Any], None]
 HOOKS: dict[str, tuple[Hook, ...]] = {
     "argparse": (watched_options.argparse,),
     "omegaconf.dictconfig": (watched_options.omegaconf,),
-    "torch": (steps.limit_memory,),
+    "torch": (steps.limit_memory, steps.limit_host_memory),
     "torch.nn.modules.module": (ROOTS.arm,),
     "torch.optim.optimizer": (ROOTS.count_steps, framework_hooks.optimizers),
     "torch.autograd": (framework_hooks.backward,),

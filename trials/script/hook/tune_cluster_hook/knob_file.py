@@ -118,12 +118,12 @@ class Knobs:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
         if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("knobs"), dict):
-            raise ValueError(f"{path} is no file of knobs of version {VERSION}")
+            raise ValueError(f"{path} is not a knob file of version {VERSION}")
         self._fingerprint, self._expect = found.get("fingerprint"), found.get("expect") or {}
         self.wanted = found["knobs"]
         for name in self.wanted:
             if name not in NAMES:
-                self.refuse(name, "there is no such knob")
+                self.refuse(name, "unknown knob")
 
     def value(self, name: str) -> Any:
         """What is wanted of a knob that was not refused; None: nothing."""
@@ -176,7 +176,7 @@ class Knobs:
             wanted = (self._fingerprint or {}).get(name)
             same = value in wanted if isinstance(wanted, list) else value == wanted
             if not same and wanted is not None and self.mismatch is None:
-                self.mismatch = f"{name} is {value!r}, and was {wanted!r} where these knobs were measured"
+                self.mismatch = f"{name} is {value!r}, but was {wanted!r} when these knobs were measured"
         return self.mismatch is None
 
     def is_loader_expected(self, site: str) -> bool:
@@ -223,7 +223,7 @@ class Knobs:
         if name in self._refused:
             return REFUSED, self._refused[name]
         if name not in self._seen:
-            return REFUSED, MISSING.get(name, "nothing in the program to apply it to")
+            return REFUSED, MISSING.get(name, "the program has nothing to apply it to")
         try:
             seen = [one() for one in self._seen[name]]
         except Exception as error:

@@ -330,7 +330,7 @@ def _inspect(loader: Any, *, climbs: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"draws": before != generator_states()}
     moved = _moved(positions)
     if moved:
-        return {"error": f"it reads {moved}, which was open before: processes share the position in an open file"}
+        return {"error": f"it reads {moved}, which was already open: processes share the position in an open file"}
     parts = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else [item]
     devices = [part.device.type for part in parts if torch.is_tensor(part) and part.device.type != "cpu"]
     if devices:

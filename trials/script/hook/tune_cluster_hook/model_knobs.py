@@ -109,7 +109,7 @@ def precision(root: Root, block: RepeatedBlock | None, value: str) -> str | None
     if value == "O1-fp16":
         return "float16 needs a gradient scaler, and the program's checkpoints would not save its state"
     if value not in ("O0", SIXTEEN):
-        return f"{value} is none of O0, {SIXTEEN}"
+        return f"{value} is not one of O0, {SIXTEEN}"
     torch, model = _torch(), root.model
     first = next(model.parameters())
     if KNOBS.traits.has_autocast or is_autocast_on(torch):
@@ -193,7 +193,7 @@ def memory_format(root: Root, block: RepeatedBlock | None, value: str) -> str | 
     torch, model = _torch(), root.model
     convolutions = [module for module in model.modules() if type(module).__name__ in ("Conv2d", "ConvTranspose2d")]
     if value not in ("nhwc", "nchw"):
-        return f"{value} is none of nhwc, nchw"
+        return f"{value} is not one of nhwc, nchw"
     if not convolutions:
         return f"{type(model).__name__} has no Conv2d"
     is_last = any(_is_channels_last(module.weight) for module in convolutions)
@@ -203,7 +203,7 @@ def memory_format(root: Root, block: RepeatedBlock | None, value: str) -> str | 
     if _has_state(torch, model):
         return "the optimiser already has states, which would keep their layout"
     if any(tensor.dim() == 5 for tensor in (*model.parameters(), *model.buffers())):
-        return f"{type(model).__name__} has weights of five dimensions, which have no such layout"
+        return f"{type(model).__name__} has five-dimensional weights, which do not support this layout"
     model.to(memory_format=torch.channels_last)
     if not any_compiled(model):
         for module in convolutions[:MAX_LEAVES]:
@@ -294,7 +294,7 @@ def recompute(root: Root, block: RepeatedBlock | None, value: str) -> str | None
     copies and pickles stay as they are."""
     model = root.model
     if value not in ("none", "full"):
-        return f"{value} is none of none, full"
+        return f"{value} is not one of none, full"
     if any_compiled(model) or (value == "full" and KNOBS.value("compile") in ("block", "model")):
         return "in a compiled model the compiler decides what is recomputed"
     official = next((one for one in model.modules() if _has_switch(one)), None)
@@ -309,7 +309,7 @@ def recompute(root: Root, block: RepeatedBlock | None, value: str) -> str | None
     if official is not None:
         _switched.append(True)
         official.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        undo, how = official.gradient_checkpointing_disable, "by the model's own switch"
+        undo, how = official.gradient_checkpointing_disable, "with the model's own switch"
     else:
         undo, how = _mark(block), f"{block.name}.forward"
     _count_calls(block, wants_again=True, how=how, undo=undo)
@@ -353,7 +353,7 @@ def _count_calls(block: RepeatedBlock, *, wants_again: bool, how: str, undo: Cal
 def _side_effects(block: RepeatedBlock) -> str | None:
     for part in (part for member in block.members for part in member.modules()):
         if getattr(part, "track_running_stats", False):
-            return f"{block.name} holds {type(part).__name__}, whose running statistics would be updated twice"
+            return f"{block.name} contains {type(part).__name__}, whose running statistics would be updated twice"
     if any("forward" in member.__dict__ for member in block.members):
         return f"instances of {block.name} override forward"
     return None
@@ -418,7 +418,7 @@ def compile_(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
     """In place, so that names stay; what cannot be compiled runs as before."""
     model = root.model
     if value not in ("off", "block", "model"):
-        return f"{value} is none of off, block, model"
+        return f"{value} is not one of off, block, model"
     if any(map(is_compiled, root.module.modules())) or (was_compiled() and not KNOBS.is_set("compile")):
         return "the program already compiles"
     if value == "off":
@@ -469,7 +469,7 @@ def attention(root: Root, block: RepeatedBlock | None, value: str) -> str | None
     """The mathematical kernel stays allowed, for shapes that the wanted one cannot take."""
     torch = _torch()
     if value not in ("auto", "math", *FUSED):
-        return f"{value} is none of auto, math, {', '.join(FUSED)}"
+        return f"{value} is not one of auto, math, {', '.join(FUSED)}"
     if value in ("efficient", "cudnn") and not torch.cuda.is_available():
         return "no accelerator"
     backends = torch.backends.cuda
@@ -501,7 +501,7 @@ def _attention_seen(value: str, names: dict[str, int]) -> tuple[str, str]:
     if value == "math":
         return (NO_EFFECT if fused else APPLIED), f"{calls} calls, fused operators: {', '.join(fused) or 'none'}"
     acts = any(name.startswith(FUSED[value][0]) for name in fused)
-    return (APPLIED if acts else NO_EFFECT), f"{calls} calls, operators: {', '.join(fused) or 'those of math'}"
+    return (APPLIED if acts else NO_EFFECT), f"{calls} calls, operators: {', '.join(fused) or 'math only'}"
 
 
 CALLS = "scaled_dot_product_attention"

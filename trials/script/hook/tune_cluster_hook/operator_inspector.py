@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from .memory_parts import MEMORY, LiveTensors
 from .steps import accelerator, guarded
 
 HALF = ("torch.float16", "torch.bfloat16")
@@ -41,6 +42,7 @@ class OperatorCounts:
         self.counts: Counter[str] = Counter()
         self.mask_bytes = 0
         self.sites: Counter[str] = Counter()
+        self.live = LiveTensors()
         self.is_whole = True
         """Whether every operator was understood: sums over some of them would be wrong."""
 
@@ -106,9 +108,11 @@ class OperatorCounts:
 
     def facts(self) -> dict[str, Any]:
         """By the names of facts; what did not occur is left out."""
+        activations = self.live.peak_bytes()
+        found: dict[str, Any] = {} if activations is None else {"activation_bytes": activations}
         if not self.is_whole:
-            return {}
-        found: dict[str, Any] = {name: int(number) for name, number in self.counts.items() if number}
+            return found
+        found.update({name: int(number) for name, number in self.counts.items() if number})
         if self.sites:
             found["sync_site"] = self.sites.most_common(1)[0][0]
         if self.mask_bytes:
@@ -163,6 +167,7 @@ def _mode(operators: OperatorCounts) -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             out = func(*args, **(kwargs or {}))
+            operators.live.saw(func, out)
             operators.at(func, args, kwargs or {}, out, formulas)
             return out
 
@@ -207,6 +212,7 @@ class OperatorInspector:
     @guarded("inspection begins")
     def _begin(self) -> None:
         mode = _mode(self._operators)
+        MEMORY.live = self._operators.live
         mode.__enter__()
         self._mode = mode
         _inspecting.add(id(mode))
@@ -215,6 +221,7 @@ class OperatorInspector:
     def stop(self) -> None:
         """Ends a look that is on."""
         mode, self._mode = self._mode, None
+        MEMORY.live = None
         if mode is not None:
             _inspecting.discard(id(mode))
             mode.__exit__(None, None, None)

@@ -35,7 +35,7 @@ def data_parallel(module: Any) -> None:
         settings = guarded("data parallelism")(_settings)(module) or {}
         given = guarded("data parallelism")(inspect.signature(made).bind_partial)(self, module, *args)
         for name in [name for name in settings if given is None or name in given.arguments]:
-            KNOBS.refuse(SETTINGS[name], "the program sets it by its place among the arguments")
+            KNOBS.refuse(SETTINGS[name], "the program sets it as a positional argument")
             del settings[name]
         kwargs.update(settings)
         made(self, module, *args, **kwargs)
@@ -172,7 +172,7 @@ def _matmul_precision(root: Root) -> None:
             return NO_EFFECT, f"the program has set it to {now}"
         if is_other or before == wanted:
             return APPLIED, f"{now}, {'a different product' if is_other else 'unchanged'}"
-        return NO_EFFECT, f"products on this {device.type} device are the same to the last bit"
+        return NO_EFFECT, f"products on this {device.type} device are bitwise identical"
 
     KNOBS.applied("matmul_precision", seen)
 

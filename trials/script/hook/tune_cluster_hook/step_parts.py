@@ -14,6 +14,7 @@ import types
 from collections import defaultdict
 from typing import Any, Callable
 
+from .memory_parts import MEMORY
 from .roots import ROOTS, in_backward
 from .steps import STEPS, guarded, is_compiling
 
@@ -172,7 +173,8 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     if is_compiling():
         return None
     PARTS.enter(OPTIMIZER)
-    return _with_closure(args, kwargs)
+    MEMORY.optimizer_begins(optimizer)
+    return _with_closure(optimizer, args, kwargs)
 
 
 _CLOSURES = (types.FunctionType, types.MethodType, functools.partial)
@@ -180,17 +182,18 @@ _CLOSURES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 @guarded("closure")
-def _with_closure(args: Any, kwargs: Any) -> Any:
+def _with_closure(optimizer: Any, args: Any, kwargs: Any) -> Any:
     if len(args) > 1 and isinstance(args[-1], _CLOSURES):  # the first is the optimiser itself
-        return (*args[:-1], PARTS.during(OTHER, args[-1])), kwargs
+        return (*args[:-1], PARTS.during(OTHER, MEMORY.within(optimizer, args[-1]))), kwargs
     if isinstance(kwargs.get("closure"), _CLOSURES):
-        return args, {**kwargs, "closure": PARTS.during(OTHER, kwargs["closure"])}
+        return args, {**kwargs, "closure": PARTS.during(OTHER, MEMORY.within(optimizer, kwargs["closure"]))}
     return None
 
 
 def after_step() -> None:
     """An optimiser step is over."""
     PARTS.leave(OPTIMIZER)
+    MEMORY.optimizer_ended()
 
 
 def checkpoints(module: Any) -> None:

@@ -124,6 +124,7 @@ def is_compiling() -> bool:
 _BACKENDS = ("cuda", "npu", "xpu", "musa", "mlu")
 """Modules of torch with ``synchronize`` and ``max_memory_allocated``, as far as they are there."""
 MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"
+HOST_MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_HOST_MEMORY_LIMIT_BYTES"
 
 
 def accelerator() -> Any | None:
@@ -173,12 +174,16 @@ def _resident() -> dict[str, int]:
 def _read_resident(pid: int) -> dict[str, int]:
     """``VmHWM``; ``getrusage`` includes the program that started this one."""
     try:
-        if pid not in _status:
-            _status[pid] = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
-        text = os.pread(_status[pid], 4096, 0)
-        return {"rss_bytes": int(text.split(b"VmHWM:", 1)[1].split(None, 1)[0]) << 10}
+        return {"rss_bytes": _of_process(pid, b"VmHWM")}
     except (OSError, IndexError, ValueError):
         return {}
+
+
+def _of_process(pid: int, name: bytes) -> int:
+    """Bytes of a line of this process's status."""
+    if pid not in _status:
+        _status[pid] = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+    return int(os.pread(_status[pid], 4096, 0).split(name + b":", 1)[1].split(None, 1)[0]) << 10
 
 
 def is_capturing(backend: Any | None) -> bool:
@@ -195,6 +200,23 @@ def limit_memory(torch: Any) -> None:
         lazy_call = getattr(backend, "_lazy_call", None)
         if lazy_call is not None:
             lazy_call(functools.partial(_limit, backend, int(limit or 0)))
+
+
+def limit_host_memory(_: Any) -> None:
+    """Lets allocations fail with which this process would hold more host memory than the trial is allowed to.
+
+    The system limits private writable mappings (RLIMIT_DATA); code and files that are mapped are held as well.
+    """
+    limit = os.environ.get(HOST_MEMORY_LIMIT_VARIABLE)
+    if not limit:
+        return
+    import resource
+
+    pid = os.getpid()
+    left = max(0, int(limit) - _of_process(pid, b"VmRSS"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = _of_process(pid, b"VmData") + left
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def _limit(backend: Any, limit: int) -> None:

@@ -39,7 +39,7 @@ class Compilations(logging.Handler):
         try:
             self._take(record.getMessage())
         except Exception:  # training goes on without
-            note("a line of the compiler's log was not understood")
+            note("a line of the compiler's log was not recognized")
 
     def _take(self, text: str) -> None:
         for kind, pattern in (("graph break", _BREAK), ("recompilation", _AGAIN)):
@@ -99,7 +99,7 @@ class Window:
         self._meta: dict[str, Any] = {}
         self._notes: list[str] = []
         if self._first != int(wanted["first"]):
-            self._notes.append("the first step cannot be recorded: recording began with the second")
+            self._notes.append("the first step cannot be recorded: recording started with the second")
 
     @guarded("profile")
     def step_ended(self, count: int) -> None:
