@@ -106,10 +106,17 @@ class Channel:
         self._written += os.write(self._fd, line)
 
 
+_NUMBERS = frozenset((bool, int, float))
+
+
 def _line(source: str, values: dict[str, Any]) -> bytes:
     """One line of JSON; if it is too long, without what nobody asked for. NaN and Infinity are written as such."""
-    record = {"v": FORMAT_VERSION, "source": source, "t": time.time()}
-    record.update((key, plain(value)) for key, value in values.items() if value is not None)
+    record: dict[str, Any] = {"v": FORMAT_VERSION, "source": source, "t": time.time()}
+    for key, value in values.items():
+        if type(value) in _NUMBERS:  # most are, and this runs after every step
+            record[key] = value
+        elif value is not None:
+            record[key] = plain(value)
     line = (json.dumps(record) + "\n").encode("ascii")
     if len(line) > MAX_LINE_BYTES:
         known = KNOWN.split()

@@ -388,8 +388,8 @@ def cause_in_log(text: str) -> tuple[FailureClass, str] | None:
 
 
 def _causes(lines: Sequence[str]) -> Iterator[tuple[int, FailureClass | None, str]]:
-    """The lines that tell of a failure, with their numbers and its class; None for the reason of an abort in words that
-    nobody knows."""
+    """The lines that tell of a failure, with their numbers and its class; None for an abort for an
+    unknown reason."""
     left, unknown = 0, None
     for at, line in enumerate((*lines, _STACK[0])):
         lowered = line.lower()

@@ -488,6 +488,12 @@ class ScriptReport:
         """Whether this rank told of no step: another one speaks for it."""
         return not self.sources
 
+    @property
+    def sample_length(self) -> int | None:
+        """Tokens of a sample, from the shape of the model's inputs; None where it is unknown or samples vary."""
+        seen, longest = self.facts.seq_length, self.longest_sample
+        return None if longest and seen not in (longest, longest - 1) else seen  # one more: the label of the last token
+
     def source_of(self, name: str) -> ScriptSource | None:
         """Where values of this name came from; None where there are none."""
         return next((source for source in self.sources if source.name == name), None)

@@ -184,7 +184,7 @@ def _each(*observers: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def _begin_own(trial: TrialSpec, trainer: Trainer, identity: RankIdentity, memory: PeakMemory) -> None:
-    """Begin to count the memory of a module of the user's, of which this rank keeps its part only by now; and let each
+    """Begin to count the memory of a module of the user's, of which this rank now keeps its part only; and let each
     part of the batch draw its own random numbers, for dropout say. A model of ours needs neither."""
     if trainer.parts[0].model.is_own:
         memory.restart()

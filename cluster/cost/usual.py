@@ -210,7 +210,7 @@ EFFECTS: tuple[Effect, ...] = (
         "The optimiser's pass over its states: 3 to 10% of steps without accumulation, less with.",
     ),
     Effect("tensor_parallel", 0.1, 0.15, 0.15, 0.2, "Collectives per doubling (Shoeybi et al., arXiv 1909.08053)."),
-    Effect("pipelined", 0.03, 0.08, 0.05, 0.1, "Transfers per doubling of stages, besides the bubble (m + p - 1) / m."),
+    Effect("pipelined", 0.03, 0.08, 0.05, 0.1, "Transfers per doubling of stages, next to the bubble (m + p - 1) / m."),
     Effect("context_parallel", 0.08, 0.12, 0.1, 0.15, "Exchange of keys and values per doubling."),
     Effect(
         "reading",

@@ -591,7 +591,7 @@ def _first(values: Iterable[T | None]) -> T | None:
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What became of an attempt. ``ended_at_s``: when it last wrote anything; None where it left nothing."""
+    """The end of an attempt. ``ended_at_s``: when it last wrote anything; None where it left nothing."""
 
     outcome: Outcome
     ended_at_s: float | None

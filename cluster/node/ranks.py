@@ -162,7 +162,7 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
             else:
                 traceback.print_exc()
         result = _failure(error, launch, slot, reached)
-    with contextlib.suppress(OSError):  # what is told counts; it is kept for controllers that die before they hear it
+    with contextlib.suppress(OSError):  # what is told counts; it is kept for controllers that die before they get it
         _store(launch, slot, result)
     _write(pipe, line(result))
     _leave(result)

@@ -75,7 +75,7 @@ class Detector:
         found = ran.outcome.measurement.findings.script
         if found is None or found.facts.samples_per_step is None:
             raise NotSeenError("its steps were detected, but not its batch size")
-        return DetectionRun(facts=found.facts, options=found.options)
+        return DetectionRun(facts=replace(found.facts, seq_length=found.sample_length), options=found.options)
 
     def _waits(self, line: str) -> None:
         """Forward reasons for waiting, but not progress."""

@@ -26,7 +26,7 @@ from trials.spec import Candidate, Workload
 # Where the step time of a measured trial goes.
 #
 # The trial's own clock says how long data, forward and backward, pipeline waits and the optimiser took. What of
-# forward and backward is computation, communication that nothing hides, or waiting for the host is said by a profile
+# forward and backward is computation, communication that nothing hides, or waiting for the host is in a profile
 # of the trial, else by the cost model; both only give shares of what the clock measured, so that parts always sum to
 # the step.
 

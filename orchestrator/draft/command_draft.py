@@ -200,7 +200,7 @@ def draft_script(
     if script.uses_placeholders and not space:
         space["own"] = dict(usual_variables(is_gpu=machine.is_gpu, cores=os.cpu_count() or 1))
     argv = script.program.argv if script.uses_placeholders else script.run.argv
-    tokens = seq_length or script.reading.seq_length or script.program.seq_length
+    tokens = seq_length or _stated_length(script) or script.detected.facts.seq_length
     named = name or _name(script)
     copies = _copies(script, named)
     argv = tuple(next((f"{{{one.name}}}" for one in copies if one.word == word), word) for word in argv)
@@ -227,6 +227,11 @@ def draft_script(
         detected=script.detected,
         files={one.file: one.text for one in copies},
     )
+
+
+def _stated_length(script: DraftedScript) -> int | None:
+    """Tokens of a sample as the command or its files have it."""
+    return script.reading.seq_length or script.program.seq_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,10 +400,12 @@ def _lines(
     for remark in (*script.remarks[:3], *machine.remarks):
         yield from comment(remark)
     yield from (f"name: {name}", "", "workload: # your training program; all keys: docs/your-own-training.md")
+    notes = {"global_batch_size": " # samples of an optimiser step over all devices"}
+    if not _stated_length(script) and workload.get("seq_length") == script.detected.facts.seq_length:
+        notes["seq_length"] = " # tokens of a sample, read from the model's inputs"
     for key, value in workload.items():
-        note = " # samples of an optimiser step over all devices" if key == "global_batch_size" else ""
         shown = yaml_words(value) if key == "run" else value_text(value)
-        yield f"  {key}: {shown}{note}"
+        yield f"  {key}: {shown}{notes.get(key, '')}"
     yield from (f"cluster: {machine.section}", "")
     if isinstance(baseline, str):
         yield f"baseline: {baseline} # the command unchanged, always the first trial"

@@ -434,7 +434,7 @@ ABSENT = "nothing"
 
 
 def differences(requested: Mapping[str, Any], parsed_values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What was requested and what was written instead, by path; a candidate's field that is not said is the default."""
+    """What was requested and what was written instead, by path; a candidate's field that is not set is the default."""
     known = {**defaults(), **parsed_values}
     return {
         path: (requested.get(path, ABSENT), known.get(path, ABSENT))

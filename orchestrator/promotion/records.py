@@ -333,7 +333,7 @@ def _arrow(record: Record) -> str:
 
 def _markdown(record: Record) -> str:
     is_candidate = record.action == "candidate"
-    alias, force = ("candidate", "registered without proof") if is_candidate else ("production", "promoted by force")
+    alias, force = ("candidate", "registered without proof") if is_candidate else ("production", "promoted, forced")
     head = f"**{record.name}@{alias} {_arrow(record)}** — {record.action} by {record.by}"
     facts = {
         "reason": record.reason,

@@ -223,7 +223,7 @@ def _space(candidate: Candidate, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _custom_section(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Own knobs as the file describes them, each with the one value that the candidate has; all of those without one,
+    """Custom knobs as in the file, each with the one value that the candidate has; all of those without one,
     which have no meaning together with others."""
     section = {}
     for name, knob in named.items():

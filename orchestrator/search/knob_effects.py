@@ -254,6 +254,8 @@ SWEEP_STD = 0.05
 """Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
 NOISE_STD = 0.01
 """Standard deviation of the log of a repeated measurement."""
+MAX_COUNTED_SHARE = 1.1
+"""How far the counted tensors may exceed the peak by rounding and by the choice of the step."""
 OVERHEAD_STEPS = 20.0
 """Steps that a trial takes, and as many again for its start."""
 USED_SHARE = 0.35
@@ -304,6 +306,9 @@ def shares_of_peak(facts: ScriptFacts, peak_bytes: int, *, is_allocator: bool) -
         if not is_allocator:
             return None
         activations = max(0, peak_bytes - weights - gradients - states)
+    if activations + weights + states > MAX_COUNTED_SHARE * peak_bytes:
+        # Storage that no kernel touched, like DeepSpeed's flat buckets on a host: the parts are not those of the peak.
+        return None
     # Where activations are the most, gradients may not be there yet.
     gradients = min(gradients, max(0, peak_bytes - activations - weights - states))
     whole = max(peak_bytes, activations + weights + gradients + states)

@@ -69,7 +69,7 @@ def test_a_running_sweep_is_never_stopped_for_an_equal_but_for_a_more_important_
 def test_a_large_sweep_is_not_starved_by_small_equals_but_lower_ones_may_fill_the_gap():
     claims = [claim("a", 2, held=2), claim("b", 3), claim("c", 1), claim("d", 1, priority=-1)]
     assert numbers(claims, 4) == {"a": 2, "b": 0, "c": 0, "d": 1}
-    assert reason("c", claims, 4) == "waits behind sweep b, which asks for 3 nodes"
+    assert reason("c", claims, 4) == "waits behind sweep b, which requests 3 nodes"
     assert numbers(claims[1:], 4) == {"b": 3, "c": 1, "d": 0}
 
 

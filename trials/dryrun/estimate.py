@@ -133,7 +133,7 @@ HOST_FRAGMENTATION = 0.1
 (:mod:`trials.offload`), under 9% for decoders of 16 layers and more."""
 
 CUDA_CONTEXT_BYTES = 512 << 20
-"""Device memory of a process besides its tensors: the context, torch's kernels, cuBLAS's handles. An assumption: some
+"""Device memory of a process without its tensors: the context, torch's kernels, cuBLAS's handles. An assumption: some
 hundred MiB, by device and by torch's build."""
 COMMUNICATOR_BYTES = 200_000_000
 """Buffers of one communicator: HCCL keeps 200 MB for each direction by default (HCCL_BUFFSIZE), NCCL 4 MiB for each

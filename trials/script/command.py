@@ -9,6 +9,7 @@ import getpass
 import json
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -212,8 +213,9 @@ PREFIXES = (
 """Beginnings of further names that they see: libraries of devices, of communication, of mathematics, frameworks."""
 DEFAULTS = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 """What holds where neither node nor sweep file say otherwise."""
+EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
 CACHES = {
-    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    EXTENSIONS_VARIABLE: "torch_extensions",
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
@@ -261,6 +263,20 @@ def cache_folder(command: ScriptCommand, node: Mapping[str, str]) -> Path:
     return Path(tempfile.gettempdir()) / f"tune-cluster-{getpass.getuser()}" / "caches"
 
 
+def extensions_folder(command: ScriptCommand, node: Mapping[str, str]) -> Path:
+    """Where PyTorch builds C++ extensions for this command: kept from sweep to sweep, as DeepSpeed's take a minute.
+
+    One folder per host, so that locks of processes that are gone can be recognised; that of :func:`cache_folder` where
+    the home directory is read-only.
+    """
+    base = node.get("XDG_CACHE_HOME") or (f"{node['HOME']}/.cache" if node.get("HOME") else "")
+    if command.cache_dir is None and base:
+        folder = Path(base) / "tune-cluster" / socket.gethostname() / CACHES[EXTENSIONS_VARIABLE]
+        if os.access(next(found for found in folder.parents if found.exists()), os.W_OK | os.X_OK):
+            return folder
+    return cache_folder(command, node) / CACHES[EXTENSIONS_VARIABLE]
+
+
 def child_environment(
     command: ScriptCommand,
     rank: ScriptRank,
@@ -282,7 +298,8 @@ def child_environment(
     for name, folder in CACHES.items():
         if name in passed and name in node:
             continue
-        environment[name] = str(cache_folder(command, node) / folder)
+        is_kept = name == EXTENSIONS_VARIABLE
+        environment[name] = str(extensions_folder(command, node) if is_kept else cache_folder(command, node) / folder)
     environment |= _torchrun(rank) if command.launcher == "env" else _nodes(rank)
     environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     environment |= {pair[0]: pair[1] for pair in command.env if len(pair) == 2}
@@ -490,10 +507,10 @@ def remove_scratch(attempt: Path) -> None:
     shutil.rmtree(attempt / SCRATCH, ignore_errors=True)
 
 
-def remove_stale_locks(cache: Path) -> list[Path]:
-    """Delete the lock files under compilers' caches that no process holds any more: whoever came next would wait for
-    them for ever. A compiler holds its lock file open as long as it lives."""
-    found = [path for path in cache.glob("torch_extensions/**/lock") if path.is_file()]
+def remove_stale_locks(extensions: Path) -> list[Path]:
+    """Delete the lock files of builds that no process holds any more: whoever came next would wait for them for ever.
+    A compiler holds its lock file open as long as it lives."""
+    found = [path for path in extensions.glob("**/lock") if path.is_file()]
     if not found:
         return []
     held = _open_files()

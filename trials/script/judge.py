@@ -347,9 +347,8 @@ class Judge:
     def last_step_time_s(self) -> float | None:
         """Seconds of the last step, by the best source that tells times."""
         for _, group in self._groups():
-            table = self._times_of(group[0])
-            if table:
-                return table[max(table)].value
+            if (last := group[0].last_time(*self._amounts)) is not None:
+                return last.value
         return None
 
     def check_finite(self) -> None:
@@ -558,8 +557,12 @@ class Judge:
         return None
 
     def _times_of(self, series: StepSeries) -> dict[int, LogValue]:
-        command = self._command
-        return series.times(command.tokens_per_step, command.samples_per_step, command.num_devices)
+        return series.times(*self._amounts)
+
+    @property
+    def _amounts(self) -> tuple[int, int, int]:
+        """Tokens and samples per step, and devices."""
+        return self._command.tokens_per_step, self._command.samples_per_step, self._command.num_devices
 
     @property
     def _num_steps_reported(self) -> int:

@@ -405,7 +405,7 @@ class StepSeries:
         found: dict[int, LogValue] = {}
         if self._is_unclear:
             return found
-        gaps = dict(self._arrival_gaps())
+        gaps: dict[int, LogValue] | None = None
         base = before = self.base
         for step in sorted(self._arrived_s):
             time_s = (
@@ -414,12 +414,21 @@ class StepSeries:
                 or self._by_rate("tokens_per_s", step, tokens_per_step)
                 or self._by_rate("tokens_per_s_per_device", step, tokens_per_step / num_devices)
                 or self._by_rate("samples_per_s", step, samples_per_step)
-                or gaps.get(step)
             )
+            if time_s is None:
+                gaps = dict(self._arrival_gaps()) if gaps is None else gaps
+                time_s = gaps.get(step)
             if time_s is not None:
                 found.update(dict.fromkeys(range(before - base + 1, step - base + 1), time_s))
             before = step
         return found
+
+    def last_time(self, tokens_per_step: int, samples_per_step: int, num_devices: int) -> LogValue | None:
+        """Seconds of the last step; None where the source has not reported them."""
+        if self._arrived_s and (last := self._positive("step_time_s", max(self._arrived_s))) and not self._is_unclear:
+            return last
+        table = self.times(tokens_per_step, samples_per_step, num_devices)
+        return table[max(table)] if table else None
 
     def intervals(self, times: Mapping[int, LogValue], steps: range) -> Iterator[Elapsed]:
         """Reported times of these steps, between arrivals of this source's lines.

@@ -36,8 +36,8 @@ from trials.script.command import (
     Places,
     ScriptCommand,
     ScriptRank,
-    cache_folder,
     child_environment,
+    extensions_folder,
     remember_secrets,
     remove_stale_locks,
 )
@@ -164,7 +164,8 @@ def _children() -> list[int]:
 POLL_S = 0.1
 """How often files are looked at."""
 REPORTS_S = 0.02
-"""How often report files are: the arrival of their lines shows how long steps took."""
+"""How often report files are read at most: the arrival of their lines shows how long steps took. Reads half a step
+apart see each line by itself; more of them would take time from programs that use all cores."""
 PEERS_S = 0.2
 """How often it is looked what the ranks of the node have told."""
 MAX_JUDGING = 0.05
@@ -218,6 +219,7 @@ class ProgramWatch:
         self._is_open = True
         self._polled_at_s = self._output_at_s = self._judge_at_s = 0.0
         self._reported_steps = -1
+        self._step_time_s = 0.0
         self._reported_at_s = time.monotonic()
         self._reported_bytes = 0
         self._reported_state: PeerState | None = None
@@ -267,7 +269,8 @@ class ProgramWatch:
     def _wait(self, timeout_s: float) -> bool:
         """Sleep until the program prints or ends, at most so long, and read what is new. True: time to judge it, since
         all files were read and the last time was long enough ago."""
-        for key, _ in self._selector.select(min(timeout_s, REPORTS_S) if self._reports.tails else timeout_s):
+        pause_s = min(timeout_s, max(REPORTS_S, self._step_time_s / 2)) if self._reports.tails else timeout_s
+        for key, _ in self._selector.select(pause_s):
             if key.fd == self._child.output:
                 self._read()
             else:
@@ -356,6 +359,7 @@ class ProgramWatch:
         phase: Phase = "measuring" if is_warm else "warmup"
         step = self._reported_steps - (command.num_warmup_steps if is_warm else 0)
         time_s = self.judge.last_step_time_s()
+        self._step_time_s = time_s or 0.0
         self._places.publish(PeerState(state="training", phase=phase, step=step, step_time_s=time_s))
         self._progress(phase, step=step, step_time_s=time_s)
 
@@ -594,7 +598,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     places.make(command)
     try:
         if rank.local_rank == 0:
-            remove_stale_locks(cache_folder(command, os.environ))
+            remove_stale_locks(extensions_folder(command, os.environ))
         report = _run(command, rank, places, progress)
     finally:
         places.leave()

@@ -27,7 +27,7 @@ from orchestrator.draft.observed import (
 from orchestrator.draft.program_reading import read_program
 from orchestrator.draft.static_reading import ScriptOption, take_apart
 from orchestrator.errors import ConfigError
-from trials.reports import ScriptFacts, SeenOption
+from trials.reports import ScriptFacts, ScriptReport, SeenOption
 
 STRANGERS = Path(__file__).parents[2] / "data/programs/strangers"
 BATCH, COUNT, WORKERS = "micro_batch_size", "accumulation", "workers"
@@ -117,6 +117,31 @@ def test_another_batch_than_was_seen_is_an_error_with_the_right_number(folder):
     assert draft_script(script, machine, folder=folder, global_batch_size=32).global_batch_size == 32
     with pytest.raises(ConfigError, match="uses 32 samples, not 7"):
         draft_script(script, machine, folder=folder, global_batch_size=7)
+
+
+@pytest.mark.parametrize(
+    ("seen", "longest", "length"), [(16, 16, 16), (16, 17, 16), (16, 0, 16), (16, 24, None), (None, 9, None)]
+)
+def test_samples_that_vary_have_no_length(seen, longest, length):
+    assert ScriptReport(facts=facts(seq_length=seen), longest_sample=longest).sample_length == length
+
+
+@pytest.mark.parametrize(
+    ("typed", "given", "seen", "drafted", "is_read"),
+    [
+        ("python keys.py", None, 16, 16, True),
+        ("python keys.py", 64, 16, 64, False),
+        ("python nano.py --block_size=32", None, 64, 32, False),
+        ("python keys.py", None, None, None, False),
+    ],
+)
+def test_tokens_of_a_sample_are_those_of_the_models_inputs_unless_stated(folder, typed, given, seen, drafted, is_read):
+    command = take_apart(shlex.split(typed), folder)
+    detected = Detected(facts=facts(seq_length=seen))
+    script = read_command(command, folder, recipe=None, is_gpu=False, ranks=2, detected=detected)
+    text = draft_script(script, machine_here(2), folder=folder, seq_length=given).text
+    assert yaml.safe_load(text)["workload"].get("seq_length") == drafted
+    assert ("read from the model's inputs" in text) == is_read
 
 
 def test_what_cannot_run_is_drafted_from_its_source_and_marked(folder):

@@ -171,6 +171,7 @@ def test_what_zero_shards_and_what_it_leaves_is_known_from_the_parts():
         ({}, 100, True, (0.6, 0.1, 0.1, 0.2)),  # compiled
         ({}, 100, False, None),  # the process is part of the peak
         ({"activation_bytes": 40}, 0, True, None),
+        ({"activation_bytes": 200}, 100, False, None),  # untouched storage
     ],
 )
 def test_a_peak_is_taken_apart_by_what_was_counted(facts, peak, is_allocator, shares):

@@ -408,6 +408,25 @@ def test_programs_see_an_allow_list_of_the_environment():
     assert {**wanted, **torchrun}.items() <= seen.items()
 
 
+def test_extensions_are_kept_from_sweep_to_sweep_where_the_home_directory_can_be_written(tmp_path):
+    shows = command(CASES["good"], "caches")
+    rank = ScriptRank.from_env({})
+    folders = {"report": Path("/report"), "error_file": Path("/error")}
+    (tmp_path / "file").touch()
+
+    def seen(cache, **node):
+        found = child_environment(shows, rank, {"TUNE_CLUSTER_CACHE_DIR": str(tmp_path / cache), **node}, **folders)
+        return found["TORCH_EXTENSIONS_DIR"], found["TRITON_CACHE_DIR"]
+
+    first, second = seen("a", HOME=str(tmp_path)), seen("b", HOME=str(tmp_path))
+    assert first[0] == second[0]
+    assert first[0].startswith(str(tmp_path / ".cache/tune-cluster"))
+    assert (first[1], second[1]) == (str(tmp_path / "a/triton"), str(tmp_path / "b/triton"))
+    assert seen("a", XDG_CACHE_HOME=str(tmp_path / "x"), HOME="/")[0].startswith(str(tmp_path / "x"))
+    for node in ({}, {"HOME": str(tmp_path / "file")}):
+        assert seen("a", **node)[0] == str(tmp_path / "a/torch_extensions")
+
+
 def test_a_command_that_starts_its_ranks_speaks_for_all_of_them(cluster):
     """One process has the node's two devices, and is told so; its ranks report to files of their own."""
     program = """

@@ -239,6 +239,11 @@ class Facts:
         """The model that the program trains; None before it is known, and once the program has dropped it."""
         return self._root()
 
+    @property
+    def is_early(self) -> bool:
+        """Whether the first steps are not over yet."""
+        return self._ends <= PATIENCE
+
     def root_of(self, optimizer: Any) -> Any:
         """The model that an optimiser trains."""
         return root_of(optimizer)
@@ -269,7 +274,7 @@ class Facts:
 
     def step_ended(self, source: str) -> None:
         """An optimiser step is over: says what is new. The next step's clock starts after that."""
-        is_reported, is_early = OPTIONS.report(source), self._ends <= PATIENCE
+        is_reported, is_early = OPTIONS.report(source), self.is_early
         if is_early and not self._step_ended(source):
             self._give_up()
         is_later = not is_early and self._later(source)

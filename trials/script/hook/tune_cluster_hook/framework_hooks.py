@@ -162,13 +162,19 @@ def _divisor(loss: Any) -> float | None:
 
 def backward(module: Any) -> None:
     """``torch.autograd``: ``Tensor.backward`` comes by as well."""
-    timed = PARTS.during(BACKWARD, module.backward)
+    original = module.backward
 
-    @functools.wraps(module.backward)
+    @functools.wraps(original)
     def wrapped(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not (is_compiling() or _depth()):
+        if is_compiling():
+            return original(tensors, grad_tensors, *args, **kwargs)
+        if not _depth():
             record_loss(tensors, grad_tensors)
-        return timed(tensors, grad_tensors, *args, **kwargs)
+        PARTS.enter(BACKWARD)
+        try:
+            return original(tensors, grad_tensors, *args, **kwargs)
+        finally:
+            PARTS.leave(BACKWARD)
 
     module.backward = wrapped
     module.grad = PARTS.during(BACKWARD, module.grad)
@@ -216,15 +222,19 @@ def _overflowed(scaler: Any, optimizer: Any) -> bool:
 def data_loader(module: Any) -> None:
     """``torch.utils.data.dataloader``: how long the program waits for a batch."""
     iterator = module._BaseDataLoaderIter
-    following = PARTS.during(DATA, iterator.__next__)
+    original = iterator.__next__
 
-    @functools.wraps(iterator.__next__)
+    @functools.wraps(original)
     def timed(self: Any) -> Any:
+        if is_compiling():
+            return original(self)
         batch, before = None, _before_batch(self)
+        PARTS.enter(DATA)
         try:
-            batch = following(self)
+            batch = original(self)
             return batch
         finally:
+            PARTS.leave(DATA)
             if threading.get_ident() == _main_thread:
                 _loaded(self, batch, before)
 
@@ -251,7 +261,7 @@ def _loaded(iterator: Any, batch: Any, before: Any) -> None:
     PARTS.has_loader = True
     if before is not None and batch is not None:
         STEPS.items_draw = before != generator_states()
-    if sys.modules["torch"].is_grad_enabled():
+    if FACTS.is_early and sys.modules["torch"].is_grad_enabled():
         STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
     STEPS.saw_length(sequence_length(batch))
 

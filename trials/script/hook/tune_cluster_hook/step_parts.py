@@ -57,9 +57,10 @@ class PartsClock:
 
     def leave(self, name: str) -> None:
         """The innermost open section of this name is over, and what was left open in it."""
-        if name in self._open and (self._thread == threading.get_ident() or self._works_for_it()):
+        opened = self._open
+        if name in opened and (self._thread == threading.get_ident() or self._works_for_it()):
             self._change()
-            while self._open and self._open.pop() != name:
+            while opened and opened.pop() != name:
                 pass
 
     def during(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
