@@ -315,7 +315,8 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 def _is_skipped(folder: Path) -> bool:
     name = folder.name
-    is_foreign = any((folder / mark).exists() for mark in ("pyvenv.cfg", "mlflow.db", "sweeps"))  # a home of ours
+    marks = ("pyvenv.cfg", "mlflow.db", "sweeps", "hook/tune_cluster_hook")  # a home of ours, an export with the hook
+    is_foreign = any((folder / mark).exists() for mark in marks)
     return is_foreign or name in SKIPPED or name.startswith(".") or name.endswith(".egg-info")
 
 

@@ -15,6 +15,9 @@ def program(folder):
     (folder / ".hidden" / "a.py").write_text("")
     (folder / "venv").mkdir()
     (folder / "venv" / "pyvenv.cfg").write_text("")
+    exported = folder / "train" / "inside" / "hook" / "tune_cluster_hook"
+    exported.mkdir(parents=True)
+    (exported / "steps.py").write_text("")  # an export with the hook
     (folder / "venv" / "lib.py").write_text("")
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "train.py").write_text("")
