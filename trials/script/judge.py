@@ -609,7 +609,7 @@ def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
     )
     for knob, wanted, seen in pairs:
         if wanted is not None and seen is not None and seen != wanted:
-            yield f"the candidate requires {wanted} for {knob}, but the program has {_short(seen)}"
+            yield f"the candidate requires {knob} to be {wanted}, but the program has {_short(seen)}"
     yield from _recompute_problem(expected.recomputes, facts.get("layer_calls_per_forward"))
     local, whole = facts.get("parameter_bytes_local"), facts.get("parameter_bytes_global")
     if expected.parameter_shards and local and whole:

@@ -164,7 +164,7 @@ def test_only_a_node_that_is_to_blame_is_struck():
     for category in ("connection", "device_suspect"):
         lost = fold([failure(category, rank=3), failure("connection", rank=1, at_s=1.0, node="m")])
         assert blamed_node(lost) is None, category
-        assert f"{category} of 3 (on n, which need not be the culprit); where it repeats" in lost.evidence.message
+        assert f"{category} of 3 (on n, which may not be the cause); if it recurs" in lost.evidence.message
         assert lost.evidence.rank == 3
 
 
@@ -424,7 +424,7 @@ def gang(**of_rank_1):
 def test_impossible_figures_are_a_fault_that_names_rank_field_and_value(told):
     outcome = fold(gang(**IMPOSSIBLE[told]))
     assert isinstance(outcome, Crashed)
-    assert outcome.evidence.message.startswith(f"rank 1 reported {told}: it has to be ")
+    assert outcome.evidence.message.startswith(f"rank 1 reported {told}: it must be ")
     assert (outcome.evidence.rank, outcome.evidence.error_type) == (1, "ImplausibleReport")
 
 

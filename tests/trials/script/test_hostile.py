@@ -149,7 +149,7 @@ steps()
     "trains twice apart": Case(
         "tell(event='facts', world_size=1); steps()",
         kind="infeasible",
-        says="not applied: the candidate wants the world size to be 2, but the program has 1",
+        says="not applied: the candidate requires the world size to be 2, but the program has 1",
         world_size=2,
         expected=Expected(world_size=2),
     ),

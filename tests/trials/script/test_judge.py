@@ -155,8 +155,12 @@ def test_of_several_processes_the_slowest_counts_and_shares_are_averaged():
             "first linear layer to be bfloat16, but the program has float32",
         ),
         ({"recomputes": True}, {"layer_calls_per_forward": 1}, "each layer runs once per forward pass"),
-        ({"recomputes": False}, {"layer_calls_per_forward": 2}, "each runs 2 times"),
-        ({"parameter_shards": 8}, {"parameter_bytes_local": 100, "parameter_bytes_global": 100}, "spread over 8 ranks"),
+        ({"recomputes": False}, {"layer_calls_per_forward": 2}, "each layer runs 2 times"),
+        (
+            {"parameter_shards": 8},
+            {"parameter_bytes_local": 100, "parameter_bytes_global": 100},
+            "sharded over 8 ranks",
+        ),
     ],
 )
 def test_knobs_that_do_not_act_are_no_measurement(expected, facts, says):
