@@ -203,7 +203,7 @@ def test_all_in_one_collective_blame_nobody_and_do_not_count_against_the_candida
     assert isinstance(outcome, GangLost) and outcome.is_hang, outcome
     assert (outcome.evidence.rank, outcome.evidence.node) == (None, None)
     assert (
-        "no progress; ranks 0, 1, 2, 3 all wait in all_reduce of [[8]] (number 2 of group default_pg): the connection between them"
+        "no progress; ranks 0, 1, 2, 3 all wait in all_reduce of [[8]] (number 2 of group default_pg): the connection"
         in outcome.evidence.message
     )
 
