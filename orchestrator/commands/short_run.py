@@ -59,7 +59,7 @@ _REMEDIES = {
     "samples per optimiser step": "Set workload.global_batch_size to the program's number.",
     "the number format": "Correct baseline.precision, or omit precision if the program decides it.",
     "data loading processes": "Correct the argument that takes {num_workers}, or omit num_workers.",
-    "to be recomputed": "Omit recompute, or correct the argument that turns it on.",
+    "recompute, but each layer": "Omit recompute, or correct the argument that turns it on.",
     "never reads": "Correct the name of the option, or remove it from space.own and baseline.own.",
 }
 """Remedy for a knob without effect, by words of the reason."""

@@ -33,7 +33,7 @@ def test_a_sweep_that_is_over_is_refused(tmp_path):
     assert run("cancel", "story", "--home", tmp_path).exit_code == 0
     again = run("pause", "story", "--home", tmp_path)
     assert (again.exit_code, again.stdout) == (2, "")
-    assert "cancelled already" in again.stderr
+    assert "already cancelled" in again.stderr
 
 
 class Controller(threading.Thread):

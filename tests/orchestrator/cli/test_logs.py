@@ -118,7 +118,7 @@ def test_a_log_on_another_node_is_told_with_what_was_sent_home(tmp_path):
     folder = write(ledger.folder, 0, 1, rank0="peer is gone\n")
     shown = run("logs", "story", "baseline", "--rank", "1", "--home", tmp_path)
     assert shown.stdout == "last words\nno such kernel\n"
-    assert f"on node there in {folder / 'rank1.log'}" in shown.stderr.replace("\n", "")
+    assert f"on node there: {folder / 'rank1.log'}" in shown.stderr.replace("\n", "")
     both = run("logs", "story", "baseline", "--home", tmp_path)
     assert both.stdout == "last words\nno such kernel\npeer is gone\n"
 
@@ -129,7 +129,7 @@ def test_logs_of_attempts_and_ranks_that_do_not_exist(tmp_path):
     for arguments, words in (
         (("0", "--attempt", "2"), "Attempts: 0 to 1"),
         (("0", "--rank", "2"), "Ranks: 0 to 1"),
-        (("1",), "not launched yet"),
+        (("1",), "not been launched yet"),
         (("7",), "t000 to t001"),
         (("best",), "nothing was measured yet"),
         (("../0",), "unknown trial '../0'"),

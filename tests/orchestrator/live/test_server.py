@@ -133,7 +133,7 @@ def test_requests_are_left_to_the_controller_and_done_here_where_there_is_none(s
     assert json.loads(act(server, "cancel")[2]) == {"message": "busy: now cancelled"}
     assert home.read("busy").phase == "cancelled"
     status, _, body = act(server, "pause")
-    assert status == 409 and "cancelled already" in json.loads(body)["error"]
+    assert status == 409 and "already cancelled" in json.loads(body)["error"]
     assert act(server, "retry", body='{"kinds": ["measured"]}')[0] == 409
 
 

@@ -181,7 +181,7 @@ def test_a_webhook_that_is_down_fails_and_redirects_gets_everything_in_order_onc
     notifier.sync(ledger, fold(ledger.events()))
     assert len(webhook.got) == 2
     assert SECRET not in caplog.text
-    assert "answers 500" in caplog.text
+    assert "responded with 500" in caplog.text
 
 
 def test_a_slow_webhook_holds_up_neither_the_sweep_nor_the_command_and_gets_its_turn_later(
@@ -224,7 +224,7 @@ def test_a_failing_command_is_reported_once_without_secrets(
     for _ in range(2):
         notifier.sync(ledger, fold(ledger.events()))
     (record,) = caplog.records
-    assert "exit code 1: *** None" in record.message
+    assert "exited with code 1: *** None" in record.message
     assert ledger.cursor("notify-command") == ledger.last_seq() - 1
 
 

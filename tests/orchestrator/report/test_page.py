@@ -217,7 +217,7 @@ def test_the_commands_write_the_page_and_print_the_links(tmp_path, monkeypatch):
         fill(ledger, proof_events())
     run = functools.partial(CliRunner().invoke, main)
     written = run(["report", "story", "--html", "--home", "home"])
-    assert written.output.strip() == f"written to {tmp_path / 'story-report.html'}"
+    assert written.output.strip() == f"wrote {tmp_path / 'story-report.html'}"
     page = (tmp_path / "story-report.html").read_text(encoding="utf-8")
     url = "http://host:5000/#/experiments/3/runs"
     assert f'<a href="{url}?viewStateShareKey=story-abcdefgh&amp;workflowType=machine_learning">' in page
