@@ -350,10 +350,10 @@ DIVIDED = {"mode": "Enabled", "other": "Enabled"}
 @pytest.mark.parametrize(
     ("tool", "words"),
     [
-        (vendors.nvidia(rows=vendors.UNIFIED), r"0 \(NVIDIA GB10\) is of no use: .*no memory of its own \(\[N/A\]\)"),
+        (vendors.nvidia(rows=vendors.UNIFIED), r"0 \(NVIDIA GB10\) is unusable: .*no dedicated memory \(\[N/A\]\)"),
         (vendors.nvidia(**DIVIDED, has_slices=False), r"0 \(.*MIG mode without slices.*; 1 \(.*without slices"),
-        (vendors.nvidia(rows=vendors.RESET), r"1 \(GPU\) is of no use: nvidia-smi says"),
-        (vendors.nvidia(rows=GONE), r"\? \(GPU\) is of no use: Unable to determine"),
+        (vendors.nvidia(rows=vendors.RESET), r"1 \(GPU\) is unusable: nvidia-smi reports"),
+        (vendors.nvidia(rows=GONE), r"\? \(GPU\) is unusable: Unable to determine"),
     ],
     ids=["unified", "undivided", "reset", "gone"],
 )
@@ -386,9 +386,9 @@ def test_a_driver_whose_tool_lists_nothing_is_no_host_of_cores(host, monkeypatch
         (
             vendors.nvidia(rows=f"{vendors.NVIDIA_ROWS.splitlines()[0]}\n{vendors.RESET}"),
             ["0"],
-            "1 GPU(s) used, for 1 (GPU) is of no use: nvidia-smi says [GPU requires reset]",
+            "1 GPU(s) used, for 1 (GPU) is unusable: nvidia-smi reports [GPU requires reset]",
         ),
-        (vendors.nvidia("Enabled"), ["1"], "0 (NVIDIA H100 80GB HBM3) is of no use: it is divided (MIG)"),
+        (vendors.nvidia("Enabled"), ["1"], "0 (NVIDIA H100 80GB HBM3) is unusable: it is partitioned (MIG)"),
     ],
     ids=["reset", "divided"],
 )
@@ -397,7 +397,7 @@ def test_a_gpu_that_is_left_out_is_told(host, monkeypatch, caplog, tool, names, 
     assert [one.name for one in discover_node().handles] == names
     discover_node()
     assert caplog.text.count(words) == 1
-    with pytest.raises(DeviceError, match=r"devices_per_node is 2, but this host has 1 GPU\(s\), for . .* of no use"):
+    with pytest.raises(DeviceError, match=r"devices_per_node is 2, but this host has 1 GPU\(s\), for . .* unusable"):
         discover_node(num_devices=2)
     caplog.clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names[0])
