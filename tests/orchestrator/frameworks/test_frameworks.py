@@ -112,7 +112,7 @@ def forgetful(*forgotten):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("layout.cp_method", "asked for ulysses, but these files say all_gather"),
+        ("layout.cp_method", "the configuration has ulysses, but these files set all_gather"),
         ("workload.optimizer.lr", f"asked for {WORKLOAD.optimizer.lr}, but these files say nothing"),
     ],
 )
