@@ -113,7 +113,7 @@ def forgetful(*forgotten):
     ("path", "message"),
     [
         ("layout.cp_method", "the configuration has ulysses, but these files set all_gather"),
-        ("workload.optimizer.lr", f"asked for {WORKLOAD.optimizer.lr}, but these files say nothing"),
+        ("workload.optimizer.lr", f"the configuration has {WORKLOAD.optimizer.lr}, but these files set nothing"),
     ],
 )
 def test_a_forgotten_field_is_refused_and_not_dropped(path, message, monkeypatch):
