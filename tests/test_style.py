@@ -26,11 +26,22 @@ COMMENTS = {
     r"anew|once more": "again",
     r"mends?|mended": "fix",
     r"of old": "earlier",
-    r"heed\w*|hearkens?": "respects",
+    r"heed\w*|hearkens?|hears?|heard": "receives, respects",
+    r"nobody (?:knows|looks|said)": "unknown, not checked, not set",
+    r"somebody": "a user, another process, or the passive",
+    r"of the user's own": "a user's, custom",
+    r"one's own|own knobs?": "custom",
+    r"besides|by now|whence": "in addition, so far, from where",
+    r"not told from|for sure|to be had|amiss": "not distinguishable from, certainly, available, wrong",
+    r"simply|obviously|in order to|utili[sz]e\w*|leverag(?:e|es|ed|ing)": "nothing, to, use",
 }
 """In docstrings and comments."""
-TEXTS = COMMENTS | {}
-"""In what users read: messages, help, pages, documents."""
+TEXTS = COMMENTS | {
+    r"said": "configured, reported, recorded",
+    r"nobody": "unknown, or the passive",
+    r"by force": "with --force",
+}
+"""In what users read, too: messages, help, pages, documents."""
 NAMES = {
     r"told|said|saying|heed|anew|nobody|somebody|besides?": "reported, recorded, configured, requested, unknown",
 }

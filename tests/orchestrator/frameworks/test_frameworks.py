@@ -112,8 +112,8 @@ def forgetful(*forgotten):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("layout.cp_method", "asked for ulysses, but these files say all_gather"),
-        ("workload.optimizer.lr", f"asked for {WORKLOAD.optimizer.lr}, but these files say nothing"),
+        ("layout.cp_method", "the configuration has ulysses, but these files set all_gather"),
+        ("workload.optimizer.lr", f"the configuration has {WORKLOAD.optimizer.lr}, but these files set nothing"),
     ],
 )
 def test_a_forgotten_field_is_refused_and_not_dropped(path, message, monkeypatch):

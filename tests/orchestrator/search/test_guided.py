@@ -226,7 +226,7 @@ def test_what_the_cost_model_does_not_know_it_says(case, monkeypatch):
         topology = None
     if case == "too many":
         monkeypatch.setattr(predictor, "MAX_CANDIDATES", 10)
-    with pytest.raises(UnpredictableError, match=r"Abacus|not known|too many"):
+    with pytest.raises(UnpredictableError, match=r"Abacus|hardware is unknown|too many"):
         make_predictor(WORKLOAD, tuple(CANDIDATES), topology)
 
 

@@ -146,13 +146,13 @@ def test_of_several_processes_the_slowest_counts_and_shares_are_averaged():
 @pytest.mark.parametrize(
     ("expected", "facts", "says"),
     [
-        ({"world_size": 2}, {"world_size": 1}, "requires 2 for the world size, but the program has 1"),
-        ({"micro_batch_size": 4}, {"micro_batch_size": 2}, "4 for samples per micro-batch"),
-        ({"num_microbatches": 2}, {"forwards_per_step": 4}, "2 for micro-batches per step and rank"),
+        ({"world_size": 2}, {"world_size": 1}, "requires the world size to be 2, but the program has 1"),
+        ({"micro_batch_size": 4}, {"micro_batch_size": 2}, "samples per micro-batch to be 4"),
+        ({"num_microbatches": 2}, {"forwards_per_step": 4}, "micro-batches per step and rank to be 2"),
         (
             {"dtype": "bfloat16"},
             {"dtype": "torch.float32"},
-            "bfloat16 for the number format of the first linear layer, but the program has float32",
+            "first linear layer to be bfloat16, but the program has float32",
         ),
         ({"recomputes": True}, {"layer_calls_per_forward": 1}, "each layer runs once per forward pass"),
         ({"recomputes": False}, {"layer_calls_per_forward": 2}, "each layer runs 2 times"),
