@@ -471,12 +471,12 @@ def loss_drift(
     else:
         report = judge_gate(0, GateTrajectories(baseline=before, finalist=after), gate, workload)
     if report.answer == "inconclusive":
-        doubts = "; ".join(report.doubts).replace("the baseline's", "the promoted one's")
+        doubts = "; ".join(report.doubts).replace("that of the baseline", "that of the promoted one")
         return DriftFinding(kind="loss", is_drift=False, is_open=True, text=doubts)
     if report.passed:
         deviation = f"{report.loss_deviation:.2g}" if report.loss_deviation is not None else "unknown"
         return DriftFinding(kind="loss", is_drift=False, text=f"the same in {num_steps} steps (within {deviation})")
-    reasons = "; ".join(report.reasons).replace("the baseline's", "the promoted one's")
+    reasons = "; ".join(report.reasons).replace("that of the baseline", "that of the promoted one")
     return DriftFinding(kind="loss", is_drift=True, text=reasons)
 
 

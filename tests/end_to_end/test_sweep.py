@@ -326,5 +326,5 @@ def test_another_file_under_the_same_name_is_refused_and_nothing_changes(tmp_pat
     process = command("submit", sweeps.write(tmp_path, search={"seed": 99}), home=home)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "another name" in stderr
+    assert "Rename this sweep" in stderr
     assert (home / "sweeps" / "tiny" / "ledger.sqlite").read_bytes() == before

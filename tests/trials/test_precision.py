@@ -438,9 +438,9 @@ def test_refuses(spec, words):
 @pytest.mark.parametrize(
     ("capability", "hip", "architecture", "words"),
     [
-        ((8, 0), None, "", r"needs compute capability 8\.9, Some Card has 8\.0; use level O1"),
+        ((8, 0), None, "", r"requires compute capability 8\.9, Some Card has 8\.0; use level O1"),
         ((8, 9), None, "", None),
-        ((9, 0), "7.0", "gfx90a", "needs an MI300 or newer, Some Card is gfx90a; use level O1"),
+        ((9, 0), "7.0", "gfx90a", "requires an MI300 or newer, Some Card is gfx90a; use level O1"),
         ((9, 4), "7.0", "gfx942:sramecc+", None),
     ],
 )

@@ -46,7 +46,7 @@ assert not torch.distributed.is_initialized()
 
 def test_a_wrong_number_of_ranks_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="needs 2 ranks but WORLD_SIZE is 3"):
+    with pytest.raises(ValueError, match="requires 2 ranks but WORLD_SIZE is 3"):
         run_rank(to_json(tiny_spec(Layout(dp_replicate=2))), lambda phase, **_: None)
 
 
@@ -148,7 +148,7 @@ open_images(ImageFolderData(), ResNetModel())
 """
     env = without_devices(os.environ) | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert "trials.failure.DataError: images are decoded by Pillow, but: No module named 'PIL'" in done.stderr
+    assert "trials.failure.DataError: decoding images requires Pillow: No module named 'PIL'" in done.stderr
 
 
 DDP2 = Layout(dp_replicate=2)

@@ -88,7 +88,7 @@ def test_free_means_up_to_an_allowance(smi):
     smi.says("gpus", f"echo '{_row(0, 4)}'\necho '{RESET}'")
     assert wait_until_free("cuda", [handle(0)], 0.0) is None
     problem = wait_until_free("cuda", [handle(0), handle(1)], 0.0)
-    assert problem == "device 1 is of no use any more: nvidia-smi says [GPU requires reset]"
+    assert problem == "device 1 became unusable: nvidia-smi reports [GPU requires reset]"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_how_much_an_idle_device_shows_depends_on_the_device(gibibytes, idle_mib
     ("answer", "message"),
     [
         ("echo 'GPU is lost'; exit 15", "failed with code 15: GPU is lost"),
-        ("exec sleep 60", "no answer within 0.2 s; without persistence mode .* nvidia-smi -pm 1"),
+        ("exec sleep 60", "did not respond within 0.2 s; without persistence mode .* nvidia-smi -pm 1"),
     ],
 )
 def test_a_driver_that_fails_or_hangs_is_told(smi, monkeypatch, answer, message):

@@ -285,7 +285,7 @@ def test_a_fork_server_that_cannot_start_ends_with_its_own_words(tmp_path, monke
     program.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(ClusterError, match="does not start: ModuleNotFoundError: No module named torch"):
+    with pytest.raises(ClusterError, match="did not start: ModuleNotFoundError: No module named torch"):
         Agent(node="n", workdir=tmp_path / "work")
 
 
@@ -313,7 +313,7 @@ def test_an_agent_warns_of_a_small_dev_shm_when_it_starts(tmp_path, monkeypatch,
     agent = Agent(node="n7", workdir=tmp_path / "work", preload=("json",), search_path=sys.path)
     agent.close()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    warned = [text for text in told if text.startswith("fork server on n7: there is no ") and "--shm-size=8g" in text]
+    warned = [text for text in told if text.startswith("fork server on n7: ") and "does not exist" in text and "--shm-size=8g" in text]
     assert (told != [], warned) == (is_short, told)
 
 

@@ -143,7 +143,7 @@ def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(h
     assert json.loads(run("submit", simulated, "--home", home, "--detach", "--json").stdout)["state"] == "finished"
 
     for arguments, words in (
-        (("retry", "first", "--failed=lost"), "Classes: crashed"),
+        (("retry", "first", "--failed=lost"), "Choose from: crashed"),
         (("retry", "first", "--failed"), "no trial of 'first' ended as crashed or gang_lost"),
         (("resume", "first"), "is finished"),
         (("resume", "none"), "no sweep 'none'"),

@@ -122,9 +122,9 @@ FROM_ACCELERATORS = {
         {**BUSY, "ahead_s": 1e-4, "host_syncs": 1, "sync_site": "train.py:42"},
         {},
         "dispatch",
-        "1 value from the device in every step (train.py:42)",
+        "1 value from the device in each step (train.py:42)",
     ),
-    "vocabulary of 32,003": ({**BUSY, "vocab_size": 32003}, {}, "passes", "with 61 rows to 32,064"),
+    "vocabulary of 32,003": ({**BUSY, "vocab_size": 32003}, {}, "passes", "by 61 rows to 32,064"),
     "odd products": ({**BUSY, "unaligned_products": 3}, {}, "passes", "3 matrix products"),
     "casts": ({**BUSY, "casts": 700, "cast_bytes": 1 << 30}, {}, "passes", "700 of 2000 operators"),
     "pageable copies": (

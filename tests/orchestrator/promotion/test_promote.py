@@ -113,7 +113,7 @@ UNSETTLED = Verdict(conclusion="unconfirmed", winner=None, reason="the budget of
         (
             KEEP,
             None,
-            ("it is the current configuration (no finalist is shown faster", "Keep your current configuration"),
+            ("it is the current configuration (no finalist was shown to be faster", "Keep your current configuration"),
         ),
         (
             WRONG,

@@ -109,7 +109,7 @@ def test_environments_are_compared_by_name():
     then = {"torch": "2.12", "driver": "535", "hardware": "1x8 A100", "kernel": "6.1"}
     now = {"torch": "2.13", "driver": "550", "hardware": "1x8 H100", "kernel": "6.1", "virtual": "simulated"}
     found = {(one.kind, one.text) for one in drift.environment(then, now)}
-    assert ("driver", "driver was 535, is 550") in found and ("library", "torch was 2.12, is 2.13") in found
+    assert ("driver", "driver was 535, is now 550") in found and ("library", "torch was 2.12, is now 2.13") in found
     assert {kind for kind, _ in found} == {"driver", "library", "hardware"} and len(found) == 4
     assert all(one.is_open == (one.kind == "hardware") != one.is_drift for one in drift.environment(then, now))
     assert [one.is_drift for one in drift.environment(then, then)] == [False]
@@ -126,7 +126,7 @@ def trained(losses: tuple[float, ...]) -> dict[str, object]:
     [
         ((5.5, 5.4), False, "the same in 2 steps"),
         ((5.5, 5.4, 5.3, 5.2), False, "the same in 3 steps"),
-        ((5.5, 5.4, 5.2), True, "off the promoted one's in step 3"),
+        ((5.5, 5.4, 5.2), True, "deviates from that of the promoted one by"),
         ((5.5, float("nan"), 5.3), True, "not finite in step 2"),
         ((), False, "no losses were kept"),
     ],
