@@ -313,7 +313,11 @@ def test_an_agent_warns_of_a_small_dev_shm_when_it_starts(tmp_path, monkeypatch,
     agent = Agent(node="n7", workdir=tmp_path / "work", preload=("json",), search_path=sys.path)
     agent.close()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    warned = [text for text in told if text.startswith("fork server on n7: ") and "does not exist" in text and "--shm-size=8g" in text]
+    warned = [
+        text
+        for text in told
+        if text.startswith("fork server on n7: ") and "does not exist" in text and "--shm-size=8g" in text
+    ]
     assert (told != [], warned) == (is_short, told)
 
 

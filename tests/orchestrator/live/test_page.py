@@ -116,7 +116,7 @@ def test_nothing_that_is_shown_is_taken_for_markup(browser, tmp_path):
             assert page.locator("main img, main script").count() == 0
             page.locator("#trials tr[data-number='5'] a").click()
             window.wait("#logs pre", HOSTILE)
-            window.wait("#why", HOSTILE)
+            window.wait("#origin", HOSTILE)
             with log.open("a", encoding="utf-8") as file:
                 file.write("and what comes later\n")
             window.wait("#logs pre", "and what comes later")
