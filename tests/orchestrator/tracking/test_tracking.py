@@ -239,7 +239,7 @@ def test_a_store_that_fails_is_one_message_and_no_traceback_of_mlflow(
     tracker = Tracker(uri)
     tracker.prepare()
     (tmp_path / "mlflow.db").unlink()
-    with pytest.raises(ConfigError, match="cannot use the MLflow store .*: "), tracker.reached():
+    with pytest.raises(ConfigError, match=r"cannot use the MLflow store .*: "), tracker.reached():
         tracker.client().create_experiment("after it was deleted")
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
