@@ -309,7 +309,7 @@ def test_unusual_programs_train_on(tmp_path, data):
     states = {line["name"]: (line["state"], line["detail"]) for line in told.events("knob")}
     assert states["ddp_bucket_mb"][0] == "refused"
     assert states["num_workers"][0] == ("refused" if data == "open file" else "applied"), states
-    assert "data, which was open before" in states["num_workers"][1] or data == "tensors"
+    assert "data, which was already open" in states["num_workers"][1] or data == "tensors"
 
 
 def test_outputs_that_need_no_change_are_handed_on_as_they_are():
