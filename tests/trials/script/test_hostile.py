@@ -175,7 +175,7 @@ steps()
         "tell(event='error', type='torch.cuda.OutOfMemoryError', message='no more'); sys.exit(1)", kind="oom"
     ),
     "finds its port taken": Case(f"sys.exit({NO_PORT!r})", kind="gang_lost", says="address already in use"),
-    "suspects its node": Case("sys.exit(16)", kind="gang_lost", says="Megatron-LM asks", log=MEGATRON),
+    "suspects its node": Case("sys.exit(16)", kind="gang_lost", says="Megatron-LM requests a restart", log=MEGATRON),
     "is told by its last rank only": Case(
         "for n in range(1, 7):\n    time.sleep(0.01)\n"
         "    if rank == '1': print(f'step {n} loss 5.1 12.5 ms', flush=True)\ntime.sleep(600)",
