@@ -199,7 +199,7 @@ class LiveView:
             self._is_marked = True
             self.console.print(watermark_line(self._state.virtual), highlight=False)
         if self._num_earlier:
-            self.console.print(f"continuing after {self._num_earlier} trials", highlight=False)
+            self.console.print(f"continuing after {units.count(self._num_earlier, 'trial')}", highlight=False)
             self._num_earlier = 0
         while self._unannounced:
             trial = self._state.trials[self._unannounced.pop(0)]

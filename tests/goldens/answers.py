@@ -391,11 +391,10 @@ KINDS |= {"plays": play.played, "gates": gates.gates, "script_gates": gates.scri
 @contextlib.contextmanager
 def home_of_states():
     """A home with the sweeps of :mod:`tests.goldens.outside`, beside a sweep file and a program."""
-    programs = {"nvidia-smi": None}
     with (
         outside.frozen() as folder,
         outside.kept(folder),
-        mock.patch("shutil.which", lambda name, *_: programs.get(name, f"/bin/{name}")),
+        mock.patch("shutil.which", lambda name, *_: None if name.endswith("-smi") else f"/bin/{name}"),
     ):
         write(folder, SIMULATED)
         (folder / "config.json").write_text("{}")
