@@ -73,16 +73,16 @@ def swept(tmp_path_factory):
 def test_every_knob_is_measured_where_it_acts_and_refused_where_the_program_cannot_take_it(swept):
     state, _, _ = swept
     assert sum(isinstance(trial.outcome, Infeasible) for trial in state.trials) == 1  # it rules out the others
-    step_s = {}
+    data_s = {}
     for trial in state.trials:
         outcome, candidate = trial.outcome, trial.candidate
         if candidate.recompute.full:  # two linear layers are no repeated block
             assert isinstance(outcome, Infeasible) and "recompute" in outcome.evidence.message, outcome
         else:
             assert isinstance(outcome, Measured), outcome
-            step_s[candidate.loader.num_workers, candidate.precision.level] = trial.measurement.step_time_s
-    assert set(step_s) == {(workers, level) for workers in (0, 2) for level in ("O0", "O1")}
-    assert step_s[2, "O0"] < 0.8 * step_s[0, "O0"]  # a batch takes 40 ms to read, in one process
+            data_s[candidate.loader.num_workers, candidate.precision.level] = trial.measurement.breakdown.data_s
+    assert set(data_s) == {(workers, level) for workers in (0, 2) for level in ("O0", "O1")}
+    assert data_s[0, "O0"] > 0.039 > data_s[2, "O0"]  # a batch takes 40 ms to read, in one process
 
 
 def test_what_was_promoted_sets_its_knobs_on_the_measured_program_and_on_no_other(swept):

@@ -103,7 +103,7 @@ def test_a_cheat_and_a_speed_that_fades_give_way_to_an_honest_candidate(tmp_path
     proof = run("submit", str(file), home=tmp_path / "home")["proof"]
     assert proof["conclusion"] == "confirmed", proof
     assert [one["by"] for one in proof["disqualified"]] == ["gate", "soak"]
-    assert "fade" in proof["disqualified"][1]["reason"]
+    assert "slows down" in proof["disqualified"][1]["reason"]
     assert [one["answer"] for one in proof["soaks"]] == ["failed", "passed"]
     assert 1.1 < proof["speedup"]["value"] < 1.8
 

@@ -70,7 +70,7 @@ def num_free_cpus():
 @pytest.mark.exhaustive
 def test_what_cannot_be_had_is_told_and_waited_for_as_long_as_somebody_listens(nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(connecting, "INFEASIBLE_WAIT_S", 0.5)
-    words = r"4 nodes are asked for, each of 4 CPUs; the Ray cluster has 3"
+    words = r"4 nodes requested, each with 4 CPUs; the Ray cluster has 3"
     with pytest.raises(ClusterError, match=words):
         connect(request(nodes, 4), workdir=tmp_path)
     heard = []
