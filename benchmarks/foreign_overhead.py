@@ -6,11 +6,10 @@ stands already, with the reporting hook. Both take turns; each line gives the me
 
     python -m benchmarks.foreign_overhead --repeats 5
 
-* seconds: from the start of the command to its end, for ours from the launch to the end that the cluster tells;
+* seconds: from the start of the command to its end, for ours from the launch to the end that the cluster reports;
 * step: the program's own clock, as it prints it, the median over the measured steps of a run;
 * hook: processor time per step of a training whose steps take a fraction of a millisecond, in one process, without and
-  with the hook, and how much of it lies within the step that the hook reports: the fastest tenth, which depends least
-  on what else the machine does.
+  with the hook: the fastest tenth, which depends least on other load.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def _report(runs: dict[str, list[tuple[float, float]]], steps: int) -> None:
 
 
 def _report_hook(repeats: int) -> None:
-    """The tiny training, the two ways in turns."""
+    """The tiny training without and with the hook, alternating."""
     bare: list[float] = []
     ours: list[float] = []
     with tempfile.TemporaryDirectory(prefix="foreign-overhead-") as folder:

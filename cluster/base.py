@@ -103,7 +103,7 @@ class Cluster(Protocol):
     - ``launch_returns``: launching does not wait for the gang.
     - ``one_end``: a launch is followed by exactly one :class:`GangEnded`, whatever happens, and nothing after it.
     - ``identity``: every event carries attempt id and token of its launch.
-    - ``progress``: each step that the slowest rank reaches is told at most once, in order, the last one always.
+    - ``progress``: each step that the slowest rank reaches is reported at most once, in order, the last one always.
     - ``device_seconds``: the end tells the time for which the gang held its devices times all devices reserved.
     - ``disjoint_gangs``: gangs on disjoint devices do not disturb each other, and devices are free after an end.
     - ``out_of_memory``: a rank that runs out of device memory ends its gang as ``OutOfMemory``.
@@ -128,7 +128,7 @@ class Cluster(Protocol):
     - ``missing_runner``: so does a runner that cannot be imported.
     - ``hanging_rank``: of several ranks that make no progress the one for which the others wait is named.
     - ``grandchildren``: processes that ranks started and detached are ended with the gang.
-    - ``no_process_left``: when the end is told, no process of the gang is left.
+    - ``no_process_left``: when the end is reported, no process of the gang is left.
     - ``disjoint_processes``: nor is any process of a gang on other devices harmed.
     - ``close_leaves_nothing``: after closing no process of the backend is left (``test_leftovers.py``).
     - ``death_leaves_nothing``: nor after the calling process died, however abruptly (``test_leftovers.py``).
@@ -225,7 +225,7 @@ class ClusterRequest:
     excluded: Excluded | None = None
     """Nodes on which nothing is to run; a lease on a Ray cluster gives them back at once."""
     claim: Claim | None = None
-    """What it wants of a cluster that it shares with other sweeps; None: it asks nobody."""
+    """Its request to the queue of a shared cluster; None: it does not queue."""
     policy: QueuePolicy = field(default_factory=QueuePolicy)
     """Quotas and weights that this host knows of; sweeps submitted elsewhere may bring others."""
     queue_folder: Path | None = None

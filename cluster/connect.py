@@ -15,7 +15,7 @@ from cluster.node.agent import PRELOAD
 from cluster.queue import Admission, Grant, HostAdmission, Unlimited, devices_of
 
 WAIT_S = 120.0
-"""How long a lease is waited for where nobody is told what is waited for."""
+"""How long to wait for a lease without a callback that reports the wait."""
 INFEASIBLE_WAIT_S = 5.0
 """How long to wait for nodes that the cluster does not have: they may still be joining."""
 BEAT_S = 1.0

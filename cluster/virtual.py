@@ -50,7 +50,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What a gang would do if nobody interfered. ``end_at_s`` is infinite for one that hangs."""
+    """What a gang would do without interference. ``end_at_s`` is infinite for one that hangs."""
 
     moments: tuple[Moment, ...]
     end_at_s: float

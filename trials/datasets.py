@@ -484,7 +484,7 @@ def build_loader(dataset: StepBatches, loader: Loader, steps: EpochSteps, *, pin
 
 @contextlib.contextmanager
 def _any_number_of_workers() -> Iterator[None]:
-    """Silence torch's guess at how many workers are too many, made when it is told and when it starts them."""
+    """Silence torch's guess at how many workers are too many, made when the number is set and when they start."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         yield

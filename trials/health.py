@@ -129,7 +129,7 @@ class DeviceMemory:
     num_ooms: int = 0
     """How often it failed even so; a program may go on after that."""
     settings: str = ""
-    """What the allocator was told, as in ``PYTORCH_CUDA_ALLOC_CONF``; empty where it has no such settings."""
+    """The allocator's settings, as in ``PYTORCH_CUDA_ALLOC_CONF``; empty where it has no such settings."""
 
 
 def worst_memory(ranks: Iterable[DeviceMemory | None]) -> DeviceMemory | None:
@@ -230,7 +230,7 @@ def with_throttling(
 ) -> list[Disturbance]:
     """``disturbances`` of nodes, and what ranks saw of lowered clocks: pairs of a rank's node and its device's health.
 
-    A node that nobody else looked at is disturbed where clocks were lowered.
+    A node without other observations is disturbed if clocks were lowered.
     """
     by_node = {one.node: one for one in disturbances}
     for node, health in ranks:

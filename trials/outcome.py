@@ -4,7 +4,7 @@ Every outcome states its ``consequence``, what the catcher must do with it::
 
     objective   tell the search the measured value, or the limit it stays below
     constraint  tell the search "infeasible here", a finished result with a reason
-    fault       the candidate failed by itself; not told; the same fault on the first attempts stops the sweep
+    fault       the candidate failed by itself; not learned from; the same fault on the first attempts stops the sweep
     retry       the infrastructure failed; says nothing about the candidate; run it again on its own budget
 """
 
@@ -251,7 +251,7 @@ class ProgressSink(Protocol):
 def ignore_progress(
     phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
 ) -> None:
-    """The :class:`ProgressSink` that drops what it is told."""
+    """The :class:`ProgressSink` that ignores its calls."""
 
 
 Consequence = Literal["objective", "constraint", "fault", "retry"]
@@ -300,9 +300,9 @@ class RankReport:
     model_flops_per_token: float
     """FLOPs of the forward and the backward pass, without recomputation."""
     device_name: str = ""
-    """What the rank's device calls itself; empty on the CPU, and where nobody told."""
+    """The device's own name; empty on the CPU, or if unknown."""
     matmul_format: str = ""
-    """Number format of the matrix products, as the catalogue of accelerators calls it; empty where nobody told."""
+    """Number format of the matrix products, as the catalogue of accelerators calls it; empty if unknown."""
     num_skipped_steps: int = 0
     """Optimiser steps skipped by loss scaling because of inf or nan."""
     compile_s: float = 0.0
@@ -318,7 +318,7 @@ class RankReport:
     step_time_resolution_s: float = 0.0
     """Difference between step times that can be told apart, where they were read as rounded figures."""
     device_memory: DeviceMemory | None = None
-    """The device's memory beside the allocator's peaks; None on the CPU, and where nobody told."""
+    """The device's memory in addition to the allocator's peaks; None on the CPU, or if unknown."""
     contradiction: Contradiction | None = None
     """How the clock of the process that watched the training contradicts the step times; None where it does not."""
 
@@ -327,7 +327,7 @@ class RankReport:
 class Measurement:
     """A gang's measurement: step times are the maximum over ranks, step by step.
 
-    Of a user's program, what nobody told is empty or 0: losses, gradient norms, peaks, breakdown, FLOPs.
+    For a user's program, values that were not reported are empty or 0: losses, gradient norms, peaks, breakdown, FLOPs.
     """
 
     world_size: int
@@ -355,7 +355,7 @@ class Measurement:
     places: tuple[str, ...] = ()
     """Host and device that each rank ran on, no two alike; empty on virtual clusters, which have no ranks."""
     disturbances: tuple[Disturbance, ...] = ()
-    """What else its nodes did meanwhile, the most disturbed first; empty where nobody looked."""
+    """Other load on its nodes during the trial, the most disturbed node first; empty if not observed."""
     step_time_resolution_s: float = 0.0
     """Difference between step times that can be told apart; no spread below it means anything."""
     rank_parts: tuple[StepBreakdown, ...] = ()
@@ -547,7 +547,7 @@ class GangLost:
     evidence: Evidence
     cause: LossCause = "infrastructure"
     is_hang: bool = False
-    """Whether it hung with all ranks in one operation: the fault of a link, or the candidate's where nobody sees it."""
+    """Whether it hung with all ranks in one operation: caused by a link or, if all links work, by the candidate."""
 
     @property
     def is_counted(self) -> bool:

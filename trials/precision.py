@@ -83,7 +83,7 @@ def autocast(candidate: Candidate, device: torch.device) -> contextlib.AbstractC
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
     """Set the precision of fp32 products for the duration of the body: of matmuls, as in
-    ``torch.set_float32_matmul_precision``, and of cuDNN's convolutions, which torch leaves on TF32 unless told.
+    ``torch.set_float32_matmul_precision``, and of cuDNN's convolutions, which torch leaves on TF32 by default.
 
     The setting by ``allow_tf32`` is the one that every release knows and that inductor reads.
     """

@@ -313,7 +313,7 @@ def fit_line(times: Sequence[MessageTime]) -> tuple[float, float]:
     return small.time_s, large.time_s / large.num_bytes
 
 
-# What a user's training program told of itself, and how it told it. Standard library only.
+# Reports of a user's training program, and their source. Standard library only.
 
 
 MAX_NOTES = 24
@@ -469,7 +469,7 @@ class ScriptReport:
     samples_per_step: float | None = None
     """The same for samples."""
     num_steps_seen: int = 0
-    """Optimiser steps that it told of, those beyond the required ones included."""
+    """Optimiser steps that it reported, including those beyond the required ones."""
     longest_sample: int = 0
     """Tokens of the longest samples that the program's loaders gave; 0: not known."""
     exit_code: int | None = None
@@ -485,7 +485,7 @@ class ScriptReport:
 
     @property
     def is_silent(self) -> bool:
-        """Whether this rank told of no step: another one speaks for it."""
+        """Whether this rank reported no step, and another rank reports for it."""
         return not self.sources
 
     @property
@@ -665,4 +665,4 @@ class Findings:
     script: ScriptReport | None = None
     """What was seen of a user's training program; None where a rank trained a model of ours."""
     devices: tuple[DeviceHealth, ...] = ()
-    """Health of devices while they were measured on, those in trouble first; empty where nobody tells."""
+    """Health of the devices during the measurement, unhealthy ones first; empty if unknown."""

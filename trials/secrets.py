@@ -182,7 +182,7 @@ def redact_all(value: Any, with_: Callable[[str], str] | None = None) -> Any:
 
 
 def redact_file(path: Path) -> bool:
-    """Redact a file that nobody writes to any more, atomically; whether there was anything to redact.
+    """Atomically redact a file that is no longer written to; whether there was anything to redact.
 
     Raises:
         OSError: it cannot be read or replaced; it is then as it was.

@@ -84,7 +84,7 @@ class ScriptModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleFacts:
-    """What building a PyTorch module once, beforehand, told of it. Zeros and None stand for what is not known."""
+    """Facts about a PyTorch module, from building it once beforehand. Zeros and None mean unknown."""
 
     num_layers: int
     num_parameters: int = 0
@@ -121,9 +121,9 @@ class PythonModel:
     cwd: str
     """Absolute path of the folder that the functions are imported from."""
     before: tuple[str, ...] | None = None
-    """Paths of the modules that do all the work before the layers; None: not told."""
+    """Paths of the modules that do all the work before the layers; None if unknown."""
     after: tuple[str, ...] | None = None
-    """Paths of the modules that do all the work after the layers; None: not told."""
+    """Paths of the modules that do all the work after the layers; None if unknown."""
     tensor_parallel: tuple[tuple[str, ...], ...] = ()
     """Pairs of a pattern of module paths, ``*`` for any one part, and how tensor parallelism splits these."""
     facts: ModuleFacts
@@ -161,7 +161,7 @@ def decoder_of(model: object) -> LlamaModel | None:
     return model.shape if isinstance(model, HuggingFaceModel | ScriptModel) else None
 
 
-# ---- What a trial is told to do: the workload, one candidate, and how to measure it. Standard library only
+# ---- The specification of a trial: the workload, one candidate, and how to measure it. Standard library only
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from outer to inner; a rank's coordinates follow this order (``tp`` varies fastest)."""

@@ -375,9 +375,9 @@ STEP = 1e-4
 """Step of the numeric derivatives, in log coefficients."""
 
 OUT_OF_MEMORY_THRESHOLD = 0.4
-"""Probability from which a candidate counts as not fitting: where, on problems in which memory binds and a few trials
-have told their peaks (``benchmarks/search/made``), as large a share of those that do not fit passes for fitting as the
-other way round, or somewhat less. A launch that dies costs the whole gang's time, an optimum never tried all of it."""
+"""Probability of running out of memory from which a candidate counts as not fitting. It is set where, on problems in
+which memory binds and a few trials have reported their peaks (``benchmarks/search/made``), false fits are as frequent
+as false alarms, or somewhat rarer. A failed launch costs the gang's time; an untried optimum costs all of it."""
 
 Predict = Callable[[Coefficients], Array]
 """Given coefficients, the logarithm of the predicted figure of each measurement."""

@@ -393,7 +393,7 @@ def structures_of(known: tuple[Habit, ...] = HABITS, most: int = MAX_HABITS) -> 
 
 
 FOREIGN = tuple(structures_of())
-"""Structures of software of which nobody says what it keeps: users' training programs."""
+"""Structures for software with unknown memory behaviour: users' training programs."""
 
 
 def apart(structures: tuple[Structure, ...], x: CostInputs) -> list[tuple[Structure, CostInputs]]:

@@ -213,7 +213,7 @@ _OWNED_PREFIXES = ("ROLE_", "TORCHELASTIC_", "TUNE_CLUSTER_")
 
 
 def owner_of(name: str) -> str | None:
-    """Who sets this variable of every rank, so that nobody else may; None where it is free."""
+    """What sets this variable on every rank, so that users may not; None if users may set it."""
     if name in _OWNED:
         return _OWNED[name]
     if name == NUMA_VARIABLE:

@@ -373,7 +373,7 @@ def _outcome(root: RankFailure, *, collateral: Sequence[RankFailure]) -> Failure
 
 
 def _by_treatment(treatment: Treatment, evidence: Evidence) -> Failure:
-    """The outcome that the class of failures leads to; a node that is not to blame is told in words only."""
+    """The outcome that the class of failures leads to; a node that is not to blame appears in the message only."""
     match treatment.ends_as:
         case "oom":
             return OutOfMemory(evidence=evidence)
@@ -503,7 +503,7 @@ def _reports_share(report: RankReport) -> bool:
 
 
 def _first_full(sequences: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    """The values of the first rank that has any: those of some programs are told by their last rank only."""
+    """The values of the first rank that has any: some programs report them on their last rank only."""
     return next((values for values in sequences if values), ())
 
 
@@ -517,9 +517,9 @@ T = TypeVar("T")
 def merge_findings(ranks: Sequence[Findings]) -> Findings:
     """The findings of a gang, from those of its ranks in rank order.
 
-    What recompute and the cast lists did is told of the rank where it is largest, pattern by pattern: a rank may hold
-    none of the layers concerned. Compilation is that of the rank that compiled most. The rest is alike on all ranks,
-    or decided by the first: it comes from the first rank that has it.
+    Effects of recompute and the cast lists are those of the rank where they are largest, pattern by pattern: a rank may
+    hold none of the layers concerned. Compilation is that of the rank that compiled most. The rest is equal on all
+    ranks, or decided by the first: it comes from the first rank that has it.
     """
     return Findings(
         recompute=_largest_effects(findings.recompute for findings in ranks),
@@ -678,7 +678,7 @@ class GangTracker:
         return tuple(self._gangs)
 
     def launched(self, launch: GangLaunch, *, log_dir: str, now_s: float) -> None:
-        """Begin to wait for the launch's nodes. Call before any of them is told to start."""
+        """Begin to wait for the launch's nodes. Call before any of them starts."""
         self._gangs[launch.attempt_id] = _TrackedGang(
             launch=launch, log_dir=log_dir, launched_at_s=now_s, waiting=set(launch.placement.nodes)
         )

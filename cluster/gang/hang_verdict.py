@@ -74,7 +74,7 @@ class FlightRecord:
     places: tuple[GroupPlace, ...] = ()
     calls: tuple[PendingCall, ...] = ()
     is_complete: bool = True
-    """Whether the recorder still has all that it was told: it has not, once its buffer has gone round."""
+    """Whether the recorder still has all of its entries: its buffer is a ring."""
 
     def place(self, group: str) -> GroupPlace | None:
         """How far the rank is in a group; None where it says nothing of it."""

@@ -87,7 +87,7 @@ class RankProgress:
     step: int
     step_time_s: float | None
     is_compiling: bool = False
-    """Whether it compiles code just now; told again and again while it does."""
+    """Whether it is compiling code; repeated while it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerCompiles:
-    """A rank on another node has compiled for so long since it was last told; the ranks here may only wait for it."""
+    """A rank on another node has compiled for so long since the last message; the ranks here may only wait for it."""
 
     kind: ClassVar[str] = "peer_compiles"
     seconds: float
@@ -180,7 +180,7 @@ Order = GangOrder | Beat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCompiling:
-    """A rank on this node has compiled for so long since it was last told."""
+    """A rank on this node has compiled for so long since the last message."""
 
     kind: ClassVar[str] = "node_compiling"
     attempt_id: str
@@ -286,7 +286,7 @@ class RankClock:
     step: int = 0
     step_time_s: float | None = None
     compiles_since_s: float | None = None
-    """When it told last that it compiles; None while it does not."""
+    """When it last reported that it is compiling; None while it is not."""
 
     def advance(self, progress: RankProgress, now_s: float, *, is_sign: bool = True) -> None:
         """Take in a report; ``is_sign``: whether it is a sign of life, which compiling is not for ever."""

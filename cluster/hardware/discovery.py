@@ -37,7 +37,7 @@ from trials.accelerator.kinds import FAMILIES, DeviceKind
 
 QUERY_TIMEOUT_S = 90.0
 """Longer than a driver takes that has to start all devices of a large host first: NVIDIA's does at every question, for
-some seconds per device, where its persistence mode is off and nobody uses the devices."""
+some seconds per device, if its persistence mode is off and no process uses the devices."""
 PERSISTENCE = (
     "; without persistence mode the driver initializes all GPUs on every query: run nvidia-smi -pm 1, or "
     "nvidia-persistenced"
@@ -306,7 +306,7 @@ def intel_devices() -> list[ListedDevice]:
 
 def _tiles(card: Mapping[str, Any], facts: Mapping[str, Any], first: int) -> list[ListedDevice]:
     """The tiles of a card, from its line in the list and its own page, which alone tells of memory and tiles; numbered
-    from ``first``. Memory in use is told of whole cards only."""
+    from ``first``. Memory in use is reported for whole cards only."""
     total = whole_number(facts.get("memory_physical_size_byte"))
     free = whole_number(facts.get("memory_free_size_byte"))
     if total is None:

@@ -59,7 +59,7 @@ class Node:
     device_memory_bytes: int
     threads_per_device: int
     host_memory_bytes: int = 0
-    """Memory of the host, for all its ranks together; 0 where nobody looked."""
+    """Memory of the host, shared by all its ranks; 0 if unknown."""
     handles: tuple[DeviceHandle, ...] = ()
     """Its devices by position, where they are accelerators that were found here."""
 

@@ -158,7 +158,7 @@ def _active(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The operations that have not ended.
 
     NCCL records operations that it sends off together one by one and then as a whole, all under one number; only the
-    whole is told when it begins and ends.
+    whole is reported when it begins and ends.
     """
     found: list[Mapping[str, Any]] = []
     whole: Mapping[str, Any] | None = None
@@ -413,8 +413,8 @@ class HangingSlot:
     def ranks(self) -> dict[int, list[int]]:
         """The gang's ranks here, each with the pids of its processes, as far as these are known.
 
-        Those that the slot starts itself are told by the ``RANK`` in their environment. A program that sets it later
-        shows the pipes that NCCL listens on. Where it shows nothing the slot stands for the first rank of its devices.
+        Those that the slot starts itself are recognised by the ``RANK`` in their environment. A program that sets it
+        later is recognised by the pipes that NCCL listens on. Otherwise the slot is the first rank of its devices.
         """
         if self.reports is None:
             return {self.rank: [self.pid]}

@@ -224,12 +224,11 @@ def _own_group() -> Path:
     return _CGROUP
 
 
-# ---- Watches a node while a gang measures on it: its processors, and what nvidia-smi tells of its GPUs; of other
-# makers'
-# devices nobody is asked.
+# ---- Watches a node while a gang measures on it: its CPUs, and its GPUs through nvidia-smi. Devices of other makers
+# are not watched.
 #
-# nvidia-smi tells of processes of others, throttling, clocks and heat. It runs beside the gang, looks every few
-# seconds, and writes to files in the attempt's folder, so that nobody waits for it. Where it is not installed, or
+# nvidia-smi reports other processes, throttling, clocks and temperatures. It runs next to the gang, samples every few
+# seconds, and writes to files in the attempt's folder, so that nothing waits for it. Where it is not installed, or
 # does not answer, all of this is unknown, and no error.
 
 PERIOD_S = 5
@@ -348,7 +347,7 @@ class LoadWatch:
         self.found: Disturbance | None = None
         """What was seen; None before the end, and where the gang never measured."""
         self.samples: list[DeviceSample] = []
-        """What nvidia-smi told of devices until the end."""
+        """What nvidia-smi reported of devices until the end."""
 
     def enter(self, phase: Phase) -> None:
         """All ranks of the node are in ``phase`` now, maybe since long."""
@@ -372,7 +371,7 @@ class LoadWatch:
             self.samples = self._devices.samples()
         found = replace(found, usage=(*self.usage.usage(), *device_usage(self.samples, self._handles)))
         self.found = found
-        with contextlib.suppress(OSError):  # a full disk: it is told all the same
+        with contextlib.suppress(OSError):  # a full disk: it is reported all the same
             path = self._folder / f"{quote(self._node, safe='')}{LOAD_SUFFIX}"
             write_atomically(path, [json.dumps(to_json(found)).encode()])
 
@@ -416,7 +415,7 @@ class DeviceWatch:
 
 
 def most_used(samples: Sequence[DeviceSample], handles: Sequence[DeviceHandle]) -> int:
-    """The most memory, in bytes, that was in use on one of these devices; 0 where nobody told, as of slices."""
+    """The most memory, in bytes, that was in use on one of these devices; 0 if unknown, as for MIG slices."""
     return max((one.used_bytes for one in samples if one.used_bytes and _is_any(handles, one)), default=0)
 
 
@@ -606,7 +605,7 @@ def _field(text: str, name: str) -> int:
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 256 << 20
-"""Less is not enough for NCCL among eight ranks, or data loaders with workers; Docker gives 64 MiB unless told."""
+"""Less is not enough for NCCL among eight ranks, or data loaders with workers; Docker gives 64 MiB by default."""
 SHARED_REMEDY = "in a container --shm-size=8g or --ipc=host, on Kubernetes an emptyDir of medium Memory at /dev/shm"
 
 

@@ -162,7 +162,7 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
             else:
                 traceback.print_exc()
         result = _failure(error, launch, slot, reached)
-    with contextlib.suppress(OSError):  # what is told counts; it is kept for controllers that die before they get it
+    with contextlib.suppress(OSError):  # the message counts; the file is for controllers that die before they get it
         _store(launch, slot, result)
     _write(pipe, line(result))
     _leave(result)
@@ -170,7 +170,7 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
 
 
 def _leave(result: RankResult) -> None:
-    """Leave the gang, now that the result is told; whatever happens here changes nothing about it."""
+    """Leave the gang after the result was sent; errors here do not change it."""
     mesh: Any = sys.modules.get("trials.parallel.mesh")
     if mesh is not None and isinstance(result, RankSuccess):
         with contextlib.suppress(Exception):
@@ -413,7 +413,7 @@ def with_logged_cause(failure: RankFailure, log: Path, device: DeviceKind) -> Ra
     """The failure of a process that aborted, put down to what its log says: the threads of NCCL cannot raise.
 
     So with a user's program that starts its ranks by itself, where its launcher says that one aborted. An
-    error that the program told of itself stands, unless a device broke; and a lost connection explains nothing that is
+    error that the program reported itself stands, unless a device broke; and a lost connection explains nothing that is
     known better.
     """
     message = failure.message
@@ -450,7 +450,7 @@ def with_arrivals(success: RankSuccess, arrived_s: Mapping[int, float]) -> RankS
 
 
 def with_program_memory(success: RankSuccess, peak_bytes: int, device: DeviceKind) -> RankSuccess:
-    """The report of a rank whose program told nothing of its memory, with what the system knows of it."""
+    """The report of a rank whose program did not report its memory, with the system's figure."""
     report, script = success.report, success.report.findings.script
     if script is None or report.peak_allocated_bytes or report.peak_reserved_bytes or not peak_bytes:
         return success

@@ -206,7 +206,7 @@ class Warden:
         self._check_clocks()
 
     def _weighed(self) -> list[ForkedRank]:
-        """The running ranks whose programs' memory nobody tells but the system, on devices that are cores."""
+        """Running ranks on CPUs, whose programs' memory is read from the operating system."""
         if not self._launch.is_script or self._launch.device_kind != "cpu":
             return []
         return [rank for rank in self._ranks if rank.is_running]
@@ -344,7 +344,7 @@ class Warden:
             self._release_due_s = time.monotonic() + self._launch.release_s
 
     def _program_peak(self, rank: ForkedRank) -> int:
-        """The most memory, in bytes, that the rank's program is known to have taken on a device; 0: nobody told."""
+        """The most memory, in bytes, that the rank's program is known to have taken on a device; 0 if unknown."""
         if self._launch.device_kind == "cpu":
             return rank.program_peak_bytes
         return most_used(self._load.samples, slot_handles(self._launch, rank.slot))

@@ -267,7 +267,7 @@ class Agents:
             self._actors[name].order.remote(attempt_id, order)
 
     def free_port(self, name: str) -> int:
-        """A TCP port of the node that nobody listens on.
+        """A free TCP port of the node.
 
         Raises:
             RayError: no answer.

@@ -130,7 +130,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 
 class _OwnPath(JobConfig):
-    """What Ray's workers are told of a driver: not its folder, which is the user's and which Ray would otherwise have
+    """What Ray's workers receive from a driver: not its folder, which is the user's and which Ray would otherwise have
     them import from before all others."""
 
     def _runtime_env_has_working_dir(self) -> bool:

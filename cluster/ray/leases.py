@@ -115,7 +115,7 @@ class ClusterView:
     nodes: Mapping[str, RayNode]
     """By id."""
     available: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Node id to resource to quantity that nobody holds."""
+    """Free quantity by node id and resource."""
     draining: frozenset[str] = frozenset()
     """Ids of nodes that will soon be taken away."""
     placed: Mapping[int, str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class ClusterView:
         return sorted(able, key=lambda node: (-node["Resources"][shape.resource], _stable_order(node)))
 
     def is_free(self, node: RayNode) -> bool:
-        """Whether nobody holds any part of it."""
+        """Whether it is entirely free."""
         available = self.available.get(node["NodeID"], {})
         return all(available.get(resource, 0) >= quantity for resource, quantity in bundle(node).items())
 
@@ -250,7 +250,7 @@ class RayLease:
 
     @property
     def num_able(self) -> int:
-        """Nodes of the cluster that could be leased if nobody else held them."""
+        """Nodes of the cluster that could be leased if no other sweep held them."""
         return len(self._usable())
 
     def pause_s(self, now_s: float) -> float:

@@ -703,7 +703,7 @@ TABLE = FrameworkTable(
 
 
 def _trial_mode(overlay: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - the rank ends it
-    """Trackers off; saves and evaluation are the script's own, but what it is told to write goes to the trial's
+    """Trackers off; saves and evaluation are the script's own, but their output goes to the trial's
     folder."""
     edit = edit_of(overlay)
     ScriptArguments(edit).quiet()

@@ -38,7 +38,7 @@ def trial_mode(laid: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - {ste
 
 
 def expected(request: OverlayRequest) -> Expected:
-    """The number of ranks, and the batches and loader workers where the command is told of them."""
+    """The number of ranks, and the batches and loader workers if the command sets them."""
     is_templated, has_workers = MICRO_BATCH in request.named, WORKERS in request.templated
     return Expected(
         world_size=request.world_size,

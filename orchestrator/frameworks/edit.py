@@ -83,7 +83,7 @@ class OverlayRequest:
     named: frozenset[str] = frozenset()
     """Paths of fields that the sweep names: written even if the command does not set them."""
     templated: frozenset[str] = frozenset()
-    """Paths of fields that the command has placeholders for: filled in already, and nobody else's business."""
+    """Paths of fields that the command has placeholders for: already filled in, and not to be changed otherwise."""
     world_size: int
     global_batch_size: int
     num_microbatches: int

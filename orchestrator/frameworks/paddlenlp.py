@@ -677,7 +677,7 @@ _GONE = ("resume_from_checkpoint", "logging_dir", "push_to_hub", "load_best_mode
 def trial_mode(made: Overlay, last_step: int) -> Overlay:
     """Without evaluation, checkpoints, trackers; ``max_steps`` ends it, and ``decay_steps`` and ``warmup_steps`` keep
     the schedule of the learning rate that the user's own ``max_steps`` made. Logs go to the attempt's folder;
-    ``test_ci_no_save_model`` is how ``run_pretrain.py`` is told not to save at its end."""
+    ``test_ci_no_save_model`` stops ``run_pretrain.py`` from saving at its end."""
     edit = Edit.of_overlay(made)
     given = PaddleArguments(edit)
     total = given.get("max_steps")

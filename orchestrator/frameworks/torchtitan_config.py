@@ -194,7 +194,7 @@ def _site_packages(cwd: str, python: str) -> list[Path]:
 
 def settings_of(text: str, function: str, base: str = "") -> Mapping[str, Any] | None:
     """Value by dotted name of what a function of this text sets, which may start from functions of the text ``base``;
-    None where that cannot be told."""
+    None if unknown."""
     try:
         nodes = [*ast.parse(base).body, *ast.parse(text).body]
     except SyntaxError:

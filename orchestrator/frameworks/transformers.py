@@ -146,7 +146,7 @@ def _write_stage(builder: SettingsBuilder) -> None:
 
 
 def _read_layout(found: Found) -> dict[str, Any]:
-    """Degrees; how many ranks data parallelism has is nothing that the program is told."""
+    """Degrees, except that of data parallelism, which the program does not take."""
     fixed = {"layout.cp": 1, "layout.sequence_parallel": False, "layout.shard_embedding": False, "layout.num_copies": 1}
     configured = {**without_pipeline(), **fixed, "layout.tp": _tensor_parallel(found)}
     stage = found.get(STAGE)
@@ -157,7 +157,7 @@ def _read_layout(found: Found) -> dict[str, Any]:
 
 
 def _tensor_parallel(found: Found) -> int | None:
-    """The degree; 1 unless DeepSpeed or ``accelerate launch`` is told of one."""
+    """The degree; 1 unless DeepSpeed or ``accelerate launch`` sets one."""
     for name in ("CP_SIZE", "SP_SIZE", "DP_REPLICATE_SIZE"):
         if (found.get(f"env:PARALLELISM_CONFIG_{name}") or "1") not in ("1", "-1"):
             found.unread("layout", f"parallelism_config: {name.lower()}")

@@ -122,7 +122,7 @@ def file_names(script: Script, names: Iterable[str]) -> dict[str, str]:
 def problem(script: Script, candidate: Candidate, device: str | None = None) -> str | None:
     """Why the candidate cannot be expressed in the user's command; None where it can.
 
-    Recipes read back what they laid over, so that nobody finds out on the devices that something else would be trained.
+    Recipes read back what they wrote, so that a wrong configuration is found before it reaches the devices.
     """
     key = candidate, device
     if key not in script.judged:

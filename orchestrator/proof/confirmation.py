@@ -224,7 +224,7 @@ def judge(
 ) -> Judgement:
     """Judge complete rounds; the first look is after ``min_rounds``, but at least 2.
 
-    ``rounded_away`` is how far the logarithm of a trial's speed may be off because its times were told as rounded
+    ``rounded_away`` is how far the logarithm of a trial's speed may be off because its times were reported as rounded
     figures: the same in all rounds at worst, so that no number of them takes it from an interval.
 
     A finalist is measured no more once it is shown not faster than the baseline, or its place behind or beside the

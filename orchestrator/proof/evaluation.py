@@ -129,7 +129,7 @@ def _close_input(process: subprocess.Popen[bytes]) -> None:
 def facts(state: SweepState, trial: int, report: GateReport | None, folder: Path | None = None) -> dict[str, Any]:
     """The facts that the command receives about finalist ``trial``, as JSON.
 
-    ``folder`` is the sweep's: with it, the gate runs' own folders are told as well.
+    ``folder`` is the sweep's: with it, the folders of the gate runs are passed as well.
     """
     return {
         "sweep": state.sweep.sweep,

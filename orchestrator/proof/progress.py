@@ -74,7 +74,7 @@ class Round:
         return {of: objective.score(run.measurement) for of, run in self.runs.items() if run.measurement}
 
     def rounded_away(self) -> dict[int, float]:
-        """How far the logarithm of each speed may be off by the digits in which step times were told."""
+        """How far the logarithm of each speed may be off because step times were reported with few digits."""
         found = {of: run.measurement for of, run in self.runs.items() if run.measurement}
         return {of: one.step_time_resolution_s / 2 / one.step_time_s for of, one in found.items()}
 
@@ -465,7 +465,7 @@ def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> Gat
     for role in ("baseline", "finalist"):
         if runs[role].measurement is None:
             return _unmeasured_report(finalist, role, runs[role], settings)
-    for role in roles:  # the others may not fit, and the gate does without; one that was cut short might have told more
+    for role in roles:  # the others may not fit, and the gate does without; one that was stopped may have fitted
         if isinstance(runs[role].outcome, TimedOut | GangLost):
             return _unmeasured_report(finalist, role, runs[role], settings)
     found = gate_trajectories(state, finalist)

@@ -38,7 +38,7 @@ OUTLIER = 4.0
 """Standard deviations from what all others say of it, from which on a measurement is taken to be disturbed."""
 MAX_OUTLIERS = 3
 MIN_FOR_OUTLIERS = 5
-"""Measurements from which on one of them can be told to be disturbed."""
+"""Minimum number of measurements for detecting a disturbed one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

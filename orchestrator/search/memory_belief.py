@@ -32,7 +32,7 @@ MAX_TRIALS = 96
 NUM_FIRST = 8
 """Trials of each kind that leave out negligible structures before all trials count."""
 MAX_IN_FULL = 12
-"""Structures that all trials are told of without leaving any out first."""
+"""Number of structures that are updated with every trial before any is dropped."""
 MAX_SWEEPS = 50
 """Rounds of expectation propagation."""
 TOLERANCE = 1e-4

@@ -500,7 +500,7 @@ def _noise_std(trial: Trial) -> float | None:
 
 
 def _peak_bytes(trial: Trial) -> int:
-    """What the fullest rank was seen to need of its device; 0 where its allocator told nothing.
+    """Device memory that the fullest rank needed; 0 if its allocator reported nothing.
 
     That is not what the allocator reserved: it keeps what it can, and on a large device every trial fills it.
     """
@@ -529,7 +529,7 @@ SamplerName = Literal["guided", "tpe", "random", "grid"]
 logger = logging.getLogger(__name__)
 
 _CONSTRAINTS = {"memory": OutOfMemory, "legality": Infeasible, "numerics": Diverged, "clock": NotBelieved}
-"""Constraint name -> outcome that violates it. Every told trial sets all of them, as Optuna's samplers require."""
+"""Constraint name -> outcome that violates it. Every trial for TPE sets all of them, as Optuna's samplers require."""
 
 _MAX_DRAWS = 16
 """Draws from TPE before its last one is moved to the nearest legal candidate that was not proposed yet."""

@@ -269,7 +269,7 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def release_cached(device: torch.device) -> None:
-    """Give what the allocator holds for nobody back to the device."""
+    """Return the allocator's unused memory to the device."""
     module_of(device).empty_cache()
 
 

@@ -130,11 +130,11 @@ def without_devices(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, **_HIDDEN}
 
 
-# Clocks, heat, power and memory errors of a device while it is measured on, as NVML tells them where there is one.
+# Clocks, temperature, power and memory errors of a device during a measurement, from NVML.
 #
-# A thread asks twice a second, beside the training: steps wait for nothing. Where the package or the driver is
-# missing, or does not answer, all of this is unknown, and no error; so it is on other makers' devices, whose own
-# interfaces nobody asks. Standard library only; the package ``nvidia-ml-py`` is imported when watching is prepared.
+# A thread queries it twice a second, so steps do not wait. If the package or the driver is missing or does not respond,
+# these values are unknown, which is not an error. So they are on devices of other makers, whose interfaces are not
+# queried. Standard library only; the package ``nvidia-ml-py`` is imported when watching is prepared.
 
 
 PERIOD_S = 0.5

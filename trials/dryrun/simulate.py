@@ -132,7 +132,7 @@ def _traffic(counter: TrafficCounter) -> dict[str, Traffic]:
     return {name: Traffic(num_calls=counter[name, "calls"], num_bytes=counter[name, "bytes"]) for name in names}
 
 
-# Lets pipeline schedules run on one rank alone: shapes at stage boundaries are told, not asked of the neighbours.
+# Lets pipeline schedules run on one rank alone: shapes at stage boundaries are set, not requested from the neighbours.
 
 
 with warnings.catch_warnings():
@@ -375,7 +375,7 @@ class SimulatedRank:
         self.tracker.phase, self.tracker.place = phase, ""
 
     def mark(self, phase: str) -> None:
-        """Serve as the trainer's marker, which is told what phase has ended."""
+        """Serve as the trainer's marker, which receives each phase as it ends."""
         if phase == "backward":
             self._enter("other")
             self.tracker.assign((parameter.grad for parameter in self.trainer.parameters), "grad")

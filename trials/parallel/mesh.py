@@ -106,7 +106,7 @@ def _init_process_group(identity: RankIdentity, device: torch.device) -> None:
     store: Any = None
     url: str | None = rendezvous or "env://"
     if rendezvous is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
-        # Alone there is nobody to meet.
+        # A single rank needs no rendezvous.
         store, url = dist.HashStore(), None  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, init_method=url, store=store, rank=rank, world_size=world_size, timeout=_collective_timeout()
@@ -514,7 +514,7 @@ class HeldTensor(Protocol):
 
 
 class HeldParameter:
-    """The rank's part of one parameter, which nobody else waits for."""
+    """The rank's part of one parameter, which no other rank waits for."""
 
     def __init__(self, parameter: nn.Parameter, num_replicas: int = 1, *, is_partial: bool = False) -> None:
         self.parameters = (parameter,)

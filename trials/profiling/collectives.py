@@ -187,7 +187,7 @@ TensorId = tuple[Hashable, int]
 
 
 class Flow:
-    """Follows values; is told of every operation of a step, in order."""
+    """Follows values through every operation of a step, in order."""
 
     def __init__(self) -> None:
         self._values: dict[Hashable, _Value] = {}

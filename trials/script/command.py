@@ -1,4 +1,4 @@
-"""What a rank is told of a user's training program: the command, and how it is watched. Standard library
+"""A user's training program as a rank sees it: the command, and how it is watched. Standard library
 only.
 """
 
@@ -61,7 +61,7 @@ class Expected:
     micro_batch_size: int | None = None
     """Samples of a forward pass on a rank."""
     num_microbatches: int | None = None
-    """Forward passes of an optimiser step on a rank; not told of pipelines."""
+    """Forward passes of an optimiser step on a rank; unknown for pipelines."""
     dtype: str | None = None
     """Number format of the first linear layer's output: ``float32``, ``bfloat16``, ``float16``."""
     recomputes: bool | None = None
@@ -145,7 +145,7 @@ VARIABLES_VARIABLE = "TUNE_CLUSTER_VARIABLES"
 MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"
 """How much memory a process may take on a CUDA device."""
 HOST_MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_HOST_MEMORY_LIMIT_BYTES"
-"""How much host memory a process may take that computes on CPUs."""
+"""Limit on the host memory of a process that computes on CPUs."""
 
 
 def hook_path(*, hook: bool = True) -> tuple[str, ...]:
@@ -224,7 +224,7 @@ CACHES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptRank:
-    """Who this rank is, as the cluster or torchrun told it."""
+    """The identity of this rank, from the cluster or torchrun."""
 
     rank: int
     """Number of its slot; with ``launcher: own`` slots are nodes."""
@@ -264,10 +264,10 @@ def cache_folder(command: ScriptCommand, node: Mapping[str, str]) -> Path:
 
 
 def extensions_folder(command: ScriptCommand, node: Mapping[str, str]) -> Path:
-    """Where PyTorch builds C++ extensions for this command: kept from sweep to sweep, as DeepSpeed's take a minute.
+    """Where PyTorch builds C++ extensions for this command. Kept between sweeps: building DeepSpeed's takes a minute.
 
-    One folder per host, so that locks of processes that are gone can be recognised; that of :func:`cache_folder` where
-    the home directory is read-only.
+    One folder per host, so that locks of dead processes can be recognised; in :func:`cache_folder` if the home
+    directory is not writable.
     """
     base = node.get("XDG_CACHE_HOME") or (f"{node['HOME']}/.cache" if node.get("HOME") else "")
     if command.cache_dir is None and base:
@@ -508,7 +508,7 @@ def remove_scratch(attempt: Path) -> None:
 
 
 def remove_stale_locks(extensions: Path) -> list[Path]:
-    """Delete the lock files of builds that no process holds any more: whoever came next would wait for them for ever.
+    """Delete the lock files of builds that no process holds: the next build would wait for them for ever.
     A compiler holds its lock file open as long as it lives."""
     found = [path for path in extensions.glob("**/lock") if path.is_file()]
     if not found:

@@ -1,4 +1,4 @@
-"""Why a program ended before its steps were measured: from what it told, printed and left behind.
+"""Why a program ended before its steps were measured: from its reports, its output and its files.
 
 Out of memory is believed of an error's type, or of the very words in which allocators fail; "out of memory" somewhere
 in what a program prints is none of them. The errors raised here carry the program's own type, by which
@@ -104,7 +104,7 @@ class TrainingDiverged(NonFiniteLoss):  # says what was found
 
 
 def is_of_program(error: BaseException) -> bool:
-    """Whether an error is about a user's program: where in our code it was found tells nobody anything."""
+    """Whether an error is about a user's program, so that our stack trace does not help."""
     reported_errors = CommandError | NoMetricsError | TooFewStepsError | NotApplied | TrainingDiverged | NodeFault
     return isinstance(error, reported_errors)
 
@@ -259,7 +259,7 @@ class Judge:
         self._measured = range(command.num_warmup_steps + 1, command.num_required_steps + 1)
 
     def times(self) -> MeasuredSteps | None:
-        """Times of the measured steps; None while no source has told of all of them.
+        """Times of the measured steps; None until one source has reported all of them.
 
         Of several processes, each step's time is that of the slowest.
         """
@@ -338,7 +338,7 @@ class Judge:
 
     @property
     def num_steps(self) -> int:
-        """Number of the last step that any source told of, or the program itself where its steps are other ones."""
+        """Number of the last step that any source reported, or the program itself if it counts differently."""
         reported = [series for series in self._book.series.values() if series.kind == REPORT]
         if self._reports_otherwise(reported):
             return max(series.num_steps for series in reported)
@@ -499,7 +499,7 @@ class Judge:
         return StepBreakdown(**parts, other_s=max(0.0, whole_s - sum(parts.values())))
 
     def peak(self, name: str) -> int:
-        """The largest value of all processes and steps; 0 where nobody told any."""
+        """The largest value over all processes and steps; 0 if none was reported."""
         found = (v.value for s in self._book.series.values() for v in s.values.get(name, {}).values())
         return int(max((value for value in found if 0 <= value < 1e18), default=0))
 
@@ -510,7 +510,7 @@ class Judge:
         return tuple(max(int(table[step].value) for table in tables) for step in steps) if tables else ()
 
     def report(self, times: MeasuredSteps | None, exit_code: int | None) -> ScriptReport:
-        """What is told of the program in addition to figures."""
+        """Notes on the program in addition to figures."""
         clean = redactor()
         return ScriptReport(
             sources=tuple(self.sources(times)) if times is not None else (),

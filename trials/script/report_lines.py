@@ -300,7 +300,7 @@ def _matches(pattern: str) -> list[str]:
     return found
 
 
-# ---- What one source told of the steps of a training, and how long they took by it. Pure, and bounded in size
+# ---- The steps of a training as one source reports them, and how long they took. Pure, and bounded in size
 
 FIRST_STEP_LIMIT = 8
 """A first step up to this number belongs to a training that began at the beginning: a later one was resumed."""
@@ -316,7 +316,7 @@ class StepSeries:
 
     Args:
         kind: :data:`REPORT`, ... : the smaller, the better.
-        name: what people are told of it, such as ``hook:torch``.
+        name: its name in reports, such as ``hook:torch``.
         limit: how many different steps are kept; later ones are only counted.
     """
 
@@ -376,14 +376,14 @@ class StepSeries:
 
     @property
     def num_steps(self) -> int:
-        """Number of the last step that it told of, counted from 1."""
+        """Number of the last step that it reported, counted from 1."""
         if self._is_unclear:
             return 1
         return self._last - self.base if self._arrived_s else 0
 
     @property
     def has_several(self) -> bool:
-        """Whether it told of more than one step."""
+        """Whether it reported more than one step."""
         return len(self._arrived_s) > 1
 
     @property
@@ -399,7 +399,7 @@ class StepSeries:
     def times(self, tokens_per_step: int, samples_per_step: int, num_devices: int) -> dict[int, LogValue]:
         """Seconds of every step for which the source tells them, counted from 1.
 
-        A value that is told once for several steps stands for each of them. Best are times told as such; then clocks
+        A value that is reported once for several steps counts for each of them. Reported times are best; then clocks
         that came with the steps; then rates; at last the arrival of lines.
         """
         found: dict[int, LogValue] = {}
@@ -517,7 +517,7 @@ class StepSeries:
             begin = end
 
 
-# Everything that a program told, from all sources, in order: steps, facts, errors. Bounded, whatever it tells.
+# Everything that a program reported, from all sources, in order: steps, facts, errors. Bounded in size.
 
 
 MAX_REPORT_LINE = 8192
@@ -547,7 +547,7 @@ FACTS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ReportedError:
-    """An error that the program told of by itself."""
+    """An error that the program reported itself."""
 
     type_name: str
     message: str

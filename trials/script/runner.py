@@ -167,11 +167,11 @@ REPORTS_S = 0.02
 """How often report files are read at most: the arrival of their lines shows how long steps took. Reads half a step
 apart see each line by itself; more of them would take time from programs that use all cores."""
 PEERS_S = 0.2
-"""How often it is looked what the ranks of the node have told."""
+"""How often the reports of the node's ranks are read."""
 MAX_JUDGING = 0.05
 """Share of the time that judging the reports may take: the more steps, the longer it takes."""
 LIFE_S = 5.0
-"""How often a program that prints but ends no step is told to be alive."""
+"""How often a program that prints but ends no step is reported to be alive."""
 READ_BYTES = 1 << 18
 READS_PER_POLL = 16
 DRAIN_S = 1.0
@@ -181,7 +181,7 @@ GRACE_S = 2.0
 MAX_GRACE_S = 30.0
 """How long a rank whose steps are there waits for those of its node, and at most for others."""
 PEER_WAIT_S = 5.0
-"""How long a rank that told nothing waits for one that speaks for it, after its program has ended well."""
+"""How long a rank that reported nothing waits for one that reports for it, after its program has succeeded."""
 PEER_WAIT_AFTER_FAILURE_S = 0.5
 PROFILE_WAIT_S = 120.0
 """How long a program goes on until the hook has written what it recorded."""
@@ -501,7 +501,7 @@ class ProgramWatch:
         return TooFewStepsError(self._too_few())
 
     def _nothing_reported(self) -> str:
-        """How it could have told of its steps, and what was seen of each way."""
+        """The ways to report steps, and what was seen of each."""
         log, hooked = self._command.log, "the hook is off"
         if self.book.facts or self.book.versions:
             hooked = "the hook was loaded but saw no optimiser step"
@@ -518,7 +518,7 @@ class ProgramWatch:
         )
 
     def _too_few(self) -> str:
-        """What is missing in the steps that it told of."""
+        """What is missing in the reported steps."""
         needed, warm_up = self._command.num_required_steps, self._command.num_warmup_steps
         counted = f"{self.judge.num_steps} of {needed} steps ({warm_up} to warm up, {needed - warm_up} to measure)"
         if self.judge.num_steps < needed:
@@ -659,7 +659,7 @@ def _log_files(command: ScriptCommand, places: Places) -> FolderTails:
 def _report(
     command: ScriptCommand, rank: ScriptRank, judge: Judge, times: MeasuredSteps | None, exit_code: int | None
 ) -> RankReport:
-    """The rank's report; what nobody told is left out."""
+    """The rank's report, without values that were not reported."""
     seconds = times.seconds if times is not None else ()
     script = judge.report(times, exit_code)
     resident = judge.peak("rss_bytes") if command.device == "cpu" else 0

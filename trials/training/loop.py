@@ -416,7 +416,7 @@ def _compare(trainer: Trainer, spec: TrialSpec, sample: Batch) -> MemoryFormatRe
 def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: torch.memory_format) -> float:
     """Seconds of one forward and backward pass over a micro-batch; its gradients are dropped.
 
-    The model is called without its DDP wrapper, so gradients are reduced by nobody.
+    The model is called without its DDP wrapper, so gradients are not reduced.
     """
     (model,) = (part.model for part in trainer.parts)
     rows = slice(0, spec.candidate.micro_batch_size)
@@ -439,13 +439,13 @@ def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: 
 
 
 class Marker(Protocol):
-    """Is told the name of each phase of a step that has just ended."""
+    """Receives the name of each phase of a step as it ends."""
 
     def mark(self, phase: str) -> None: ...
 
 
 class SilentMarker:
-    """The :class:`Marker` that drops what it is told."""
+    """The :class:`Marker` that ignores its calls."""
 
     def mark(self, phase: str) -> None:
         pass

@@ -466,7 +466,7 @@ class Measurer:
     loss and gradient norm of the one before, so that neither waits for the other. What the gang agrees on is known one
     step later still. Which steps are taken depends on that alone, so all ranks take the same.
 
-    ``memory_format`` is that of the inputs on the device. ``before_step`` is told the number of each step, from 1 on
+    ``memory_format`` is that of the inputs on the device. ``before_step`` receives the number of each step, from 1 on
     and over warm-up and measuring, before its time starts. ``step_memory`` gives the peak memory since it
     was last asked, in bytes; it is asked after a step was given to the device.
     """

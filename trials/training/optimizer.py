@@ -53,7 +53,7 @@ class UpdateState:
         self.values = values
         """In the model; a view of it."""
         self.master = values.float() if master is None else master
-        """``values`` themselves where they are fp32 and nobody gave a copy."""
+        """``values`` themselves if they are fp32 and no copy was passed."""
         self.exp_avg = torch.zeros_like(self.master, memory_format=torch.preserve_format)
         self.exp_avg_sq = torch.zeros_like(self.master, memory_format=torch.preserve_format)
         if is_fused is None:

@@ -91,7 +91,7 @@ def optimizers(module: Any) -> None:
         register(after_step)
         module.register_optimizer_step_pre_hook(step_parts.before_step)
         return
-    # PyTorch 1.13 has no such hook: every optimiser's class is told when the first one is made.
+    # PyTorch 1.13 has no such hook: every optimiser's class is patched when the first one is made.
     made = module.Optimizer.__init__
 
     @functools.wraps(made)
@@ -127,7 +127,7 @@ def _depth() -> int:
 
 
 class outer_backward:  # noqa: N801  # reads as a statement
-    """While a framework runs a backward pass whose loss it has told us, torch's own is not counted."""
+    """While a framework runs a backward pass whose loss it has reported, torch's own is not counted."""
 
     def __enter__(self) -> None:
         _inside.depth = _depth() + 1

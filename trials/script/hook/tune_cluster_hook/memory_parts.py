@@ -1,8 +1,8 @@
 """Takes a step's memory apart: bytes of gradients and of optimizer states, and of activations at their peak.
 
-Gradients are read when an optimizer begins its step, its states when the step has ended. Activations are the tensors
-that the inspected step makes, as far as they are no gradients, at the moment when they are most. Tensors are counted by
-their storages, which views share: what the allocator keeps beyond them, and workspaces of kernels, are not seen.
+Gradients are read when an optimizer begins its step, optimizer states when the step has ended. Activations are the
+tensors, other than gradients, that the inspected step creates, at the moment when they take the most memory. Tensors
+are counted by their storages, which views share. Memory cached by the allocator and workspaces of kernels do not count.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Callable, Iterable, Iterator
 from .steps import guarded
 
 MAX_EVENTS = 400_000
-"""Allocations and releases of one step that are recorded; of a step with more, activations are unknown."""
+"""Maximum number of allocations and releases to record in a step; beyond it, activations are unknown."""
 SHARDS = ("_local_tensor", "ds_tensor")
-"""Where DTensor and DeepSpeed's ZeRO-3 have the part of a tensor that this process holds."""
+"""Attributes in which DTensor and DeepSpeed's ZeRO-3 keep this process's shard of a tensor."""
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
@@ -41,22 +41,22 @@ def _storage(tensor: Any) -> Any:
 
 
 class LiveTensors:
-    """Tensors that one step makes: when each begins and ends to be."""
+    """Lifetimes of the tensors that one step creates."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
         self._bytes = array("q")
         """Bytes of each event, negative for a release; the number of the tensor is in ``_numbers``."""
         self._alive: dict[int, tuple[int, Any]] = {}
-        """By address of the storage object: the tensor's number, and what notices its end."""
+        """By address of the storage object: the tensor's number, and the weak reference that reports its release."""
         self._count = 0
         self._gradients: set[int] = set()
         self.is_paused = False
-        """Whether an optimizer steps: what it makes are no activations."""
+        """Whether an optimizer is stepping: tensors that it creates are not activations."""
         self._is_whole = True
 
     def saw(self, func: Any, out: Any) -> None:
-        """An operator has given its output."""
+        """Record the output of an operator."""
         if self._is_whole and not self.is_paused:
             self._is_whole = bool(self._saw(func, out))
 
@@ -88,7 +88,7 @@ class LiveTensors:
         self._bytes.append(size)
 
     def mark_gradients(self, gradients: Iterable[Any]) -> None:
-        """These tensors are gradients."""
+        """Exclude gradients from the activations."""
         for gradient in gradients:
             storage = _storage(gradient)
             known = None if storage is None else self._alive.get(storage._cdata)
@@ -96,7 +96,7 @@ class LiveTensors:
                 self._gradients.add(known[0])
 
     def peak_bytes(self) -> int | None:
-        """The most that was held at one time, gradients left out; None if not everything was seen."""
+        """The most bytes held at one time, without gradients; None if the record is incomplete."""
         if not self._is_whole or not self._count:
             return None
         held = peak = 0
@@ -108,18 +108,18 @@ class LiveTensors:
 
 
 class MemoryParts:
-    """Gradients and optimizer states, in the first steps."""
+    """Bytes of gradients and optimizer states in the first steps."""
 
     def __init__(self) -> None:
         self.live: LiveTensors | None = None
-        """What the inspected step makes; None in other steps."""
+        """Tensors of the inspected step; None in other steps."""
         self._is_on = True
         self._optimizers: dict[int, Callable[[], Any]] = {}
         self._gradients: dict[int, int] = {}
         """Gradients of the current step: bytes by address."""
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        """Before the step of an optimizer."""
+        """Call before the step of an optimizer."""
         if self._is_on:
             self._begins(optimizer)
 
@@ -138,12 +138,12 @@ class MemoryParts:
             self.live.mark_gradients(gradients)
 
     def optimizer_ended(self) -> None:
-        """After it."""
+        """Call after the step of an optimizer."""
         if self.live is not None:
             self.live.is_paused = False
 
     def within(self, optimizer: Any, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """The closure of an optimizer's step, which makes activations and gradients like any forward and backward."""
+        """Wrap the closure of an optimizer's step, which runs a forward and a backward pass."""
         if not self._is_on:
             return closure
 
@@ -160,18 +160,18 @@ class MemoryParts:
 
     @guarded("gradients")
     def _forget(self, optimizer: Any) -> None:
-        """Gradients of the last step, which the closure drops."""
+        """Drop the gradients of the previous step, which the closure discards."""
         for place in storages(map(_gradient, _parameters(optimizer))):
             self._gradients.pop(place, None)
 
     def stop(self) -> None:
-        """Enough was seen."""
+        """Stop recording."""
         self._is_on, self.live = False, None
         self._optimizers.clear()
 
     @guarded("memory of a step")
     def read(self, root: Any) -> dict[str, int]:
-        """At the end of a step: bytes of gradients and of optimizer states, master weights among them."""
+        """Return the bytes of gradients and of optimizer states, including master weights, at the end of a step."""
         gradients, self._gradients = self._gradients, {}
         if root is None or not self._optimizers:
             return {}
@@ -190,7 +190,7 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _gradient(parameter: Any) -> Any:
-    """The gradient, or None; not read through ``grad`` of tensors that are no leaves, which warns."""
+    """The gradient, or None. Reading ``grad`` of a tensor that is not a leaf would warn."""
     return parameter.grad if parameter.is_leaf else None
 
 
