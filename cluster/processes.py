@@ -119,10 +119,18 @@ def descendants(pid: int) -> list[int]:
 
 def _children_of(pid: int) -> list[int]:
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+    for task in _threads_of(pid):
         with contextlib.suppress(OSError):
-            found += map(int, task.read_text().split())
+            found += map(int, (task / "children").read_text().split())
     return found
+
+
+def _threads_of(pid: int) -> list[Path]:
+    """Folders of the process's threads; empty once it is gone. A glob would fail if one ended between two calls."""
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
 
 
 def catches(pid: int, number: int) -> bool:
@@ -138,8 +146,7 @@ def is_pending(pid: int, number: int) -> bool:
 def blocking(pid: int, number: int) -> frozenset[str]:
     """The threads of the process, by their numbers, that do not take the signal now. One that handles it is among
     them, as it takes no other until its handler returns (unless that was registered with ``SA_NODEFER``)."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/status")
-    return frozenset(path.parent.name for path in tasks if _has_signal(path, "SigBlk", number))
+    return frozenset(task.name for task in _threads_of(pid) if _has_signal(task / "status", "SigBlk", number))
 
 
 def _has_signal(status: Path, mask: str, number: int) -> bool:

@@ -56,7 +56,7 @@ def any_marked(folder):
 
 
 def guardians_of(lease):
-    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if lease.encode() in read(path)]
+    return [path for path in Path("/proc").glob("[0-9]*") if lease.encode() in read(path / "cmdline")]
 
 
 def read(path):

@@ -523,9 +523,9 @@ def remove_stale_locks(extensions: Path) -> list[Path]:
 def _open_files() -> set[str]:
     """Paths of all files that processes of this user hold open."""
     held: set[str] = set()
-    for folder in Path("/proc").glob("[0-9]*/fd"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            for entry in folder.iterdir():
+            for entry in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     held.add(str(entry.readlink()))
     return held
