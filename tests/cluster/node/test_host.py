@@ -329,6 +329,6 @@ def test_a_lease_whose_agents_cannot_start_ends_at_once(tmp_path):
     (tmp_path / f"fork-server-{name}.log").mkdir(parents=True)
     told = []
     began_s = time.monotonic()
-    with pytest.raises(ClusterError, match=r"the agent does not start .* Is a directory"):
+    with pytest.raises(ClusterError, match=r"the agent did not start on node .* Is a directory"):
         connect(ClusterRequest(devices_per_node=1), workdir=tmp_path, on_wait=told.append)
     assert time.monotonic() - began_s < 100
