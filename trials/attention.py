@@ -268,8 +268,7 @@ class Merged:
 
 
 def add_part(parts: Parts, back: Back, q: Tensor, grad_q: Tensor, both: Tensor, sums: Tensor, *, is_late: bool) -> None:
-    """Run the backward pass of attention to ``both``, packed keys and values or a part: add to ``grad_q``, write
-    ``sums``."""
+    """Compute the backward pass for ``both``, packed keys and values or a part: add to ``grad_q``, write ``sums``."""
     if is_late:
         back, q, grad_q = back.late(), later_half(q), later_half(grad_q)
     of_q, *of_both = parts.backward(back, q, *unpacked(both))

@@ -268,8 +268,8 @@ class Compilation:
 
 
 def forget_compilations() -> None:
-    """Drop everything compiled so far, so that each trial in a process compiles and counts for itself. Callbacks stay
-    registered."""
+    """Drop everything compiled so far, so that each trial in a process compiles and counts for itself; callbacks
+    stay."""
     begins, ends = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
     torch._dynamo.reset()
     callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = begins, ends

@@ -426,8 +426,7 @@ def _compile_with_zbv(_workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -> str | None:
-    """AOTAutograd passes what recompute saves to autograd as tensors, but a DTensor's mesh is no tensor (torch
-    2.13)."""
+    """AOTAutograd passes what recompute saves to autograd as tensors, but a DTensor's mesh is none (torch 2.13)."""
     layout = candidate.layout
     if candidate.kernels.compile == "off" or layout.tp == 1 or layout.tp_engine == "local":
         return None

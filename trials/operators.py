@@ -57,6 +57,5 @@ def map_leaves(change: Callable[[Leaf], Any], value: Any, kind: type[Leaf]) -> A
 
 
 def in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass; uses a private function of torch, as there is no public
-    one."""
+    """Whether the calling thread is inside a backward pass (a private function of torch; none is public)."""
     return torch._C._current_graph_task_id() != -1

@@ -104,8 +104,7 @@ def _set_precision(precision: str, *, tf32_convolutions: bool) -> None:
 
 
 def parameter_dtype(precision: Precision, *, sharded: bool) -> torch.dtype:
-    """Return the type of stored parameters. FSDP stores fp32 and casts when gathering, so its shards are the
-    masters."""
+    """Return the type of stored parameters. FSDP stores fp32 and casts on gathering: its shards are the masters."""
     return _DTYPES[precision.dtype] if keeps_masters(precision, sharded=sharded) else torch.float32
 
 

@@ -108,8 +108,7 @@ class Input:
     __slots__ = ("_is_written", "_requires_grad", "_version", "source")
 
     def __init__(self, tensor: Tensor, handle: Handle | None, *, is_written: bool = False) -> None:
-        """``handle`` is set if ``tensor`` itself is dropped; ``is_written`` if the operator writes it without reading
-        it."""
+        """``handle`` is set if ``tensor`` itself is dropped; ``is_written`` if the operator only writes it."""
         self._requires_grad = tensor.requires_grad
         self._version = tensor._version
         self._is_written = is_written
@@ -471,8 +470,7 @@ class _Recorder(TorchFunctionMode):
         return handle
 
     def _handle(self, tensor: Tensor) -> Handle | None:
-        """Return a handle for an output of a chosen operator or a view of one, unless something has been
-        overwritten."""
+        """Return a handle for an output of a chosen operator or a view of one; None if data was overwritten."""
         output = self._output(storage_of(tensor))
         if output is None or tensor.dtype != output.dtype or tensor._version != output.version:
             return None

@@ -50,8 +50,7 @@ class CollectiveCount:
     module: str
     """Path in the model; ``gradients`` for gradient reduction outside of modules, ``step`` for the rest."""
     phase: str
-    """``forward``, ``backward``, ``recompute`` (of activations in the backward pass) or ``step`` (outside both
-    passes)."""
+    """``forward``, ``backward``, ``recompute`` (of activations in the backward pass) or ``step`` (outside both)."""
     kind: str
     """Type of collective: ``all_gather``, ``all_reduce``, ``send``, ..."""
     axis: str
@@ -348,8 +347,7 @@ def micro_batches(forwards: float | None, backwards: int | None, optimizers: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptFacts:
-    """Observations inside the program, see docs/report-api.md; they show whether knobs take effect. None: not
-    observed."""
+    """Observations inside the program (docs/report-api.md) that show whether knobs take effect. None: not observed."""
 
     world_size: int | None = None
     micro_batch_size: int | None = None

@@ -230,8 +230,7 @@ def _redacted(text: str, known: tuple[str, ...]) -> str:
 
 
 def _blocks(source: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the content in blocks of whole lines, each with its redacted form; bytes that are not text are
-    preserved."""
+    """Yield the content in blocks of whole lines, each with its redacted form; non-text bytes are preserved."""
     known = _spellings_now()
     while block := source.read(_BLOCK_BYTES):
         block += source.readline(_MAX_LINE_BYTES)
