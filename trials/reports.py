@@ -102,7 +102,7 @@ class PeakTensor:
 
     module: str
     what: str
-    """``weights``, ``gradients``, ``optimizer state``, else the operator that made them."""
+    """``weights``, ``gradients``, ``optimiser state``, else the operator that made them."""
     num_tensors: int
     num_bytes: int
 
@@ -113,7 +113,7 @@ class MemoryPeak:
 
     peak_bytes: int
     start_bytes: int
-    """Allocated when recording began. On CPUs it is the weights, gradients and optimizer state of a training program;
+    """Allocated when recording began. On CPUs it is the weights, gradients and optimiser state of a training program;
     of our own models 0, and the peak counts from then on."""
     phase: str
     """Phase of the step in which the peak came."""
