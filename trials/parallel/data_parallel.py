@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -345,7 +346,7 @@ def _as_ddp(replica: BucketedReplica) -> AbstractContextManager[None]:
 # Data parallelism: DDP, buckets for ZeRO-1, FSDP2 sharding and FSDP2 replication of one part of the model.
 
 
-_ENDS = ("tok_embeddings", "output")
+_TABLES = ("tok_embeddings", "output")
 """Names of the modules with a weight of the size of the vocabulary."""
 
 
@@ -360,27 +361,41 @@ def reduces_each(layout: Layout) -> bool:
 
 
 def apply_fsdp(model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: Precision) -> None:
-    """Shard or replicate every layer, then the rest, with FSDP2 in place.
+    """Shard or replicate embedding, layers, norm and head as units of their own, then the rest, with FSDP2 in place.
 
-    ZeRO stage 3 frees gathered weights after the forward pass, except the root's, which the backward needs at once.
+    In one unit embedding and head would be gathered before the first layer and reduced after it, behind nothing: so
+    the head's gather hides behind the layers, and its reduction behind their backward pass.
+
+    ZeRO stage 3 frees a layer's gathered weights after its forward pass. What lies outside the layers stays gathered.
     """
     policy = mixed_precision_policy(precision)
+    tables = _tables(model)
     if layout.shard_embedding:
-        for end in _ends(model):
-            fully_shard(end, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policy, reshard_after_forward=True)
-    parts: list[nn.Module] = [*model.layers.values(), model]
+        for table in tables:
+            fully_shard(table, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policy, reshard_after_forward=True)
+    parts = _parts(model, [] if layout.shard_embedding else tables)
     if layout.zero_stage == 0:
         for part in parts:
             replicate(part, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policy)
         return
+    layers = {*model.layers.values()}
     for part in parts:
-        reshard = layout.zero_stage == 3 and part is not model
+        reshard = layout.zero_stage == 3 and part in layers
         fully_shard(part, mesh=shard_mesh(mesh), mp_policy=policy, reshard_after_forward=reshard)
 
 
-def _ends(model: TrainModel) -> list[nn.Module]:
-    modules = (getattr(model, name, None) for name in _ENDS)
-    return [module for module in modules if module is not None]
+def _parts(model: TrainModel, tables: Sequence[nn.Module]) -> list[nn.Module]:
+    """The units of FSDP2, each before what contains it. Of code that is not ours only layers and an untied head: the
+    rest may read weights that it does not call."""
+    norm = None if model.is_own else getattr(model, "norm", None)
+    return [*tables, *model.layers.values(), *([] if norm is None else [norm]), model]
+
+
+def _tables(model: TrainModel) -> list[nn.Module]:
+    """Embedding and head, as far as they are here and share no weight with another module."""
+    uses = Counter(parameter for one in model.modules() for parameter in one.parameters(recurse=False))
+    modules = (getattr(model, name, None) for name in _TABLES)
+    return [one for one in modules if one is not None and all(uses[parameter] == 1 for parameter in one.parameters())]
 
 
 def apply_ddp(model: TrainModel, mesh: DeviceMesh, layout: Layout, device: torch.device) -> nn.Module:
@@ -450,7 +465,7 @@ def keep_weights(module: nn.Module, model: TrainModel, layout: Layout, *, is_las
     """
     if layout.zero_stage == 2 and isinstance(module, FSDPModule):
         module.set_reshard_after_backward(is_last)
-        for end in _ends(model) if layout.shard_embedding else []:
+        for end in _tables(model) if layout.shard_embedding else []:
             cast(FSDPModule, end).set_reshard_after_backward(True)
 
 
