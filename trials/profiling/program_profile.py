@@ -167,7 +167,7 @@ def _phases(events: Sequence[Event], steps_us: Sequence[Interval]) -> tuple[Phas
     taken: list[Interval] = []
     seconds: dict[str, float] = {}
     steps = list(steps_us)
-    for name in ("backward", "forward", "data", "optimizer"):  # Lightning's passes lie inside the optimizer's step
+    for name in ("backward", "forward", "data", "optimizer"):  # Lightning's passes lie inside the optimiser's step
         seconds[name] = length(intersect(subtract(ranges[name], taken), steps)) / 1e6 / len(steps)
         taken = union([*taken, *ranges[name]])
     seconds["other"] = length(subtract(steps, taken)) / 1e6 / len(steps)

@@ -270,7 +270,7 @@ class Judge:
         return MeasuredSteps(source=found[0][0].name, values=tuple(slowest))
 
     def contradiction(self, *, began_s: float | None = None) -> Contradiction | None:
-        """How the arrival of lines, or the optimizer steps that a hook saw, contradict the measured steps' times.
+        """How the arrival of lines, or the optimiser steps that a hook saw, contradict the measured steps' times.
 
         Args:
             began_s: when (monotonic) a program began that has ended by itself: at its end it writes what a buffer held
@@ -317,9 +317,9 @@ class Judge:
         return contradicted(intervals, slack_s=slack_s, source=source, witness="the arrival of its lines")
 
     def _by_hook(self, series: StepSeries, table: dict[int, LogValue], hook: StepSeries) -> Contradiction | None:
-        """The reported times against the optimizer steps of the program: those of the same numbers, and how many there
+        """The reported times against the optimiser steps of the program: those of the same numbers, and how many there
         were from the first to the last report."""
-        steps, source, witness = self._measured, series.name, f"the optimizer steps seen by {hook.name}"
+        steps, source, witness = self._measured, series.name, f"the optimiser steps seen by {hook.name}"
         found = contradicted(list(hook.intervals(table, steps)), source=source, witness=witness, at_most=False)
         span = series.span(steps)
         if found is not None or span is None:
@@ -425,7 +425,7 @@ class Judge:
             reported = max((amount for one in series if (amount := self._mean_of(one, name))), default=None)
             for counted, hook in self._counted(name):
                 if reported is not None and reported > (1 + TOLERANCE) * counted:
-                    amounts = f"the program reports {reported:g} {name} per optimizer step, but trains on {counted:g}"
+                    amounts = f"the program reports {reported:g} {name} per optimiser step, but trains on {counted:g}"
                     raise NotApplied(f"not applied: {amounts} (seen by {hook})")
 
     def _counted(self, name: str) -> Iterator[tuple[float, str]]:

@@ -550,7 +550,7 @@ def read_profile(
     wanted = _num_recorded(command, rank)
     found = windows(places.report)
     if wanted and not found:
-        raise CommandError("the hook recorded no step: no torch optimizer made a step, or the torch profiler failed")
+        raise CommandError("the hook recorded no step: no torch optimiser made a step, or the torch profiler failed")
     step = command.protocol.num_steps
     try:
         return tuple(read_window(path, places.profile, lambda: progress("measuring", step=step)) for path in found)

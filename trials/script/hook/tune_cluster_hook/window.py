@@ -256,7 +256,7 @@ def _held(root: Any) -> tuple[list[dict[str, Any]], int]:
         for parameter, state in optimizer.state.items():
             for tensor in (state or {}).values():
                 if hasattr(tensor, "data_ptr"):
-                    add(tensor, names.get(id(parameter), ""), "optimizer state")
+                    add(tensor, names.get(id(parameter), ""), "optimiser state")
     found.sort(key=lambda one: -one["bytes"])
     return found[:MAX_TENSORS], sum(one["bytes"] for one in found)
 
