@@ -142,10 +142,11 @@ class Reporter:
         """Report one finished optimiser step.
 
         Args:
-            step: Number of the step, from 1. loss: Mean loss of the step, over the global batch or over this rank's
-            part of it. tokens: Tokens of the global batch in this step. **values: ``grad_norm``, ``samples`` (of the
-            global batch), ``step_time_s`` (default: the time since the last
-                report), ``data_s`` (of that, waiting for data), ``allocated_bytes``, ``reserved_bytes``,
+            step: Number of the step, from 1.
+            loss: Mean loss of the step, over the global batch or over this rank's part of it.
+            tokens: Tokens of the global batch in this step.
+            **values: ``grad_norm``, ``samples`` (of the global batch), ``step_time_s`` (default: the time since the
+                last report), ``data_s`` (of that, waiting for data), ``allocated_bytes``, ``reserved_bytes``,
                 ``world_size``; anything else is kept as a finding.
         """
         if not os.environ.get(FOLDER_VARIABLE):

@@ -180,10 +180,10 @@ def device_name(device: torch.device) -> str:
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """Return the device's unique id, as its tools print it; None if torch does not know it.
+    """Return the device's unique id, as its tools print it; None if torch does not have it.
 
-    For a slice of a GPU (MIG), it is the slice's name among the devices visible to the process: torch returns digits
-    whose format depends on the device's model.
+    For a slice of a GPU (MIG), it is the slice's name in the list of visible devices, if present. torch returns bare
+    digits; the device's name shows whether they are a GPU's or a slice's.
     """
     if is_host(device):
         return None

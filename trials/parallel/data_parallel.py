@@ -444,9 +444,9 @@ def begin_backward(module: nn.Module, *, is_last: bool, each: bool) -> None:
     Call it before the forward pass, in which DDP already needs it.
 
     Args:
-        is_last: whether it is the backward pass of the step's last micro-batch. each: whether all of them reduce, not
-        only the last one. Even then, replicas of the shards (``dp_replicate``) are
-            averaged only once: until then each rank accumulates its own shard.
+        is_last: whether it is the backward pass of the step's last micro-batch.
+        each: whether all of them reduce, not only the last one. Even then, replicas of the shards (``dp_replicate``)
+            are averaged only once: until then each rank accumulates its own shard.
     """
     if isinstance(module, DistributedDataParallel):
         # As DDP.no_sync() does; both the forward and the backward pass of a micro-batch must see it.
