@@ -76,8 +76,8 @@ def shape_problem(counts: Counts, layout: Layout) -> str | None:
     if len(counts) == layout.num_virtual_stages and all(len(row) == layout.pp for row in counts):
         return None
     num_stages = "/".join(str(len(row)) for row in counts) or 0
-    wanted = f"{layout.num_virtual_stages} chunks of {layout.pp} stages"
-    return f"has {len(counts)} chunks of {num_stages} stages, the layout {wanted}"
+    given, wanted = (f"{count} chunk{'' if count == 1 else 's'}" for count in (len(counts), layout.num_virtual_stages))
+    return f"has {given} of {num_stages} stages, but the layout has {wanted} of {layout.pp} stages"
 
 
 # ---- degrees and data parallelism ----

@@ -102,7 +102,7 @@ class PeakTensor:
 
     module: str
     what: str
-    """``weights``, ``gradients``, ``optimizer state``, or the operator that created them."""
+    """``weights``, ``gradients``, ``optimiser state``, or the operator that created them."""
     num_tensors: int
     num_bytes: int
 
@@ -113,7 +113,7 @@ class MemoryPeak:
 
     peak_bytes: int
     start_bytes: int
-    """Bytes allocated when recording began: on CPUs, weights, gradients and optimizer state of a training program. For
+    """Bytes allocated when recording began: on CPUs, weights, gradients and optimiser state of a training program. For
     built-in models it is 0, and the peak counts from then on."""
     phase: str
     """Phase of the step in which the peak occurred."""
