@@ -770,7 +770,7 @@ def _llama_problems(model: LlamaModel) -> Iterator[str]:
     if model.num_heads % model.num_kv_heads:
         yield f"num_heads {model.num_heads} is not divisible by num_kv_heads {model.num_kv_heads}"
     if (experts := model.experts) is not None:
-        if not 1 <= experts.experts_per_token <= experts.num_experts:
-            yield f"experts_per_token {experts.experts_per_token} is outside 1..{experts.num_experts}, the number of experts"
+        if not 1 <= experts.top_k <= experts.num_experts:
+            yield f"top_k {experts.top_k} is outside 1..num_experts {experts.num_experts}"
         if not 0 <= experts.num_dense_layers < model.num_layers:
             yield f"num_dense_layers {experts.num_dense_layers} is outside 0..{model.num_layers - 1}"

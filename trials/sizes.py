@@ -145,7 +145,9 @@ def num_parameters(model: Model) -> int:
 def _num_decoder_parameters(model: LlamaModel) -> int:
     """Count embedding, blocks, final norm and the untied head."""
     embedding = model.vocab_size * model.hidden_size
-    return 2 * embedding + model.num_layers * _num_block_parameters(model) + _num_expert_weights(model) + model.hidden_size
+    return (
+        2 * embedding + model.num_layers * _num_block_parameters(model) + _num_expert_weights(model) + model.hidden_size
+    )
 
 
 def num_active_parameters(model: LlamaModel) -> int:
@@ -153,7 +155,7 @@ def num_active_parameters(model: LlamaModel) -> int:
     experts = model.experts
     if experts is None:
         return _num_decoder_parameters(model)
-    idle = experts.num_experts - experts.experts_per_token
+    idle = experts.num_experts - experts.top_k
     per_expert = 3 * model.hidden_size * experts.ffn_hidden_size
     return _num_decoder_parameters(model) - (model.num_layers - experts.num_dense_layers) * idle * per_expert
 

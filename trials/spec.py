@@ -17,7 +17,7 @@ class Experts:
     """Mixture-of-experts feed-forward: a router sends each token to some of the experts."""
 
     num_experts: int
-    experts_per_token: int
+    top_k: int
     ffn_hidden_size: int
     """Width of one routed expert."""
     shared_ffn_hidden_size: int = 0

@@ -140,9 +140,11 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.attention = Attention(shape)
         self.feed_forward_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        experts = shape.experts
-        is_dense = experts is None or number < experts.num_dense_layers
-        self.feed_forward = FeedForward(shape) if is_dense else MixtureOfExperts(shape.hidden_size, experts)
+        self.feed_forward: FeedForward | MixtureOfExperts = (
+            FeedForward(shape)
+            if shape.experts is None or number < shape.experts.num_dense_layers
+            else MixtureOfExperts(shape.hidden_size, shape.experts)
+        )
         self.schedule: BlockSchedule = one_after_the_other
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("tune_cluster::grouped_outer", mutates_args=())
 def grouped_outer(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
-    """Gradient of the matrices of :func:`grouped_matmul`, ``[E, D, F]``, from ``[R, D]`` rows and ``[R, F]`` gradients."""
+    """Gradient ``[E, D, F]`` of the matrices of :func:`grouped_matmul`: rows ``[R, D]``, gradients ``[R, F]``."""
     if _has_kernel(rows):
         return torch._grouped_mm(rows.t(), grads, offs=ends)
     out = rows.new_empty(ends.shape[0], rows.shape[1], grads.shape[1])
@@ -139,10 +139,10 @@ class Router(nn.Module):
         return chosen, ids
 
     def _best(self, scores: Tensor) -> Tensor:
-        return (scores.detach() + self.bias).topk(self.shape.experts_per_token, dim=-1, sorted=False).indices
+        return (scores.detach() + self.bias).topk(self.shape.top_k, dim=-1, sorted=False).indices
 
     def _in_turn(self, x: Tensor) -> Tensor:
-        size = (x.shape[0], self.shape.experts_per_token)
+        size = (x.shape[0], self.shape.top_k)
         return (torch.arange(size[0] * size[1], device=x.device) % self.shape.num_experts).view(size)
 
 
@@ -160,7 +160,8 @@ class RoutedExperts(nn.Module):
         kind = rows.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.w13.dtype
         gate, up = grouped_matmul(rows.to(dtype), self.w13.to(dtype), ends).chunk(2, -1)
-        return grouped_matmul(F.silu(gate) * up, self.w2.to(dtype), ends)
+        out: Tensor = grouped_matmul(F.silu(gate) * up, self.w2.to(dtype), ends)
+        return out
 
 
 class SharedExpert(nn.Module):
@@ -198,7 +199,7 @@ class MixtureOfExperts(nn.Module):
         # A layer that is recomputed counts all of its tokens twice, which changes no expert's share.
         self.router.load.add_(counts)
         order = chosen.argsort(stable=True)
-        out = self.experts(flat[order // self.shape.experts_per_token], counts)
+        out = self.experts(flat[order // self.shape.top_k], counts)
         # Back by the inverse order: a sum over indices would add in no particular order on GPUs.
         by_token = out[order.argsort()].unflatten(0, ids.shape)
         result = torch.bmm(weights.to(by_token.dtype).unsqueeze(1), by_token).squeeze(1).to(x.dtype)

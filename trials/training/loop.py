@@ -50,7 +50,15 @@ from trials.parallel.data_parallel import (
     take_in_gradients,
     uses_fsdp,
 )
-from trials.parallel.mesh import DATA_AXES, HeldTensor, ShardMap, flat_mesh, gradients_of, init_parameters, perturb_parameters
+from trials.parallel.mesh import (
+    DATA_AXES,
+    HeldTensor,
+    ShardMap,
+    flat_mesh,
+    gradients_of,
+    init_parameters,
+    perturb_parameters,
+)
 from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
 from trials.precision import CastMeter, LossScaler, apply_autocast_lists, apply_float8, autocast, parameter_dtype
 from trials.recompute import RecomputeMeter, apply_recompute
