@@ -227,6 +227,8 @@ REPORT_SLACK_S = 0.2
 """How much later than its report, or earlier, the line of a hook may arrive for the same step: files are polled."""
 MOST_MISSED = 0.75
 """Share of the steps of another source that a hook counts at least, if both count the same steps."""
+MOST_MOVED = 4
+"""By how many times their number the measured steps are moved on at most, see :meth:`Judge.settle`."""
 NORMS_IN_A_ROW = 3
 """So many gradient norms in a row that are not finite mean divergence; fewer are steps that loss scaling skips."""
 SHARDS_TOLERANCE = 0.7
@@ -268,6 +270,43 @@ class Judge:
             return None
         slowest = (max((table[step] for _, table in found), key=lambda value: value.value) for step in self._measured)
         return MeasuredSteps(source=found[0][0].name, values=tuple(slowest))
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps before the measured ones."""
+        return self._measured.start - 1
+
+    def settle(self, *, is_last: bool = False) -> bool:
+        """Move the measured steps on while they use up batches that worker processes had loaded before them.
+
+        Workers get ahead while the program starts and the hook looks at its first steps. Until that lead is gone, steps
+        take less time than loading does. Returns whether the measured steps are final.
+
+        Args:
+            is_last: whether to accept the present ones if no further steps are there.
+        """
+        most = self._command.num_warmup_steps + MOST_MOVED * self._command.protocol.num_steps
+        while self._is_ahead():
+            if self.num_warmup_steps < most and self.num_steps >= self._measured.stop:
+                self._measured = range(self._measured.start + 1, self._measured.stop + 1)
+            elif self.num_warmup_steps < most and not is_last:
+                return False
+            else:
+                self._book.note("the measured steps used batches that loader workers had loaded before: too short")
+                return True
+        return True
+
+    def _is_ahead(self) -> bool:
+        """Whether fewer loaded batches are left after the measured steps than were there before, or the hook looked at
+        the program within them."""
+        before, last = self._measured.start - 1, self._measured.stop - 1
+        for series in self._book.series.values():
+            ahead = series.by_step("batches_ahead")
+            if all(step in ahead for step in range(max(before, 1), last + 1)) and (
+                before < NUM_STEPS_OBSERVED or ahead[before].value > ahead[last].value
+            ):
+                return True
+        return False
 
     def contradiction(self, *, began_s: float | None = None) -> Contradiction | None:
         """How the arrival of lines, or the optimizer steps that a hook saw, contradict the measured steps' times.
@@ -505,7 +544,7 @@ class Judge:
 
     def peaks(self, name: str) -> tuple[int, ...]:
         """The largest value of any process by every step from the first on; empty where one of them is missing."""
-        steps = range(1, self._command.num_required_steps + 1)
+        steps = range(1, self._measured.stop)
         tables = [table for s in self._book.series.values() if _is_full(table := s.by_step(name), steps)]
         return tuple(max(int(table[step].value) for table in tables) for step in steps) if tables else ()
 
