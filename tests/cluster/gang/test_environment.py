@@ -101,7 +101,9 @@ def test_every_default_is_documented_with_its_why():
     text = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     for default in DEFAULTS:
-        assert any(f"| `{default.name}` | `{default.value}` |" in row and default.why in row for row in rows), default
+        assert any(f"| `{default.name}` | `{default.value}` |" in row and default.reason in row for row in rows), (
+            default
+        )
 
 
 def test_defaults_that_others_set_are_what_these_set():

@@ -192,12 +192,12 @@ def test_another_global_batch_is_another_training():
 
 def test_amounts_per_step_are_no_more_than_a_hook_counts():
     story = _told(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=4, forwards_per_step=1.0))
-    with pytest.raises(InfeasibleSpec, match=r"reports 63 samples per optimizer step, but trains on 8 \(seen by rank0"):
+    with pytest.raises(InfeasibleSpec, match=r"reports 63 samples per optimiser step, but trains on 8 \(seen by rank0"):
         story.judge.check_facts()
     packed = _told(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=1, forwards_per_step=1.0))
     packed.judge.check_facts()
     story = _told(lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=400))
-    with pytest.raises(InfeasibleSpec, match=r"reports 1000 tokens per optimizer step, but trains on 400"):
+    with pytest.raises(InfeasibleSpec, match=r"reports 1000 tokens per optimiser step, but trains on 400"):
         story.judge.check_facts()
     _told(
         lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=1000)
@@ -415,10 +415,10 @@ def test_optimizer_steps_that_a_hook_sees_go_before_what_the_program_says():
     assert with_hook(0.1) is None
     held_back = with_hook(0.4, later_s=8.5)
     assert (
-        "100 ms per step by report, but 400 ms per step by the optimizer steps seen by hook:torch" in held_back.message
+        "100 ms per step by report, but 400 ms per step by the optimiser steps seen by hook:torch" in held_back.message
     )
     assert with_hook(0.05) is None, "a report may count larger steps"
-    assert "optimizer steps seen by hook:torch" in with_hook(1.0, per_step=10).message
+    assert "optimiser steps seen by hook:torch" in with_hook(1.0, per_step=10).message
 
 
 @pytest.mark.parametrize(("every", "num_steps"), [(5, 16), (8, 22), (10, 28)])
