@@ -335,7 +335,7 @@ class _Layer:
 
     layer_s: float
     edge_s: Array
-    """Seconds per micro-batch of each pipeline rank besides its layers."""
+    """Seconds per micro-batch of each pipeline rank in addition to its layers."""
     activation_bytes: float
     """Bytes kept per layer and micro-batch."""
     transient_bytes: float
