@@ -199,10 +199,14 @@ def _loss_columns(_workload: Workload, candidate: Candidate, _cluster: ClusterDe
 
     In parts (by tp or in chunks), gradients replace the logits in place. By count of the operators of
     :mod:`trials.parallel.tensor`, the logits are read or written 7 times and their fp32 values 10 times. Chunks
-    accumulate the gradient of the head's weights in fp32.
+    accumulate the gradient of the head's weights in fp32. A compiler's kernels read the logits once for the loss, and
+    once for the gradient, which they write; nothing exists in fp32.
     """
     size = 4.0 if candidate.precision.level == "O0" else 2.0
     chunks = candidate.kernels.loss_chunks
+    if candidate.kernels.compile != "off":
+        loss, sums = (size, 0.0) if chunks == 1 else (0.0, 4.0)
+        return {"loss_bytes": loss, "loss_traffic": 3 * size, "loss_chunks": chunks, "head_sums_bytes": sums}
     if candidate.layout.tp == 1 and chunks == 1:
         return {"loss_bytes": 8.0, "loss_traffic": 3 * (size + 8), "loss_chunks": 1.0, "head_sums_bytes": 0.0}
     sums = 4.0 if chunks > 1 else 0.0
@@ -280,7 +284,7 @@ _PARTS = (
     _Part(("layout", "recompute"), _recompute),
     _Part(("layout", "precision.level"), _precision),
     _Part(("precision", "kernels.matmul_precision"), _peaks),
-    _Part(("layout.tp", "precision.level", "kernels.loss_chunks"), _loss_columns),
+    _Part(("layout.tp", "precision.level", "kernels.loss_chunks", "kernels.compile"), _loss_columns),
     _Part(("layout.dp", "micro_batch_size"), _batch),
     _Part(("kernels.compile", "kernels.attention"), _kernels),
     _Part(("offload",), _offload),
