@@ -24,6 +24,7 @@ from trials.accelerator.device import capability, has_cudnn
 from trials.accelerator.kinds import FAMILIES
 from trials.attention import TAKES_GROUPED, AttentionPlan, Back, Kernel, Parts, causal_attention, plan_attention
 from trials.failure import InfeasibleSpec
+from trials.models.built_in import Head
 from trials.models.model import TrainModel
 from trials.outcome import Phase, ProgressSink
 from trials.precision import compute_dtype, matmul_precision
@@ -243,17 +244,21 @@ _HITS, _MISSES = "fxgraph_cache_hit", ("fxgraph_cache_miss", "fxgraph_cache_bypa
 
 
 def apply_compile(model: TrainModel, kernels: Kernels) -> None:
-    """Compile in place every layer (equal layers share code) or the whole model.
+    """Compile in place every layer, equal ones sharing the code, with head and loss, or the model as a whole.
 
-    A built-in layer must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are
-    fixed within a trial, so every shape gets its own graph instead of one dynamic graph.
+    A layer of ours must be one graph, and so must head and loss; the whole model may break into several, as it does at
+    FSDP's hooks. Shapes are fixed within a trial, so every shape gets a graph of its own instead of one for all.
+
+    A loss in chunks is no part of a graph: :func:`~trials.parallel.tensor.chunk_loss` compiles its kernels.
     """
     if kernels.compile == "off":
         return
     mode = None if kernels.compile_mode == "default" else kernels.compile_mode
-    targets: list[nn.Module] = [model] if kernels.compile == "model" else list(model.layers.values())
+    head = getattr(model, "output", None)
+    heads = [head] if isinstance(head, Head) and kernels.loss_chunks == 1 else []
+    targets: list[nn.Module] = [model] if kernels.compile == "model" else [*model.layers.values(), *heads]
     for target in targets:
-        whole = kernels.compile == "block" and not model.is_own
+        whole = kernels.compile == "block" and (target in heads or not model.is_own)
         target.compile(backend=kernels.backend, mode=mode, dynamic=False, fullgraph=whole)
 
 

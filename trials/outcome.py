@@ -525,7 +525,7 @@ class Crashed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOutOfMemory:
-    """The kernel killed a rank because the host, not the device, ran out of memory. Launched one more time."""
+    """The kernel killed a rank because the host, not the device, ran out of memory. Launched again, once."""
 
     kind: ClassVar[str] = "host_oom"
     consequence: ClassVar[Consequence] = "fault"

@@ -52,8 +52,7 @@ def call_function(name: str, folder: str, *args: Any) -> Any:
 
     Raises:
         InfeasibleSpec: see :func:`load_function`; also if the function raises. Errors with a meaning of their own, such
-        as
-            out-of-memory errors, pass through.
+            as out-of-memory errors, pass through.
     """
     function = load_function(name, folder)
     try:

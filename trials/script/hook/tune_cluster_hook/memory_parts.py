@@ -21,7 +21,7 @@ SHARDS = ("_local_tensor", "ds_tensor")
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Bytes by address of the memory that tensors hold in this process."""
+    """Return bytes by address of the memory that tensors hold in this process."""
     found: dict[int, int] = {}
     for tensor in tensors:
         storage = _storage(tensor)
@@ -31,7 +31,7 @@ def storages(tensors: Iterable[Any]) -> dict[int, int]:
 
 
 def _storage(tensor: Any) -> Any:
-    """The storage of a tensor, or of the shard of it; None for anything else."""
+    """Return the storage of a tensor, or of its shard; None for anything else."""
     for name in SHARDS:
         shard = getattr(tensor, name, None)
         if shard is not None:
@@ -96,7 +96,7 @@ class LiveTensors:
                 self._gradients.add(known[0])
 
     def peak_bytes(self) -> int | None:
-        """The most bytes held at one time, without gradients; None if the record is incomplete."""
+        """Return the most bytes held at one time, without gradients; None if the record is incomplete."""
         if not self._is_whole or not self._count:
             return None
         held = peak = 0
@@ -190,12 +190,12 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _gradient(parameter: Any) -> Any:
-    """The gradient, or None. Reading ``grad`` of a tensor that is not a leaf would warn."""
+    """Return the gradient, or None. Reading ``grad`` of a tensor that is not a leaf would warn."""
     return parameter.grad if parameter.is_leaf else None
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Any]:
-    """All tensors of an optimiser's state."""
+    """Yield all tensors of an optimiser's state."""
     if hasattr(value, "untyped_storage"):
         yield value
     elif depth and hasattr(value, "values"):
