@@ -47,7 +47,7 @@ from orchestrator.program.user_program import Script
 from orchestrator.proof import confirmation
 from orchestrator.proof.evaluation import Evaluator
 from orchestrator.search.search import Search
-from orchestrator.sweep.checkpoint import last_request, new_events
+from orchestrator.sweep.checkpoint import NOTE, last_request, new_events
 from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
@@ -175,7 +175,7 @@ class Waiting:
     """Callback of :func:`cluster.connect.connect` while it waits for nodes: notifies the observer, checks requests.
 
     Raises:
-        WithdrawnError: anything but a retry was requested.
+        WithdrawnError: anything but a retry or a note was requested.
     """
 
     def __init__(self, ledger: Ledger, observer: Observer) -> None:
@@ -186,7 +186,7 @@ class Waiting:
 
     def __call__(self, reason: str) -> None:
         self._observer.on_lease((), reason)
-        if any(request.body["action"] != "retry" for request in self._ledger.requests(self.num_requests)):
+        if any(request.body["action"] not in ("retry", NOTE) for request in self._ledger.requests(self.num_requests)):
             raise WithdrawnError
 
 
