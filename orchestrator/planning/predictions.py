@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD
+from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD, cost_model, inputs_of
 from cluster.cost.generic import GenericInputs
 from cluster.cost.stage_balance import Balance
 from cluster.cost.usual import kind_of_device
@@ -49,7 +49,7 @@ from orchestrator.sweep.ledger import Document, Ledger
 from orchestrator.units import count
 from trials.dryrun.estimate import DryRunEstimate
 from trials.files import fields_json, from_json, to_json
-from trials.spec import Candidate, Workload
+from trials.spec import Candidate, LlamaModel, Workload
 
 # Predictions for a plan: its best candidates with the terms of their figures, and the cost of the sweep
 
@@ -159,6 +159,18 @@ def predict_plan(
         usual=USUAL if isinstance(predictor.inputs, GenericInputs) else "",
         num_probed=len(profile.measured) if profile is not None else 0,
     )
+
+
+def expected_step_s(workload: Workload, candidate: Candidate, topology: Topology) -> float | None:
+    """Return the step time that the cost model expects of any candidate on this hardware, in seconds; None if it does
+    not know the model or the device."""
+    if not isinstance(workload.model, LlamaModel):
+        return None
+    try:
+        x = inputs_of([(workload, candidate)], describe_topology(topology))
+    except (CatalogueError, ValueError):
+        return None
+    return float(cost_model().estimate(x).step_s[0])
 
 
 def _second_starts_s(predictor: Predictor, rows: Sequence[int]) -> float:

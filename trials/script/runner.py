@@ -182,7 +182,7 @@ done."""
 MAX_GRACE_S = 30.0
 """Seconds that a rank with all its steps waits for those of its node, and at most for others."""
 SETTLE_S = 20.0
-"""Seconds that the program may take until its loader workers are no further ahead; below :data:`MAX_GRACE_S`."""
+"""Seconds that loader workers may take to lose their lead; less than :data:`MAX_GRACE_S`."""
 PEER_WAIT_S = 5.0
 """Seconds that a rank without reports waits for one that reports for it, after its program has succeeded."""
 PEER_WAIT_AFTER_FAILURE_S = 0.5
@@ -228,7 +228,7 @@ class ProgramWatch:
         self._reported_state: PeerState | None = None
         self._has_measured = False
         self._settles_since_s: float | None = None
-        """When all required steps were there."""
+        """When all required steps were complete."""
         self._peers: list[PeerState] = []
         self._polled_peers_at_s = 0.0
         self._disk_full_since_s: float | None = None
