@@ -101,7 +101,7 @@ def count_module(model: UserModel, data: Data, seq_length: int) -> CountedSectio
     facts: ModuleFacts = from_json(ModuleFacts, reply["facts"])
     shape = reply.get("shape")
     if shape is not None:
-        shape = {key: value for key, value in shape.items() if key != "kind"}
+        shape = {key: value for key, value in shape.items() if key not in ("kind", "experts")}
     return CountedSection(**to_json(facts), shape=shape)
 
 

@@ -28,19 +28,14 @@ class _Family:
     is_tied: bool = False
     """Whether input embedding and output layer are tied, if not in the configuration."""
     differences: tuple[str, ...] = ()
-    experts: Mapping[str, str] | None = None
+    experts: Mapping[str, tuple[str, ...]] | None = None
     """Keys of :class:`trials.spec.Experts`, by what the configuration calls them; None: a dense model."""
 
 
-_MIXTRAL = {
-    "num_experts": "num_local_experts",
-    "top_k": "num_experts_per_tok",
-    "ffn_hidden_size": "intermediate_size",
-}
-_QWEN = {
-    "num_experts": "num_experts",
-    "top_k": "num_experts_per_tok",
-    "ffn_hidden_size": "moe_intermediate_size",
+_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "num_experts": ("num_experts", "num_local_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
 }
 _LAYER_NORM = "RMSNorm instead of LayerNorm"
 _BIASES = "no biases"
@@ -58,15 +53,13 @@ FAMILIES: Mapping[str, _Family] = {
     "olmo2": _Family(differences=("no norms on queries and keys",)),
     "qwen2": _Family(differences=("no biases on queries, keys and values",)),
     "qwen3": _Family(differences=("no norms on queries and keys",)),
-    "mixtral": _Family(experts=_MIXTRAL),
+    "mixtral": _Family(experts=_EXPERTS),
     "qwen2_moe": _Family(
-        experts={**_QWEN, "shared_ffn_hidden_size": "shared_expert_intermediate_size"},
+        experts={**_EXPERTS, "shared_ffn_hidden_size": ("shared_expert_intermediate_size",)},
         differences=("no biases on queries, keys and values", "no gate of the shared expert"),
     ),
-    "qwen3_moe": _Family(experts=_QWEN, differences=("no norms on queries and keys",)),
-    "olmoe": _Family(
-        experts={**_QWEN, "ffn_hidden_size": "intermediate_size"}, differences=("no norms on queries and keys",)
-    ),
+    "qwen3_moe": _Family(experts=_EXPERTS, differences=("no norms on queries and keys",)),
+    "olmoe": _Family(experts=_EXPERTS, differences=("no norms on queries and keys",)),
     "stablelm": _Family(differences=(_LAYER_NORM,)),
     "gemma": _Family(is_tied=True, differences=(_GELU,)),
     "gemma2": _Family(is_tied=True, differences=(_GELU, "two norms fewer per block")),
@@ -188,15 +181,15 @@ def _sizes(config: Mapping[str, Any], file: Path) -> dict[str, int]:
     return {key: int(value) for key, value in found.items() if value is not None}
 
 
-def _experts(config: Mapping[str, Any], names: Mapping[str, str], file: Path) -> dict[str, Any]:
+def _experts(config: Mapping[str, Any], known: Mapping[str, tuple[str, ...]], file: Path) -> dict[str, Any]:
     """The mixture of experts of a configuration whose every layer has one.
 
     Raises:
         ConfigError: missing sizes, or layers of both kinds in turn.
     """
     found: dict[str, Any] = {}
-    for key, name in names.items():
-        value = config.get(name)
+    for key, names in known.items():
+        value, name = next((config[name] for name in names if name in config), None), names[-1]
         if not isinstance(value, int) or value < 1:
             shown = "missing" if value is None else f"{str(value)[:40]!r} is not a valid size"
             raise ConfigError(shown, file=file, key=name, remedy="Use the config.json of a complete model.")
