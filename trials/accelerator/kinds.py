@@ -140,7 +140,7 @@ def without_devices(environment: Mapping[str, str]) -> dict[str, str]:
 PERIOD_S = 0.5
 """Seconds between two samples."""
 MAX_SAMPLES = 4096
-"""Most samples to keep: half an hour of them."""
+"""Maximum number of samples to keep: half an hour of them."""
 _PATIENCE_S = 2.0
 """Time limit for the last sample, in seconds: a faulty driver may block for ever."""
 POWER_CAP = 0x04

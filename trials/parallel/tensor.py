@@ -416,7 +416,7 @@ def style_of(name: str, module: nn.Module) -> ParallelStyle:
 
 
 PIECE_ELEMENTS = 1 << 24
-"""Most logits with fp32 copies at a time: 64 MiB."""
+"""Maximum number of logits with fp32 copies at a time: 64 MiB."""
 
 
 def split_vocabulary(model: Llama, crossing: Borders, mesh: DeviceMesh | None) -> ShardMap:

@@ -164,8 +164,8 @@ def _children() -> list[int]:
 POLL_S = 0.1
 """Seconds between reads of files."""
 REPORTS_S = 0.02
-"""Least seconds between reads of report files: the arrival of their lines shows how long steps took. Two reads per step
-see each line separately; more of them would take time from programs that use all cores."""
+"""Minimum seconds between reads of report files: the arrival of their lines shows how long steps took. Two reads per
+step see each line separately; more of them would take time from programs that use all cores."""
 PEERS_S = 0.2
 """Seconds between reads of the states of the node's ranks."""
 MAX_JUDGING = 0.05
