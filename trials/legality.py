@@ -1,5 +1,4 @@
-"""Rules on what the runner can train, each with a reason. Depends on ``spec`` and ``failure``; standard library
-only."""
+"""Rules on what the runner can train, each with a reason. Depends on ``spec``, ``failure``; standard library only."""
 
 from __future__ import annotations
 

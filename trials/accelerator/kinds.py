@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "npu"]
-"""``cuda`` and ``rocm`` are both torch's device ``cuda``, with different tools and variables; ``npu`` is Huawei's
-Ascend."""
+"""``cuda`` and ``rocm`` are both torch's device ``cuda``, with different tools and variables; ``npu`` is Ascend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

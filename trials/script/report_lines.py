@@ -186,8 +186,7 @@ class FileTail:
         self.since_s = self._polled_s = time.monotonic() if since_s is None else since_s
         """When (monotonic) the latest lines did not exist yet."""
         self.written_s = self.since_s
-        """When the file was last written to: its modification time, set by the kernel, limited to the interval between
-        two reads."""
+        """When the file was last written to: its modification time, limited to the interval between two reads."""
         self.num_bytes = 0
         """Bytes read so far, over all files of this name."""
         self.is_full = False
