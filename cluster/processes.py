@@ -177,8 +177,7 @@ def collapse_pages() -> None:
     """Move this process's heap into huge pages, if the kernel supports it (Linux 6.1).
 
     Forking and ending a process costs time per mapped page. With torch's heap of 140 MiB, this saves three quarters of
-    a
-    fork's time and half of a child's lifetime.
+    a fork's time and half of a child's lifetime.
     """
     for mapping in Path("/proc/self/maps").read_text().splitlines():
         span, access, _, _, _, *name = mapping.split()

@@ -135,8 +135,7 @@ def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
 
 def _keep_near(launch: NodeLaunch, slot: RankSlot) -> None:
     """Pin the rank to the cores near the slot's devices before torch starts a thread. Memory is allocated on the socket
-    of
-    the core that first touches it."""
+    of the core that first touches it."""
     if os.environ.get(NUMA_VARIABLE, "off").lower() in ("off", "0", "false"):
         return
     if near := cores_near(handle.bus_id for handle in slot_handles(launch, slot)):
@@ -180,8 +179,7 @@ def _leave(result: RankResult) -> None:
 
 def resolve(runner: str) -> Runner:
     """Import the function named ``module:function``. A user's module may be in the folder where the sweep was
-    submitted;
-    only ranks search it, and after all other places."""
+    submitted; only ranks search it, and after all other places."""
     module, _, function = runner.partition(":")
     if module.partition(".")[0] != "trials":
         sys.path.append(str(Path.cwd()))

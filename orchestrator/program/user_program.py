@@ -59,6 +59,10 @@ class Script:
     """Paths of fields that the sweep file sets, or that the command has placeholders for."""
     unchanged: Candidate | None = None
     """The candidate of the unmodified command; None if the file's baseline differs from it."""
+    baseline: Candidate | None = None
+    """Trial 0."""
+    trial_args: tuple[str, ...] = ()
+    """Arguments that only trials have."""
     seed: int | None = None
     """None: as in the command."""
     device: str | None = None
