@@ -419,7 +419,7 @@ class Ledger:
 
 
 def _checksum(*parts: object) -> int:
-    """CRC-32 of a row's values: finds damage, not manipulation."""
+    """Return the CRC-32 of a row's values: finds damage, not manipulation."""
     return zlib.crc32(b"\0".join(part if isinstance(part, bytes) else str(part).encode() for part in parts))
 
 
