@@ -465,7 +465,7 @@ def shorter_ranks(layout: Layout, num_microbatches: int) -> tuple[PipelineRank, 
 
 
 def _shared(ranks: Sequence[PipelineRank]) -> PipelineRank | None:
-    """Return one rank for all; None if there is none other than one of several ranks themselves."""
+    """Return one rank that represents all; None if only one of several ``ranks`` itself does."""
     found = _shortest(ranks)
     return None if found in ranks and len(ranks) > 1 else found
 
