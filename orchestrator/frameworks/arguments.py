@@ -137,6 +137,23 @@ def write(words: Sequence[str], argument: Argument, value: ArgumentValue) -> Wor
     return _without(replaced, places[:-1])
 
 
+def spelled_out(words: Sequence[str], argument: Argument, value: ArgumentValue) -> Words:
+    """The words that set an argument, spelled as the command spells it."""
+    places = list(_places(tuple(words), argument))
+    return _spelled_out(argument, value, places[-1] if places else None)
+
+
+def with_settings(words: Sequence[str], settings: Sequence[str]) -> Words:
+    """The words with these settings, each in its place or at the end: ``--a b``, ``--a=b`` or ``a.b=c``."""
+    found, rest = tuple(words), list(settings)
+    while rest:
+        name, is_joined, value = rest.pop(0).partition("=")
+        if not is_joined:
+            value = rest.pop(0) if rest else ""
+        found = write(found, Argument(name=name, takes="assignment" if is_joined else "value"), value)
+    return found
+
+
 def remove(words: Sequence[str], *arguments: Argument) -> Words:
     """The words without these arguments."""
     found = tuple(words)

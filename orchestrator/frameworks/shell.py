@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from orchestrator.frameworks.spelling import Setting, Settings, SettingsBuilder, comments, custom
@@ -103,10 +103,24 @@ def with_exports(files: Mapping[str, str], fingerprint: Mapping[str, str]) -> di
         env = {THREADS: fingerprint[_THREADS_PRINT]} | env
     if not env:
         return dict(files)
-    lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items()))
     if not scripts:
+        lines = "".join(_export_lines(env))
         return {**files, ENV_FILE: f"# Environment of the measured trials; load with: . ./{ENV_FILE}\n{lines}"}
-    return {name: _after_comments(text, lines) if name in scripts else text for name, text in files.items()}
+    return {name: _with_variables(text, env) if name in scripts else text for name, text in files.items()}
+
+
+def _export_lines(env: Mapping[str, str]) -> Iterator[str]:
+    yield from (f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items()))
+
+
+def _with_variables(script: str, env: Mapping[str, str]) -> str:
+    """The script with the variables that it does not set itself."""
+    return _after_comments(script, "".join(line for line in _export_lines(env) if not _sets(script, line)))
+
+
+def _sets(script: str, line: str) -> bool:
+    """Whether the script exports the variable of this line."""
+    return f"\n{line.partition('=')[0]}=" in script
 
 
 def _after_comments(script: str, lines: str) -> str:

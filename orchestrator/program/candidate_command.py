@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.arguments import as_truth, either_dash, read, read_text, remove, write
+from orchestrator.frameworks.arguments import as_truth, either_dash, read, read_text, remove, with_settings, write
 from orchestrator.frameworks.documents import ABSENT, edited, load, value_at
 from orchestrator.frameworks.edit import Overlay, OverlayRequest, Run
 from orchestrator.frameworks.spelling import Note
@@ -28,6 +28,7 @@ from orchestrator.program.user_program import OUT, Script, filled, filled_run, n
 from orchestrator.space.inside import knobs_set
 from orchestrator.space.knobs import INSIDE, CustomKnob, CustomScalar, argument_text, is_inside
 from orchestrator.space.rules import Case, Rule
+from orchestrator.units import count
 from trials import sizes
 from trials.profiling.traces import long_enough_program, program_ranks
 from trials.script.command import KNOBS_VARIABLE, CommandFile, ScriptCommand, hook_files, is_seen_anyway
@@ -77,7 +78,10 @@ def render(
         ConfigError: a file of the user's that cannot be changed.
     """
     values = placeholder_values(candidate, script.workload, last_step=last_step)
-    run = filled_run(with_custom(script, candidate), values)
+    run = with_custom(script, candidate)
+    if last_step is not None:
+        run = dataclasses.replace(run, argv=with_settings(run.argv, script.trial_args))
+    run = filled_run(run, values)
     overlaid = script.training.overlay(run, request_of(script, candidate, device))
     if last_step is not None:
         overlaid = script.training.trial_mode(overlaid, last_step)
@@ -349,7 +353,7 @@ _OPTION = re.compile(r"--?[A-Za-z]")
 _PYTHON = frozenset({"python", "python3"})
 _HEAD = """\
 #!/bin/sh
-# {title}: {name}, on {world_size} devices.
+# {title}: {name}, on {devices}.
 # {how}
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -439,7 +443,7 @@ def start_script(script: Script, overlaid: Overlay, names: Mapping[str, str], ca
     head = _HEAD.format(
         title=script.training.title,
         name=name,
-        world_size=candidate.layout.world_size,
+        devices=count(candidate.layout.world_size, "device"),
         how=_HOW_ENV if is_env else _HOW_OWN,
         cwd=shlex.quote(script.run.cwd),
     )
@@ -483,14 +487,22 @@ def _changes(script: Script, overlaid: Overlay) -> str:
     What starts the ranks is no change of the candidate's: where the command can run as it stands, both are shown
     without its launcher.
     """
-    run = script.run
-    today = run if script.unchanged is None else render(script, script.unchanged)
-    parts = [("command", "\n".join(_arguments(today.argv)), "\n".join(_arguments(overlaid.argv)))]
-    before, after = (_assignments(env) for env in (today.env, overlaid.env))
-    parts.append(("environment", before, after))
+    configured = script.unchanged or script.baseline
+    today = script.run if configured is None else render(script, configured)
+    files = {**script.run.files, **today.files}
     names = file_names(script, overlaid.files)
+    before, after = (
+        dataclasses.replace(
+            run,
+            argv=tuple(filled(word, names) for word in run.argv),
+            env={name: filled(text, names) for name, text in run.env.items()},
+        )
+        for run in (today, overlaid)
+    )
+    parts = [("command", "\n".join(_arguments(before.argv)), "\n".join(_arguments(after.argv)))]
+    parts.append(("environment", _assignments(before.env), _assignments(after.env)))
     for name, text in sorted(overlaid.files.items()):
-        parts.append((names[name], _one_key_a_line(run.files.get(name, "")), _one_key_a_line(text)))
+        parts.append((names[name], _one_key_a_line(files.get(name, "")), _one_key_a_line(text)))
     return "".join(_diff(name, old, new) for name, old, new in parts if old != new)
 
 

@@ -58,6 +58,10 @@ class Script:
     """Paths of fields that the sweep file names, or that the command has placeholders for."""
     unchanged: Candidate | None = None
     """The candidate that the command amounts to as it stands; None where the file's baseline says something else."""
+    baseline: Candidate | None = None
+    """Trial 0."""
+    trial_args: tuple[str, ...] = ()
+    """Arguments that only trials have."""
     seed: int | None = None
     """None: as the command says."""
     device: str | None = None

@@ -701,8 +701,7 @@ def change(
         tolerance: tolerated relative loss.
         max_rounds: most rounds to measure today.
         rounded_away: largest errors today of the log speeds of configuration and baseline by rounding of reported
-            times.
-            Those of the promotion are assumed to be equal.
+            times. Those of the promotion are assumed to be equal.
     """
     last_look = max(first_look, max_rounds, len(now.own))
     own_off, baseline_off = rounded_away

@@ -548,11 +548,10 @@ class Search:
             restricted to legal candidates), ``random``, or ``grid`` (the candidates in their order).
         guide: the guided sampler; without it, ``guided`` proposes like ``tpe``.
         stop_when_converged: end once the guide expects nothing better, not only with the budget.
-            beyond: the space that contains ``candidates``, if it was too large to enumerate. Conditional TPE and random
-                draws
-                then cover the whole space; ``guided`` uses it once its guide has no more candidates.
-            custom_memory: known memory effects of custom knobs.
-            inside: the user program's knobs that are set within its code.
+        beyond: the space that contains ``candidates``, if it was too large to enumerate. Conditional TPE and random
+            draws then cover the whole space; ``guided`` uses it once its guide has no more candidates.
+        custom_memory: known memory effects of custom knobs.
+        inside: the user program's knobs that are set within its code.
     """
 
     def __init__(
