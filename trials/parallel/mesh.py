@@ -224,8 +224,7 @@ class Pending:
         self._halves: tuple[Tensor, Tensor] | None = (token, result)
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """Return the arguments of :func:`finish` on the first call; then None, so that nothing keeps the result
-        alive."""
+        """Return the arguments of :func:`finish` on the first call; then None, so that the result can be freed."""
         halves, self._halves = self._halves, None
         return halves
 
