@@ -281,7 +281,7 @@ def _check_hardware(created: SweepCreated, prints: dict[str, str]) -> None:
         )
 
 
-MAX_OWN_CLUSTERS = 3
+MAX_PRIVATE_CLUSTERS = 3
 """Most private clusters that may fail in a row before any trial has ended."""
 
 
@@ -395,7 +395,7 @@ class _Controller:
             except PrivateClusterLostError as error:
                 before, num_ended = num_ended, len(fold(ledger.events()).end_order)
                 num_lost = num_lost + 1 if num_ended == before else 1
-                if num_lost >= MAX_OWN_CLUSTERS:
+                if num_lost >= MAX_PRIVATE_CLUSTERS:
                     raise ClusterLostError(
                         f"{error}, {num_lost} times in a row. On one host, use `cluster: {{kind: local}}` without Ray"
                     ) from None

@@ -221,7 +221,7 @@ class Placer:
             self._followed = (topology.nodes, closed)
 
     def unfit(self, quarantined: Collection[str]) -> frozenset[str]:
-        """Quarantined nodes of the lease; none if the lease has no other node."""
+        """Return quarantined nodes of the lease; none if the lease has no other node."""
         if not quarantined:
             return frozenset()
         nodes = {node.name for node in self._cluster.topology.nodes} - self._cluster.lost_nodes

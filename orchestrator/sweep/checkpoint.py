@@ -265,7 +265,8 @@ def budget(limits: Budget) -> dict[str, Any]:
 def note(
     *, trial: int | None, text: str | None, tags: Mapping[str, str], removed_tags: Collection[str]
 ) -> dict[str, Any]:
-    """The request to change the note on the sweep or on a trial, see :class:`orchestrator.sweep.events.Annotated`."""
+    """Create the request to change the note on the sweep or on a trial, see
+    :class:`orchestrator.sweep.events.Annotated`."""
     return {"action": NOTE, "trial": trial, "text": text, "tags": dict(tags), "removed_tags": sorted(removed_tags)}
 
 
@@ -302,7 +303,7 @@ def _event(request: Request, state: SweepState, at_s: float) -> RequestEvent:
 
 
 def annotated(request: Request, at_s: float) -> Annotated:
-    """The event of a request made by :func:`note`."""
+    """Return the event of a request made by :func:`note`."""
     body = request.body
     return Annotated(
         at_s=at_s,

@@ -352,7 +352,7 @@ class Verdict:
     """Measured trials with all values shared by the disqualified ones, and excluded for that reason."""
 
     def soak(self, trial: int) -> SoakReport | None:
-        """The report on the longer runs of ``trial``; None without any."""
+        """Return the report on the longer runs of ``trial``; None without any."""
         return next((one for one in self.soaks if one.trial == trial), None)
 
 
@@ -460,7 +460,8 @@ class SweepCreated:
         return self.devices.num_nodes * self.devices.devices_per_node
 
     def trial_key(self, candidate: Candidate) -> str:
-        """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys are comparable."""
+        """Return the identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys are
+        comparable."""
         return digest([candidate.config_key, to_json(self.workload), dict(self.fingerprint)])
 
 

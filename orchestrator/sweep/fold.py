@@ -291,7 +291,7 @@ def _apply_annotated(state: SweepState, event: Annotated) -> SweepState:
 
 
 def _changed_note(note: Note | None, event: Annotated) -> Note | None:
-    """The note after the event; None if nothing is left of it."""
+    """Return the note after the event; None if nothing is left of it."""
     before = note or Note()
     kept = {key: value for key, value in before.tags.items() if key not in event.removed_tags}
     text, tags = before.text if event.text is None else event.text, {**kept, **event.tags}

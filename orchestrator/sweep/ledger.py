@@ -1,8 +1,8 @@
 """The ledger: a sweep's events, append-only, in SQLite. The only source of truth.
 
-Everything else is a projection: the state is a fold over the events, Optuna's study is rebuilt from the state, and
-MLflow follows the events with a cursor, so that an outage of either loses no result. Every row has a checksum and
-events have no gaps: damage is reported with its location, and never folded.
+Everything else is a projection. The state is a fold over the events, and Optuna's study is rebuilt from the state.
+MLflow follows the events with a cursor, so that an outage loses no result. Every row has a checksum and events have no
+gaps: damage is reported with its location, and never folded.
 """
 
 from __future__ import annotations
@@ -419,7 +419,7 @@ class Ledger:
 
 
 def _checksum(*parts: object) -> int:
-    """CRC-32 of a row's values: finds damage, not manipulation."""
+    """Return the CRC-32 of a row's values: finds damage, not manipulation."""
     return zlib.crc32(b"\0".join(part if isinstance(part, bytes) else str(part).encode() for part in parts))
 
 

@@ -329,7 +329,7 @@ class Home:
             return read_snapshot(ledger, since)
 
     def all_names(self) -> list[str]:
-        """Names of all sweeps, including those waiting for their first nodes."""
+        """Return the names of all sweeps, including those waiting for their first nodes."""
         return sorted(path.parent.name for path in self.path.glob(f"sweeps/*/{FILE_NAME}"))
 
 

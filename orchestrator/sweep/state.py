@@ -452,11 +452,11 @@ class SweepState:
         return self.objective.unit(self.sweep.workload.speed_unit)
 
     def score(self, trial: Trial) -> float:
-        """The score of a measured trial by the objective; 0 if it was not measured."""
+        """Return the score of a measured trial by the objective; 0 if it was not measured."""
         return self.objective.score(trial.measurement) if trial.measurement else 0.0
 
     def figures(self, trial: Trial) -> Figures | None:
-        """The speed of a trial in every unit; None if it was not measured."""
+        """Return the speed of a trial in every unit; None if it was not measured."""
         found = trial.measurement
         if found is None:
             return None
@@ -492,7 +492,7 @@ class SweepState:
         return len(self.check_numbers)
 
     def checks(self) -> list[Trial]:
-        """Trials that test an earlier one, in order."""
+        """Return the trials that test an earlier one, in order."""
         return [self.trials[number] for number in self.check_numbers]
 
     @property
@@ -501,7 +501,7 @@ class SweepState:
         return len(self.trials) - self.num_checks
 
     def searched(self) -> list[Trial]:
-        """The search's own trials, without checks, in order."""
+        """Return the search's own trials, without checks, in order."""
         return [trial for trial in self.trials if trial.check is None]
 
     @property
@@ -545,7 +545,7 @@ class SweepState:
         return () if outcome is None or isinstance(outcome, Measured) else outcome.evidence.log_tail
 
     def counts(self) -> dict[TrialStatus, int]:
-        """Number of trials per status, without checks, in the order of the statuses, without zeros."""
+        """Return the number of trials per status, without checks, in the order of the statuses, without zeros."""
         statuses: tuple[TrialStatus, ...] = get_args(TrialStatus)
         return {status: count for status in statuses if (count := self.num_by_status.get(status, 0))}
 
