@@ -166,7 +166,7 @@ def test_the_bias_evens_out_a_skewed_router():
         router.load.add_(ids.flatten().bincount(minlength=4))
         balance.update()
         shares.append(balance.shares.max().item())
-    assert shares[0] > 0.38 and max(shares[-4:]) < 0.32
+    assert shares[0] > 0.38 and max(shares[-4:]) < 0.35
 
 
 def test_what_cannot_be_trained_is_refused():
