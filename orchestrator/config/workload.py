@@ -295,7 +295,7 @@ class TokenFileSection(Section):
 
     NUM_BYTES: ClassVar[Mapping[str, int]] = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8}
     TYPE_CODES: ClassVar[Mapping[str, str]] = {"uint8": "B", "uint16": "H", "int32": "i", "int64": "q"}
-    """The same for Python's arrays."""
+    """Type codes of Python's ``array`` module."""
     _resolve = field_validator("path")(resolve)
 
     def to_data(self) -> TokenFileData:
@@ -336,7 +336,7 @@ class RandomSection(Section):
         return RandomData()
 
     def check_files(self, model: Model, seq_length: int) -> None:
-        """Nothing to read."""
+        """Check nothing: random data needs no files."""
 
 
 class OptimizerSection(Section):
