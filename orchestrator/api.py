@@ -1,12 +1,13 @@
 """Sweeps from Python: run one, and read its result as tables.
 
-    from orchestrator.api import load, results, submit
+    from orchestrator.api import load, note, results, submit
 
     sweep = load("sweep.yaml")               # checked as `submit` checks it
     found = submit("sweep.yaml", max_trials=6)
     found.trials                             # a DataFrame, one row per trial
     found.verdict["winner"]                  # the document of `report --json`
     found.curves("winner")                   # loss, gradient norm, step time and memory by step
+    note(found.name, "new drivers", tags={"team": "vision"})
 
 :func:`results` reads any sweep of a home at any time, even while it runs. Columns have the names of the metrics in
 MLflow (docs/review.md), knobs those of the sweep file.
@@ -17,15 +18,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.processes import python_module
+from orchestrator.commands import steering
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.errors import ExitCode
 from orchestrator.process_support import DEFAULT_HOME
+from orchestrator.report.summary import note_json, notes_of
 from orchestrator.report.tables import by_speed
 from orchestrator.space.notation import flat_params, short_name
 from orchestrator.status.overview import summary_of
@@ -36,7 +39,7 @@ from orchestrator.tracking import run_records
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Results", "SweepError", "SweepSpec", "load", "results", "submit"]
+__all__ = ["Results", "SweepError", "SweepSpec", "load", "note", "results", "submit"]
 
 
 class SweepError(RuntimeError):
@@ -70,6 +73,11 @@ class Results:
         summary = summary_of(self._snapshot, self._home)
         assert summary is not None, "only started sweeps are read"
         return dict(summary.to_json())
+
+    @property
+    def notes(self) -> list[dict[str, Any]]:
+        """Notes on the sweep (``trial`` is None) and on trials: ``trial``, ``text``, ``tags``, ``by``, ``at_s``."""
+        return [dict(note_json(*one)) for one in notes_of(self._snapshot.state)]
 
     @property
     def trials(self) -> pandas.DataFrame:
@@ -180,3 +188,31 @@ def results(sweep: str, *, home: str | Path = DEFAULT_HOME) -> Results:
     """
     found = Home(Path(home))
     return Results(sweep, found.read(sweep, begun=True), found)
+
+
+def note(
+    sweep: str,
+    text: str | None = None,
+    *,
+    trial: int | str | None = None,
+    tags: Mapping[str, str] | None = None,
+    remove_tags: Collection[str] = (),
+    home: str | Path = DEFAULT_HOME,
+) -> None:
+    """Changes the note and tags on a sweep, or on a trial of it, as ``tune-cluster note`` does.
+
+    A running controller records the change within a second or two; without one it is recorded at once.
+
+    Args:
+        sweep: its name.
+        text: replaces an earlier note; empty: removes it; None: keeps it.
+        trial: its number, ``t003``, ``baseline``, ``best`` or ``winner``; None: the sweep itself.
+        tags: to set.
+        remove_tags: names of the tags to remove.
+        home: folder of all sweeps.
+
+    Raises:
+        ConfigError: the sweep or trial does not exist, or the note is too long.
+    """
+    of_trial = None if trial is None else str(trial)
+    steering.annotate(sweep, Home(Path(home)), trial=of_trial, text=text, tags=tags, removed_tags=remove_tags)

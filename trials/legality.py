@@ -1,4 +1,5 @@
-"""Rules on what the runner can train, each with a reason. Knows ``spec`` and ``failure``; standard library only."""
+"""Rules on what the runner can train, each with a reason. Depends on ``spec`` and ``failure``; standard library
+only."""
 
 from __future__ import annotations
 

@@ -7,12 +7,16 @@ Programs find each other through ``MASTER_ADDR`` and ``MASTER_PORT`` as under to
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import random
 import re
+import shutil
 import socket
 import stat
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -202,7 +206,9 @@ TIMEOUT_MARGIN_S = 120.0
 MAX_TIMEOUT_S = 7 * 86400.0
 """Longest time-out, in seconds. In milliseconds it still fits 32 bits."""
 CACHE_FOLDER = "cache-{node}"
-"""Folder for compilers' caches, next to the attempts' folders. Shared by all attempts of a lease on one node."""
+"""Folder for compilers' caches. Shared by all attempts of a lease on one node."""
+CACHE_DAYS = 30
+"""Age in days from which caches left by agents that were killed are removed."""
 _OWNED: Mapping[str, str] = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "the launcher of the ranks"),
     **dict.fromkeys(("GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "the launcher of the ranks"),
@@ -260,8 +266,36 @@ def free_port() -> int:
 
 
 def cache_folder(workdir: Path, node: str) -> Path:
-    """Return the folder of compilers' caches on ``node`` for the attempts in ``workdir``."""
-    return workdir / CACHE_FOLDER.format(node=node)
+    """Return the folder of compilers' caches on ``node`` for the attempts in ``workdir``.
+
+    It is on the node's own disk, in the folder for temporary files: Inductor and Triton write thousands of small files
+    and locks, which the file system of a work folder shared by all nodes would serve slowly. It is in ``workdir`` if
+    that folder cannot be written, or belongs to another user.
+    """
+    name = CACHE_FOLDER.format(node=node)
+    base = local_caches()
+    if base is None:
+        return workdir / name
+    return base / f"{hashlib.blake2b(str(workdir).encode(), digest_size=8).hexdigest()}-{name}"
+
+
+def local_caches() -> Path | None:
+    """Return this user's private folder for caches on the node's own disk; None if there is none."""
+    base = Path(tempfile.gettempdir()) / f"tune-cluster-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        found = make_private_folder(base).lstat()
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        return base if is_own and os.access(base, os.W_OK | os.X_OK) else None
+    return None
+
+
+def remove_old_caches() -> None:
+    """Remove caches that agents left more than :data:`CACHE_DAYS` days ago because they were killed."""
+    base = local_caches()
+    for folder in base.glob(f"*-{CACHE_FOLDER.format(node='*')}") if base is not None else ():
+        with contextlib.suppress(OSError):
+            if time.time() - folder.lstat().st_mtime > CACHE_DAYS * 86400:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def rank_folder(launch: NodeLaunch) -> Path:

@@ -100,7 +100,7 @@ _LEAST = {
 """Fields with amounts, and their minima."""
 _ALIKE = ("world_size", "tokens_per_step", "samples_per_step", "num_warmup_steps", "model_flops_per_token")
 """Fields equal on all ranks: properties of the workload or of the protocol."""
-_ALIKE_IN_SCRIPTS = ("world_size", "num_warmup_steps")
+_ALIKE_IN_SCRIPTS = ("world_size",)
 """Those that do not depend on observing a user's program."""
 
 
@@ -446,7 +446,7 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
             rank_parts=_rank_parts(reports),
             peak_allocated_bytes=_if_any(report.peak_allocated_bytes for report in reports),
             peak_reserved_bytes=_if_any(report.peak_reserved_bytes for report in reports),
-            num_warmup_steps=first.num_warmup_steps,
+            num_warmup_steps=max(report.num_warmup_steps for report in reporting),
             losses=_losses(reports),
             grad_norms=_first_full(report.grad_norms for report in reports),
             model_flops_per_token=max(report.model_flops_per_token for report in reports),

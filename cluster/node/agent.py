@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.base import ClusterError
-from cluster.gang.environment import cache_folder
+from cluster.gang.environment import cache_folder, remove_old_caches
 from cluster.gang.messages import Beat, GangOrder, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, line
 from cluster.node.guardian import SELF_CLEANING_VARIABLE
 from cluster.processes import python_module
@@ -84,6 +84,7 @@ class Agent:
         """Time (monotonic) until which the wardens consider the controller alive."""
         self._log_path = workdir / f"fork-server-{node}.log"
         self._cache = cache_folder(workdir, node)
+        remove_old_caches()
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
         self._attempts: dict[str, _Attempt] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -238,9 +239,10 @@ USAGE_PERIOD_S = 1.0
 """Seconds between two samples of processors and memory, for gangs of up to a minute."""
 MAX_USAGE = 64
 """Most values kept of each figure."""
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""Names of the field with the reasons for lower clocks: today's, and that of drivers before 535, now deprecated."""
 _CLOCKS = (
-    "--query-gpu=index,uuid,clocks_throttle_reasons.active,clocks.sm,clocks.max.sm,temperature.gpu,memory.used"
-    ",utilization.gpu,power.draw"
+    "--query-gpu=index,uuid,{reasons},clocks.sm,clocks.max.sm,temperature.gpu,memory.used,utilization.gpu,power.draw"
 )
 _PROCESSES = "--query-compute-apps=gpu_uuid,pid"
 _FORMAT = "--format=csv,noheader,nounits"
@@ -378,6 +380,17 @@ class LoadWatch:
             write_atomically(path, [json.dumps(to_json(found)).encode()])
 
 
+@functools.cache
+def reasons_field(smi: str) -> str:
+    """Return the name under which this nvidia-smi has the reasons for lower clocks. An unknown name would fail the
+    whole query."""
+    try:
+        known = subprocess.run([smi, "--help-query-gpu"], capture_output=True, text=True, timeout=_GRACE_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        known = ""
+    return next((name for name in REASONS if name in known), REASONS[-1])
+
+
 class DeviceWatch:
     """Two runs of nvidia-smi during a gang: a periodic one for clocks, and one for processes."""
 
@@ -386,7 +399,7 @@ class DeviceWatch:
         self._folder = folder
         self._running: list[subprocess.Popen[bytes]] = []
         if handles and (smi := shutil.which("nvidia-smi")) is not None:
-            self._start([smi, _CLOCKS, _FORMAT, "-l", str(PERIOD_S)], self._clocks)
+            self._start([smi, _CLOCKS.format(reasons=reasons_field(smi)), _FORMAT, "-l", str(PERIOD_S)], self._clocks)
             self._start([smi, _PROCESSES, _FORMAT], self._processes)
 
     @property

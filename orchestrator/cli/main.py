@@ -64,7 +64,7 @@ EXIT_CODES = (
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Get started": preparing.COMMANDS,
     "Run and control": (*running.COMMANDS, *sweeps.STOPPING),
-    "Inspect": (*sweeps.LOOKING, production.ui),
+    "Inspect": (*sweeps.LOOKING, sweeps.note, production.ui),
     "Ship": production.PROMOTING,
     "Other": completion.COMMANDS,
 }

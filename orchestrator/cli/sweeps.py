@@ -283,6 +283,62 @@ def compare(a: str, b: str, home: Path, as_json: bool) -> None:
     print_result(as_json, found.to_json(), lambda: result_screen.render_difference(found))
 
 
+@click.command()
+@click.argument("sweep")
+@click.argument("trial", required=False)
+@click.argument("text", required=False)
+@click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Tag to set; repeatable.")
+@click.option("--remove-tag", "removed", multiple=True, metavar="KEY", help="Tag to remove; repeatable.")
+@home_option
+@json_option
+def note(
+    sweep: str,
+    trial: str | None,
+    text: str | None,
+    tags: tuple[str, ...],
+    removed: tuple[str, ...],
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Add a note or tags to a sweep or a trial.
+
+    Without TRIAL, they are on SWEEP itself. TRIAL is 3, t003, baseline, best or winner. TEXT replaces an earlier note,
+    and an empty TEXT removes it. Reports, pages and MLflow show notes and tags, whether the sweep is running or over.
+    Without TEXT and tags, prints the present ones.
+
+    \b
+    Examples:
+      tune-cluster note quickstart "first sweep after the driver update"
+      tune-cluster note quickstart t003 "too close to the memory limit" --tag team=vision
+      tune-cluster note quickstart t003 --remove-tag team
+      tune-cluster note quickstart
+    """
+    from orchestrator.commands import steering
+    from orchestrator.sweep.snapshot import Home
+    from orchestrator.sweep.state import is_trial
+
+    if text is None and trial is not None and not is_trial(trial):
+        trial, text = None, trial
+    if text is None and not tags and not removed:
+        noted = steering.read_notes(sweep, Home(home), trial)
+    else:
+        pairs = _tags(tags)
+        noted = steering.annotate(sweep, Home(home), trial=trial, text=text, tags=pairs, removed_tags=removed)
+    if noted.replaced:
+        echo(f"replaced: {noted.replaced}", err=True)
+    if noted.is_controlled and not as_json:
+        echo("The running controller will record it.", err=True)
+    print_result(as_json, noted.to_json(), lambda: "\n".join(noted.lines()))
+
+
+def _tags(pairs: tuple[str, ...]) -> dict[str, str]:
+    """Values by key, from words such as ``team=vision``."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise click.BadParameter(f"expected KEY=VALUE, got {pair!r}", param_hint="--tag")
+    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
 def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
     from orchestrator.console import SafeConsole
     from orchestrator.report.page.page import write_page

@@ -1,11 +1,12 @@
-"""Steers sweeps: pause, drain, cancel, retry, confirm, profile, delete."""
+"""Steers sweeps: pause, drain, cancel, retry, confirm, profile, note, delete."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +21,25 @@ from orchestrator.console import SafeConsole
 from orchestrator.controller.step import apply_requests
 from orchestrator.errors import ConfigError
 from orchestrator.process_support import Invocation
+from orchestrator.report.descriptions import note_text
+from orchestrator.report.summary import note_json, notes_of
 from orchestrator.status.overview import follow
-from orchestrator.sweep.checkpoint import action, checks, chosen, requester
+from orchestrator.sweep.checkpoint import action, annotated, checks, chosen, requester
 from orchestrator.sweep.checkpoint import budget as budget_request
+from orchestrator.sweep.checkpoint import note as note_request
 from orchestrator.sweep.checkpoint import retry as retry_request
-from orchestrator.sweep.events import Action, Budget
-from orchestrator.sweep.ledger import FILE_NAME, Ledger, LedgerError, SweepBusyError
+from orchestrator.sweep.events import Action, Budget, Note
+from orchestrator.sweep.fold import apply
+from orchestrator.sweep.ledger import FILE_NAME, Ledger, LedgerError, Request, SweepBusyError, tracking_uri
 from orchestrator.sweep.snapshot import AT_REST, ENDED, Home, Snapshot, is_at_work, read_snapshot
 from orchestrator.sweep.state import SweepState, SweepStatus, find_trial, spent_by_search
 from orchestrator.text import one_line, plain
-from orchestrator.tracking.mlflow_tracker import Tracker
+from orchestrator.tracking.mlflow_tracker import CURSOR, Tracker
 from orchestrator.units import trial_id
 from trials.files import fields_json
+from trials.secrets import MASK, is_secret_name, is_secret_option, redact
 
-# Requests to a sweep from outside its controller: pause, drain, cancel, retry, confirm, profile.
+# Requests to a sweep from outside its controller: pause, drain, cancel, retry, confirm, profile, note.
 
 
 CLOSING_S = 30.0
@@ -163,6 +169,137 @@ def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()
                 if state.created is None:  # it was waiting for its first nodes when its controller died
                     ledger.discard()
     return Receipt(sweep=name, request=number, state=state.status, is_controlled=is_controlled, trials=trials)
+
+
+MAX_NOTE_CHARS = 1000
+MAX_TAGS = 20
+"""Tags of a sweep or trial."""
+MAX_TAG_CHARS = 250
+"""Characters of a tag's value."""
+TAG_PATTERN = r"[A-Za-z][A-Za-z0-9_.:/-]{0,63}"
+RESERVED_TAGS = ("tc.", "mlflow.")
+"""Prefixes of the tags that tune-cluster and MLflow write themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """Notes on a sweep or its trials, after a change if one was requested."""
+
+    sweep: str
+    request: int | None
+    """None: nothing was to be changed."""
+    is_controlled: bool
+    """Whether a running controller records the change, within a second or two."""
+    notes: tuple[tuple[int | None, Note], ...]
+    """By trial; None: on the sweep."""
+    replaced: str = ""
+    """The text before the change, if it was replaced or removed."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``note --json``."""
+        body = fields_json(self, "sweep", "request")
+        return {**body, "controlled": self.is_controlled, "notes": [note_json(*one) for one in self.notes]}
+
+    def lines(self) -> list[str]:
+        """The lines for people."""
+        found = [f"{self.sweep if trial is None else trial_id(trial)}  {note_text(note)}" for trial, note in self.notes]
+        return [one_line(line) for line in found] or [f"no notes in {self.sweep}"]
+
+
+def read_notes(name: str, home: Home, trial: str | None = None) -> Noted:
+    """The notes on a sweep and all its trials, or only on ``trial``.
+
+    Raises:
+        ConfigError: the sweep or trial does not exist.
+    """
+    state = home.read(name, begun=True).state
+    number = find_trial(state, trial, name).number if trial else None
+    found = tuple(one for one in notes_of(state) if trial is None or one[0] == number)
+    return Noted(sweep=name, request=None, is_controlled=False, notes=found)
+
+
+def annotate(
+    name: str,
+    home: Home,
+    *,
+    trial: str | None = None,
+    text: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    removed_tags: Collection[str] = (),
+) -> Noted:
+    """Change the note on a sweep, or on ``trial`` of it; the sweep may be running or over. Secrets are masked.
+
+    Args:
+        text: replaces the former text; empty: removes it; None: keeps it.
+        tags: to set.
+        removed_tags: those that do not exist are ignored.
+
+    Raises:
+        ConfigError: the sweep or trial does not exist, or the note is invalid.
+    """
+    tags = tags or {}
+    clean = None if text is None else redact(" ".join(plain(text).split()))
+    _check_note(clean, tags, removed_tags)
+    safe = {key: _safe_value(key, value) for key, value in tags.items()}
+    with home.open(name, read_only=False) as ledger:
+        before = read_snapshot(ledger).state
+        number = None if trial is None else find_trial(before, trial, name).number
+        body = note_request(trial=number, text=clean, tags=safe, removed_tags=removed_tags)
+        request = Request(0, time.time(), requester(), body)
+        after = apply(before, annotated(request, before.now_s))
+        note = after.note if number is None else after.trials[number].note
+        if note is not None and len(note.tags) > MAX_TAGS:
+            raise ConfigError(
+                f"{len(note.tags)} tags; {MAX_TAGS} are possible", remedy="Remove some: --remove-tag KEY."
+            )
+        receipt = _answer(name, ledger, ledger.add_request(body, by=request.by, at_s=request.at_s))
+        if not receipt.is_controlled:
+            _record(ledger, home)
+    former = before.note if number is None else before.trials[number].note
+    is_replaced = former is not None and clean is not None and former.text != clean
+    return Noted(
+        sweep=name,
+        request=receipt.request,
+        is_controlled=receipt.is_controlled,
+        notes=() if note is None else ((number, note),),
+        replaced=former.text if is_replaced and former is not None else "",
+    )
+
+
+def _check_note(text: str | None, tags: Mapping[str, str], removed_tags: Collection[str]) -> None:
+    if text is not None and len(text) > MAX_NOTE_CHARS:
+        raise ConfigError(
+            f"the note has {len(text):,} characters; {MAX_NOTE_CHARS:,} are possible", remedy="Shorten it."
+        )
+    for key in (*tags, *removed_tags):
+        if re.fullmatch(TAG_PATTERN, key) is None:
+            raise ConfigError(
+                f"{key!r} is not a valid tag",
+                remedy="Use up to 64 letters, digits, '_', '.', ':', '/' and '-', starting with a letter.",
+            )
+        if key.startswith(RESERVED_TAGS):
+            raise ConfigError(f"the tag {key!r} is reserved", remedy="Use a name without tc. or mlflow. in front.")
+    for key, value in tags.items():
+        if not value.strip() or len(value) > MAX_TAG_CHARS:
+            raise ConfigError(
+                f"the value of tag {key!r} has {len(value.strip())} characters",
+                remedy=f"Use 1 to {MAX_TAG_CHARS}; --remove-tag {key} removes the tag.",
+            )
+        if key in removed_tags:
+            raise ConfigError(f"the tag {key!r} is both set and removed", remedy="Leave out one of the two.")
+
+
+def _safe_value(key: str, value: str) -> str:
+    """The value on one line, without secrets."""
+    return MASK if is_secret_option(key) or is_secret_name(key) else redact(" ".join(plain(value).split()))
+
+
+def _record(ledger: Ledger, home: Home) -> None:
+    """Update a sweep in MLflow that is recorded there and has no controller. If that fails, its next controller or
+    note does it."""
+    if ledger.cursor(CURSOR):
+        with contextlib.suppress(SweepBusyError), ledger.hold():
+            Tracker(tracking_uri(ledger, home)).sync(ledger, read_snapshot(ledger).state)
 
 
 # Pauses, drains or cancels a sweep and waits until it takes effect; removes it (``delete``, ``submit --replace``).

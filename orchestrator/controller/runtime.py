@@ -41,12 +41,13 @@ from orchestrator.controller.step import (
     recovered,
     step,
 )
+from orchestrator.planning.predictions import expected_step_s
 from orchestrator.program.candidate_command import RUNNER, script_command
 from orchestrator.program.user_program import Script
 from orchestrator.proof import confirmation
 from orchestrator.proof.evaluation import Evaluator
 from orchestrator.search.search import Search
-from orchestrator.sweep.checkpoint import last_request, new_events
+from orchestrator.sweep.checkpoint import NOTE, last_request, new_events
 from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
@@ -174,7 +175,7 @@ class Waiting:
     """Callback of :func:`cluster.connect.connect` while it waits for nodes: notifies the observer, checks requests.
 
     Raises:
-        WithdrawnError: anything but a retry was requested.
+        WithdrawnError: anything but a retry or a note was requested.
     """
 
     def __init__(self, ledger: Ledger, observer: Observer) -> None:
@@ -185,7 +186,7 @@ class Waiting:
 
     def __call__(self, reason: str) -> None:
         self._observer.on_lease((), reason)
-        if any(request.body["action"] != "retry" for request in self._ledger.requests(self.num_requests)):
+        if any(request.body["action"] not in ("retry", NOTE) for request in self._ledger.requests(self.num_requests)):
             raise WithdrawnError
 
 
@@ -314,7 +315,7 @@ class TrialLauncher:
 
 def make_launcher(spec: SweepSpec, topology: Topology, attempts: Path) -> TrialLauncher:
     """The launcher of the sweep; ``attempts`` is the working folder of its gangs."""
-    builder = _GangBuilder(spec=spec, device=topology.nodes[0].device_kind)
+    builder = _GangBuilder(spec=spec, topology=topology)
     factor = spec.search.early_stop
     return TrialLauncher(
         baseline=spec.baseline_candidate,
@@ -331,12 +332,36 @@ def preload(spec: SweepSpec) -> tuple[str, ...]:
     return PRELOAD if spec.script is None else SCRIPT_PRELOAD
 
 
+STALL_STEPS = 10
+"""Expected steps after which a rank without progress counts as stalled, if ``deadlines.stall_s`` is less."""
+DEADLINE_MARGIN = 4.0
+"""How many times the expected duration of its steps a phase may take, if its deadline is less."""
+
+
+def long_enough(deadlines: Deadlines, step_s: float, protocol: Protocol) -> Deadlines:
+    """Return the deadlines, each at least what a trial needs whose steps take ``step_s`` as expected.
+
+    Steps of a loss gate's fp32 reference take ten times as long as the baseline's: by deadlines for the baseline they
+    would time out.
+    """
+    return replace(
+        deadlines,
+        warmup_s=max(deadlines.warmup_s, DEADLINE_MARGIN * protocol.max_warmup_steps * step_s),
+        measuring_s=max(deadlines.measuring_s, DEADLINE_MARGIN * protocol.max_steps * step_s),
+        stall_s=max(deadlines.stall_s, STALL_STEPS * step_s),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GangBuilder:
     """Converts a trial to the job of its ranks."""
 
     spec: SweepSpec
-    device: DeviceKind
+    topology: Topology
+
+    @property
+    def device(self) -> DeviceKind:
+        return self.topology.nodes[0].device_kind
 
     def build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
         script = self.spec.script
@@ -357,8 +382,12 @@ class _GangBuilder:
         return {**secret, **self.spec.cluster.env}
 
     def _deadlines(self, trial: Trial) -> Deadlines:
-        """Deadlines of the file; a longer run gets the time for its steps, with a margin."""
+        """Deadlines of the file, or longer ones for steps that the cost model expects to be slow. The soak gets the
+        time for its steps, with a margin."""
         deadlines = self.spec.to_deadlines()
+        if self.spec.script is None:
+            step_s = expected_step_s(self.spec.to_workload(), trial.candidate, self.topology)
+            deadlines = long_enough(deadlines, step_s or 0.0, self._protocol(trial))
         if not isinstance(trial.check, SoakRun):
             return deadlines
         return replace(deadlines, measuring_s=confirmation.deadline_s(trial.check))

@@ -202,7 +202,7 @@ def _write_compile(builder: SettingsBuilder) -> None:
             builder.settings[COMPILER] = kernels.backend
         return
     is_known = kernels.backend in COMPILERS
-    builder.settings |= {COMPONENTS: ["model"], COMPILER: kernels.backend if is_known else "inductor"}
+    builder.settings |= {COMPONENTS: ["model", "loss"], COMPILER: kernels.backend if is_known else "inductor"}
     if not is_known:
         builder.refuse(
             "kernels.backend", f"FlexAttention compiles only with {' or '.join(COMPILERS)}; exported as inductor"

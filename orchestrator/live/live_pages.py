@@ -195,7 +195,8 @@ class SweepView:
         hidden, hidden_checks = state.num_searched - len(table.rows), state.num_checks - len(checks.rows)
         rows = {f"trial/{trial.number}": row for row, trial in zip(table.rows, table.trials, strict=True)}
         for row, trial in zip(checks.rows, checks.trials, strict=True):
-            what = {"what": Cell(descriptions.check_text(trial.check))}
+            remark = descriptions.note_text(trial.note)
+            what = {"what": Cell(descriptions.check_text(trial.check), remark=remark)}
             rows[f"check/{trial.number}"] = replace(row, cells={**row.cells, **what}, mood="")
         gone = dict.fromkeys(self._rows.keys() - rows.keys())
         for name in gone:

@@ -16,6 +16,7 @@ from orchestrator.sweep.events import (
     GateReport,
     GateRole,
     GateRun,
+    Note,
     SoakReport,
     SoakRun,
     StepsJudged,
@@ -102,6 +103,14 @@ PURPOSE_LABELS: Mapping[CommandPurpose, str] = {
     "force": "not confirmed; requires --force",
     "rollback": "go back to the previous one",
 }
+
+
+def note_text(note: Note | None) -> str:
+    """``note: slow switch that day; team=vision (anna@desk)``; empty without a note."""
+    if note is None:
+        return ""
+    parts = (note.text, " ".join(f"{key}={value}" for key, value in note.tags.items()))
+    return f"note: {'; '.join(filter(None, parts))} ({note.by})"
 
 
 def finalist_text(one: Finalist) -> str:

@@ -159,6 +159,8 @@ class ShortReport:
     proof: ProofResult
     promotions: tuple[str, ...]
     """Promotions and rollbacks, one sentence each."""
+    note: str
+    """A person's note on the sweep, in one line; empty without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +211,7 @@ def make_short_report(state: SweepState, summary: Summary, explanation: SweepExp
         change=_change(state, summary),
         proof=proof_result(state),
         promotions=tuple(promotion_text(event.record) for event in state.promotions),
+        note=descriptions.note_text(state.note),
     )
 
 
@@ -429,6 +432,8 @@ def report_markdown(report: ShortReport, attached: Attached | None = None) -> st
         lines += [report.confidence + ".", ""]
     if report.proof.caution:
         lines += [report.proof.caution + ".", ""]
+    if report.note:
+        lines += [report.note, ""]
     if attached.links:
         lines += [" · ".join(f"[{what}]({url})" for what, url in attached.links.items()), ""]
     lines += [*(f"- {reason}" for reason in report.details), ""] if report.details else []

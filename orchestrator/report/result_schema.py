@@ -113,6 +113,16 @@ class VerdictDocument(TypedDict):
     left_out: list[int]
 
 
+class NoteDocument(TypedDict):
+    """A person's note on the sweep (`trial` is null) or on a trial."""
+
+    trial: int | None
+    text: str
+    tags: dict[str, str]
+    by: Annotated[str, Field(description="Who changed it last: user and host.")]
+    at_s: Annotated[float, Field(description="When that was, in seconds since the epoch.")]
+
+
 class ResultDocument(TypedDict):
     """``submit --json``, ``resume --json`` and ``report --json``. ``ps`` and ``status`` print it with further keys."""
 
@@ -139,6 +149,7 @@ class ResultDocument(TypedDict):
     learned_from: dict[str, int]
     tracking_uri: str
     disturbed: dict[str, Any] | None
+    notes: list[NoteDocument]
     profiles: list[dict[str, Any]]
 
 

@@ -19,6 +19,7 @@ from orchestrator.report.result_schema import (
     BestDocument,
     ConfirmedSpeedupDocument,
     FiguresDocument,
+    NoteDocument,
     RemeasuredDocument,
     ResultDocument,
     SearchSpeedupDocument,
@@ -27,7 +28,7 @@ from orchestrator.report.result_schema import (
 )
 from orchestrator.space.notation import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
-from orchestrator.sweep.events import CandidatesPruned, ProfileRun, RatioInterval, Verdict
+from orchestrator.sweep.events import CandidatesPruned, Note, ProfileRun, RatioInterval, Verdict
 from orchestrator.sweep.snapshot import Phase
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
 from orchestrator.units import Virtual, predicted_text, watermark_line
@@ -143,6 +144,8 @@ class Summary:
     """The most disturbed of them."""
     unit: str = "tokens/s/p"
     """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are not sequences."""
+    notes: tuple[tuple[int | None, Note], ...] = ()
+    """People's notes: on the sweep (None), then on trials by number."""
     confirmed: ConfirmedFigures | None = None
     """The finalist of the verdict's ratio, as the rounds measured it; None without a verdict or such rounds."""
 
@@ -173,6 +176,7 @@ class Summary:
             "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
             "tracking_uri": self.tracking_uri,
             "disturbed": _disturbed_json(self),
+            "notes": [note_json(trial, note) for trial, note in self.notes],
             "profiles": [
                 {**tables.to_json(), "trial": of, "recorded_as": tables.trial} for of, tables in self.profiles
             ],
@@ -205,6 +209,18 @@ class Summary:
         }
 
 
+def notes_of(state: SweepState) -> tuple[tuple[int | None, Note], ...]:
+    """People's notes: on the sweep (None), then on trials by number."""
+    trials = (state.trials[number] for number in state.noted)
+    own = ((None, state.note),) if state.note is not None else ()
+    return (*own, *((trial.number, trial.note) for trial in trials if trial.note is not None))
+
+
+def note_json(trial: int | None, note: Note) -> NoteDocument:
+    """A note in documents; ``trial`` is None for the sweep's."""
+    return {"trial": trial, "text": note.text, "tags": dict(note.tags), "by": note.by, "at_s": note.at_s}
+
+
 def summarize(state: SweepState, tracking_uri: str) -> Summary:
     """The summary of a sweep in this state.
 
@@ -235,6 +251,7 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         objective=state.objective.name,
         unit=state.unit,
         num_leased=state.sweep.num_devices,
+        notes=notes_of(state),
         confirmed=confirmed_figures(state),
         disturbed=tuple(sorted(set(state.disturbed))),
         most_disturbed=None if state.most_disturbed is None else state.trials[state.most_disturbed],

@@ -149,6 +149,7 @@ def make_trial_table(
                 name,
                 note=descriptions.spelled_name(trial.candidate),
                 below=_role(trial, finalists, _chosen_word(state) if is_chosen else ""),
+                remark=descriptions.note_text(trial.note),
                 share=state.score(trial) / top,
             ),
             "devices": Cell(str(trial.candidate.layout.world_size), trial.candidate.layout.world_size),

@@ -42,6 +42,8 @@ class Cell:
     """The full text, for renderers with tooltips."""
     below: str = ""
     """A remark in small print, for renderers with enough room."""
+    remark: str = ""
+    """A person's note, on a line of its own below the text."""
     share: float | None = None
     """Length of the bar behind the text, 0 to 1."""
     trial: int | None = None

@@ -21,6 +21,7 @@ from orchestrator.report.descriptions import (
     soak_text,
     trial_figures,
 )
+from orchestrator.report.summary import note_json
 from orchestrator.space.notation import diff, short_name
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
@@ -174,6 +175,7 @@ class Explanation:
             "proof": list(self.proof),
             "ruled_out": dict(self.ruled_out),
             "device_seconds": trial.device_seconds,
+            "note": None if trial.note is None else note_json(trial.number, trial.note),
         }
 
 

@@ -15,12 +15,12 @@ from cluster.base import GangProgress
 from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.objective import noun_of
-from orchestrator.report.descriptions import check_text
+from orchestrator.report.descriptions import check_text, note_text
 from orchestrator.report.summary import Summary, summarize
 from orchestrator.report.tables import progress_cell, trial_cell
 from orchestrator.report.view import Cell, Column, Mood, ShownRow, ShownTable
 from orchestrator.space.notation import short_name
-from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed
+from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, Note, TrialProposed
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import AT_REST, ENDED, Home, Observer, Snapshot, is_at_work, read_snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
@@ -139,6 +139,8 @@ class RunningTrial:
     """Description of a check; empty for a trial of the search."""
     running_s: float
     """Seconds since its launch."""
+    note: Note | None
+    """A person's note on it, if any."""
 
     def to_json(self) -> dict[str, Any]:
         """Its part of ``status --json``."""
@@ -162,6 +164,7 @@ def running_trials(sweep: Snapshot) -> list[RunningTrial]:
             launched_at_s=trial.attempts[-1].launched_at_s,
             what=check_text(trial.check),
             running_s=sweep.at_present.now_s - trial.attempts[-1].launched_at_s,
+            note=trial.note,
         )
         for trial in sweep.running
     ]
@@ -186,7 +189,7 @@ def running_table(sweep: Snapshot) -> ShownTable:
             ShownRow(
                 cells={
                     "trial": replace(trial_cell(one.trial), mood="running"),
-                    "configuration": Cell(one.what or one.short_name),
+                    "configuration": Cell(one.what or one.short_name, remark=note_text(one.note)),
                     "doing": replace(progress_cell(one.progress), mood="", below=""),
                     "last step": _last_step(one.progress),
                     "for": Cell(age_text(one.running_s), one.running_s),
@@ -223,6 +226,8 @@ def facts(sweep: Snapshot) -> list[Fact]:
     if queue := queue_text(sweep):
         found.append(Fact(label="queue", text=queue))
     found += map(_budget_fact, budgets(sweep))
+    if state.note is not None:
+        found.append(Fact(label="note", text=plain(note_text(state.note).removeprefix("note: "))))
     if state.waiting:
         names = node_names(units.trial_id(number) for number in state.waiting)
         found.append(Fact(label="waiting", text=names, mood="doubt"))

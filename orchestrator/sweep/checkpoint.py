@@ -16,14 +16,22 @@ import sys
 import time
 import typing
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
 from orchestrator.process_support import pause_s, user_name
-from orchestrator.sweep.events import Action, ActionRequested, Budget, BudgetChanged, ChecksRequested, TrialsRetried
+from orchestrator.sweep.events import (
+    Action,
+    ActionRequested,
+    Annotated,
+    Budget,
+    BudgetChanged,
+    ChecksRequested,
+    TrialsRetried,
+)
 from orchestrator.sweep.fold import apply, is_retriable
 from orchestrator.sweep.ledger import Ledger, LedgerEntry, Request
 from orchestrator.sweep.state import Block, LazyBlock, SweepState, Trial, Vector
@@ -227,7 +235,9 @@ class Outbox:
 
 FAULTS = ("crashed", "timed_out", "gang_lost", "host_oom")
 """Kinds of outcomes that may differ in another launch."""
-RequestEvent = ActionRequested | TrialsRetried | ChecksRequested | BudgetChanged
+RequestEvent = ActionRequested | TrialsRetried | ChecksRequested | BudgetChanged | Annotated
+NOTE = "note"
+"""The action of requests that only annotate."""
 RETRIABLE = (*FAULTS, "oom", "infeasible", "diverged", "not_believed", "stopped_early")
 
 
@@ -249,6 +259,13 @@ def checks(*, confirm: Collection[int] = (), profile: Collection[int] = ()) -> d
 def budget(limits: Budget) -> dict[str, Any]:
     """The request to continue with this budget."""
     return {"action": "budget", "budget": to_json(limits)}
+
+
+def note(
+    *, trial: int | None, text: str | None, tags: Mapping[str, str], removed_tags: Collection[str]
+) -> dict[str, Any]:
+    """The request to change the note on the sweep or on a trial, see :class:`orchestrator.sweep.events.Annotated`."""
+    return {"action": NOTE, "trial": trial, "text": text, "tags": dict(tags), "removed_tags": sorted(removed_tags)}
 
 
 def requester() -> str:
@@ -276,9 +293,26 @@ def _event(request: Request, state: SweepState, at_s: float) -> RequestEvent:
     if name == "budget":
         limits: Budget = from_json(Budget, request.body["budget"])
         return BudgetChanged(at_s=at_s, request=request.id, by=request.by, budget=limits)
+    if name == NOTE:
+        return annotated(request, at_s)
     if name in get_args(Action):
         return ActionRequested(at_s=at_s, request=request.id, action=name, by=request.by)
     return TrialsRetried(at_s=at_s, request=request.id, trials=chosen(state, request.body["kinds"]), by=request.by)
+
+
+def annotated(request: Request, at_s: float) -> Annotated:
+    """The event of a request made by :func:`note`."""
+    body = request.body
+    return Annotated(
+        at_s=at_s,
+        request=request.id,
+        by=request.by,
+        written_at_s=request.at_s,
+        trial=body["trial"],
+        text=body["text"],
+        tags=body["tags"],
+        removed_tags=tuple(body["removed_tags"]),
+    )
 
 
 def chosen(state: SweepState, kinds: Collection[str]) -> tuple[int, ...]:

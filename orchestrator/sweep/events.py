@@ -381,6 +381,19 @@ class Suggestion:
     """None without a prediction."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A person's note on a sweep or a trial: the latest text, and tags."""
+
+    text: str = ""
+    """One line; empty: only tags."""
+    tags: Mapping[str, str] = field(default_factory=dict, hash=False)
+    by: str = ""
+    """Who changed it last: user and host."""
+    at_s: float = 0.0
+    """When that was, by the clock of that host."""
+
+
 Origin = Literal["baseline", "sampler", "check"]
 SweepEnd = Literal["finished", "failed", "cancelled"]
 Action = Literal["pause", "drain", "cancel"]
@@ -496,6 +509,25 @@ class BudgetChanged:
     request: int
     budget: Budget
     by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotated:
+    """A person's note on the sweep or a trial. Changes nothing that the controller does."""
+
+    kind: ClassVar[str] = "annotated"
+    at_s: float
+    request: int
+    by: str
+    written_at_s: float
+    """When it was written, by the clock of that host."""
+    trial: int | None = None
+    """None: the sweep."""
+    text: str | None = None
+    """Replaces the former text; empty: removes it; None: keeps it."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Tags to set."""
+    removed_tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -660,7 +692,7 @@ class SweepPaused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepFinished:
-    """Last event, unless trials are retried or checked, or one is promoted."""
+    """Last event, unless trials are retried, checked or annotated, or one is promoted."""
 
     kind: ClassVar[str] = "sweep_finished"
     at_s: float
@@ -684,6 +716,7 @@ LedgerEvent = (
     | ActionRequested
     | TrialsRetried
     | BudgetChanged
+    | Annotated
     | LeaseChanged
     | TrialProposed
     | AttemptLaunched

@@ -9,6 +9,7 @@ from typing import assert_never
 
 from orchestrator.sweep.events import (
     ActionRequested,
+    Annotated,
     AttemptEnded,
     AttemptLaunched,
     AttemptStopped,
@@ -23,6 +24,7 @@ from orchestrator.sweep.events import (
     FinalistsDisqualified,
     GateRun,
     LeaseChanged,
+    Note,
     ProfileRun,
     Promoted,
     SearchExhausted,
@@ -54,7 +56,7 @@ from orchestrator.sweep.state import (
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly, TimedOut
 
 TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded
-RequestEvent = ActionRequested | TrialsRetried | ChecksRequested | BudgetChanged
+RequestEvent = ActionRequested | TrialsRetried | ChecksRequested | BudgetChanged | Annotated
 ProofEvent = FinalistsChosen | EvaluationEnded | FinalistsDisqualified | VerdictReached
 
 
@@ -118,6 +120,8 @@ def _apply_request(state: SweepState, event: RequestEvent) -> SweepState:
             return _apply_checks_requested(state, event)
         case BudgetChanged():
             return _apply_budget(state, event)
+        case Annotated():
+            return _apply_annotated(state, event)
         case _:
             assert_never(event)
 
@@ -272,6 +276,26 @@ def _apply_budget(state: SweepState, event: BudgetChanged) -> SweepState:
     if state.proof is not None and _is_cut_short(state, state.proof) and not spent_budget(changed):
         return _opened(replace(changed, proof=replace(state.proof, verdict=None)))
     return changed
+
+
+def _apply_annotated(state: SweepState, event: Annotated) -> SweepState:
+    if event.trial is None:
+        return replace(state, note=_changed_note(state.note, event))
+    if not 0 <= event.trial < len(state.trials):
+        return state
+    trial = state.trials[event.trial]
+    trial = replace(trial, note=_changed_note(trial.note, event))
+    others = tuple(number for number in state.noted if number != trial.number)
+    noted = others if trial.note is None else tuple(sorted((*others, trial.number)))
+    return replace(state, trials=state.trials.with_item(trial.number, trial), noted=noted)
+
+
+def _changed_note(note: Note | None, event: Annotated) -> Note | None:
+    """The note after the event; None if nothing is left of it."""
+    before = note or Note()
+    kept = {key: value for key, value in before.tags.items() if key not in event.removed_tags}
+    text, tags = before.text if event.text is None else event.text, {**kept, **event.tags}
+    return Note(text=text, tags=tags, by=event.by, at_s=event.written_at_s) if text or tags else None
 
 
 def _is_cut_short(state: SweepState, proof: ProofState) -> bool:

@@ -37,6 +37,7 @@ from orchestrator.sweep.events import (
     End,
     Evaluation,
     FinishCause,
+    Note,
     Origin,
     PredictedResult,
     ProfileRun,
@@ -249,6 +250,8 @@ class Trial:
     check: Check | None = None
     """The check; None for the search's own trials."""
     attempts: tuple[Attempt, ...] = ()
+    note: Note | None = None
+    """A person's note on it, if any."""
 
     @property
     def outcome(self) -> Outcome | None:
@@ -396,6 +399,10 @@ class SweepState:
     to_profile: tuple[int, ...] = ()
     """Trials requested to be profiled."""
     promotions: tuple[Promoted, ...] = ()
+    note: Note | None = None
+    """A person's note on the sweep, if any."""
+    noted: tuple[int, ...] = ()
+    """Numbers of the trials with a note, in order."""
     now_s: float = 0.0
     active_s: float = 0.0
     """Seconds with a running controller that held nodes."""

@@ -19,7 +19,7 @@ from orchestrator.diagnosis.values import (
     Predictions,
     SweepExplanation,
 )
-from orchestrator.report.descriptions import disturbed, peak_memory, peak_memory_parts, trend
+from orchestrator.report.descriptions import disturbed, note_text, peak_memory, peak_memory_parts, trend
 from orchestrator.report.view import Column
 from orchestrator.space.inside import BUILT_IN, MICRO_BATCH
 from orchestrator.space.notation import short_name, spelled
@@ -322,6 +322,8 @@ def render_explanation(explained: Explanation) -> RenderableType:
     trial = explained.trial
     head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), status_text(trial.status))
     parts: list[RenderableType] = [*mark(explained.virtual), head, Text(short_name(trial.candidate)), _spelled(trial)]
+    if trial.note is not None:
+        parts.append(Text(one_line(plain(note_text(trial.note)))))
     parts += [_heading("Proposed"), _proposed(explained)]
     if explained.pending:
         parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]

@@ -21,7 +21,7 @@ from orchestrator import units
 from orchestrator.console import SafeConsole
 from orchestrator.report.tables import TrialTable, status_mood
 from orchestrator.report.view import ALWAYS, Cell, Column, Mood, ShownTable
-from orchestrator.text import plain
+from orchestrator.text import one_line, plain
 from orchestrator.units import Virtual, watermark_line
 
 # Shared layout: width, sections, indentation, grids of labels.
@@ -169,6 +169,8 @@ class FittedTable:
     """Whether ``--json`` includes the columns that do not fit."""
     rows: list[tuple[list[Text], str]] = field(default_factory=list)
     """Cells and style of every row; a row without cells is a rule."""
+    remarks: dict[int, str] = field(default_factory=dict)
+    """Index of a row to a line below it, which may be cut."""
 
     def add_row(self, *cells: str | Text, style: str = "") -> None:
         """Add a row; missing cells at its end are empty."""
@@ -237,8 +239,10 @@ class FittedTable:
         if any(column.title for column in self.columns):
             yield self._line([Text(column.title) for column in self.columns], widths, "bold", is_head=True)
             yield rule
-        for cells, style in self.rows:
+        for i, (cells, style) in enumerate(self.rows):
             yield self._line(cells, widths, style) if cells else rule
+            if i in self.remarks:
+                yield Text(f"  {one_line(self.remarks[i])}", style="dim", no_wrap=True, overflow="ellipsis")
         if names := self.left_out(room):
             needed = self._whole_width() + console.width - room
             wider = "a wider terminal" if console.is_terminal else f"COLUMNS={needed}"
@@ -298,6 +302,8 @@ def fitted(table: ShownTable, *, has_json: bool = True) -> FittedTable:
     grid = FittedTable(columns=table.on("terminal"), title=table.title, has_json=has_json)
     for row in table.rows:
         grid.add_row(*map(cell_text, table.cells(row, "terminal")), style="bold" if row.mood == "best" else "")
+        if remarks := [cell.remark for cell in row.cells.values() if cell.remark]:
+            grid.remarks[len(grid.rows) - 1] = "; ".join(remarks)
     return grid
 
 

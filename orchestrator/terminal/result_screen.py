@@ -55,7 +55,8 @@ def render_report(report: Report) -> RenderableType:
     """The full result: winner and baseline, what changed, trials by speed, failures, next commands."""
     virtual = report.summary.virtual
     heading, again = descriptions.confirmation_heading(virtual), "" if virtual else "measured again, "
-    parts: list[RenderableType] = [*mark(virtual), _title(report), _result_panel(report)]
+    note = [Text(one_line(plain(report.note)))] if report.note else []
+    parts: list[RenderableType] = [*mark(virtual), _title(report), *note, _result_panel(report)]
     if report.change is not None:
         parts.append(section(descriptions.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {

@@ -25,6 +25,7 @@ from orchestrator.report.summary import summarize
 from orchestrator.sweep import events
 from orchestrator.sweep.checkpoint import Outbox
 from orchestrator.sweep.events import (
+    Annotated,
     AttemptEnded,
     AttemptLaunched,
     BudgetChanged,
@@ -74,6 +75,8 @@ def project(runs: Runs, ledger: Ledger, entry: LedgerEntry, state: SweepState) -
             _project_ended(runs, entry.event, state, ledger.folder)
         case ControllerStarted() | TrialsRetried() | ChecksRequested() | BudgetChanged():
             _project_going_on(runs, entry.event, state)
+        case Annotated():
+            _project_annotated(runs, entry.event, state, ledger)
         case FinalistsChosen() | EvaluationEnded() | VerdictReached():
             _project_proof(runs, entry.event, state)
         case SweepPaused():
@@ -123,6 +126,22 @@ def _project_going_on(
         run_id = _ensure_sweep(runs, state)
         runs.go_on(run_id)
         runs.log(run_id, event.at_s, tags={"tc.state": state.status})
+
+
+def _project_annotated(runs: Runs, event: Annotated, state: SweepState, ledger: Ledger) -> None:
+    """The note of the sweep's or trial's run includes the person's; a trial without a run gets it with its run."""
+    run_id = _ensure_sweep(runs, state)
+    # The page shows all notes; its plots stay as they are.
+    plots = _put_report(runs, state, run_id, ledger, with_pictures=False) if state.is_over else ()
+    if event.trial is None:
+        noted, text = run_id, _note(runs, state, run_id, plots)
+    elif (found := runs.sweep_runs(state).get(str(event.trial))) is not None:
+        noted, text = found, run_records.trial_note(state, state.trials[event.trial])
+    else:
+        return
+    runs.log(noted, event.at_s, tags={**event.tags, _NOTE: text})
+    for key in event.removed_tags:
+        runs.untag(noted, key)
 
 
 def _project_paused(runs: Runs, event: SweepPaused, state: SweepState) -> None:
@@ -336,6 +355,10 @@ class Runs(Protocol):
 
     def put_file(self, run_id: str, path: Path, folder: str) -> None: ...
 
+    def untag(self, run_id: str, tag: str) -> None:
+        """Remove a tag of a run, if it has it."""
+        ...
+
     def tag_experiment(self, state: SweepState, tags: Mapping[str, str]) -> None:
         """Tag the experiment that the sweep is in."""
         ...
@@ -514,6 +537,10 @@ class Tracker:
 
     def put_file(self, run_id: str, path: Path, folder: str) -> None:
         self._mlflow().log_artifact(run_id, str(path), folder or None)
+
+    def untag(self, run_id: str, tag: str) -> None:
+        if tag in self._mlflow().get_run(run_id).data.tags:
+            self._mlflow().delete_tag(run_id, tag)
 
     def tag_experiment(self, state: SweepState, tags: Mapping[str, str]) -> None:
         for key, value in tags.items():

@@ -181,6 +181,7 @@ def trial_tags(created: SweepCreated, trial: Trial, parent_run_id: str) -> dict[
         "tc.config_key": trial.candidate.config_key,
         "tc.trial_key": created.trial_key(trial.candidate),
         **attempt_tags(trial),
+        **(trial.note.tags if trial.note else {}),
     }
 
 
@@ -258,7 +259,8 @@ def trial_note(state: SweepState, trial: Trial) -> str:
         result = check_note(trial, name, state.score(trial), state.unit)
     else:
         result = _result_note(state, trial)
-    parts = (watermark_line(state.virtual), result, f"Proposed: {trial.reason}.")
+    noted = descriptions.note_text(trial.note)
+    parts = (watermark_line(state.virtual), result, noted, f"Proposed: {trial.reason}.")
     return plain("\n\n".join(part for part in parts if part))
 
 

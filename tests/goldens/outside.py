@@ -32,7 +32,7 @@ from mlflow import MlflowClient
 from orchestrator.cli.main import main
 from orchestrator.live.page_server import HOST, PageServer
 from orchestrator.process_support import PLAIN
-from orchestrator.sweep.events import FinishCause, LedgerEvent, SweepFinished
+from orchestrator.sweep.events import Annotated, FinishCause, LedgerEvent, SweepFinished
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.snapshot import Home
 from orchestrator.tracking.mlflow_tracker import Tracker
@@ -56,11 +56,21 @@ def _at_rest(*outcomes: Any, status: str, reason: str) -> list[LedgerEvent]:
     ]  # type: ignore[arg-type]
 
 
+def _annotated(story: list[LedgerEvent]) -> list[LedgerEvent]:
+    """With a note on the sweep and one with a tag on t001."""
+    stamp: dict[str, Any] = {"at_s": story[-1].at_s, "by": "anna@desk", "written_at_s": NOW_S}
+    return [
+        *story,
+        Annotated(**stamp, request=1, text="first sweep after the driver update"),
+        Annotated(**stamp, request=2, trial=1, text="close to the memory limit", tags={"team": "vision"}),
+    ]
+
+
 STATES: dict[str, Callable[[], list[LedgerEvent]]] = {
     "begun": lambda: long_story.events([], finished=False, name="begun"),
     "running": lambda: cli_homes.running("running"),
     "searched": lambda: long_story.events(long_story.all_kinds()),
-    "confirmed": lambda: proof_story.proof_events(is_promoted=True),
+    "confirmed": lambda: _annotated(proof_story.proof_events(is_promoted=True)),
     "refused": lambda: proof_story.proof_events("keep"),
     "failed": lambda: _at_rest(failures()["crashed"], status="failed", reason="the baseline crashed: boom"),
 }

@@ -1,4 +1,4 @@
-"""The models that a workload can have, and their losses. Knows shapes and pipeline stages, but no parallelism."""
+"""The models that a workload can have, and their losses. Depends on shapes and pipeline stages, not on parallelism."""
 
 from __future__ import annotations
 

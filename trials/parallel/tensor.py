@@ -27,7 +27,7 @@ from trials.models import ImportedModel
 from trials.models.built_in import Block, Head, Llama, SubLayer
 from trials.models.model import SUM_GRADIENTS, TrainModel, matches
 from trials.parallel.mesh import Group, LocalShard, Pending, ShardMap, finish, group_of, launch, reduced, start, wait
-from trials.spec import Layout, Precision
+from trials.spec import Kernels, Layout, Precision
 
 # Tensor and sequence parallelism as in Megatron: plain local tensors and explicit collectives.
 #
@@ -329,7 +329,7 @@ def apply_copies(model: TrainModel, layout: Layout) -> None:
         return
     for layer in model.layers.values():
         assert isinstance(layer, Block)
-        assert isinstance(layer.attention.enter, Boundary), "legality asks for the local tensor-parallel engine"
+        assert isinstance(layer.attention.enter, Boundary), "legality requires the local tensor-parallel engine"
         layer.schedule = interleaved
 
 
@@ -443,14 +443,17 @@ def split_head(model: ImportedModel, crossing: Borders, mesh: DeviceMesh) -> Non
         model.output = VocabParallelHead(model.output, crossing, mesh)
 
 
-def chunk_loss(model: nn.Module, num_chunks: int) -> None:
-    """Compute head and loss in this many parts of the positions, in place."""
+def chunk_loss(model: nn.Module, kernels: Kernels) -> None:
+    """Split head and loss into :attr:`~trials.spec.Kernels.loss_chunks` parts of the positions, in place."""
+    num_chunks = kernels.loss_chunks
     if num_chunks > 1 and isinstance(model, Llama | ImportedModel) and model.output is not None:
         head = model.output
+        by = loss_kernels(None if kernels.compile == "off" else kernels.backend)
         if isinstance(head, VocabParallelHead):
             head.num_chunks = num_chunks
+            head.loss_kernels = by
         else:
-            head.loss = functools.partial(chunked_loss, num_chunks=num_chunks, group=None)
+            head.loss = functools.partial(chunked_loss, num_chunks=num_chunks, group=None, by=by)
 
 
 def _split(weight: Tensor, group: Group, mesh: DeviceMesh | None) -> nn.Parameter:
@@ -492,6 +495,7 @@ class VocabParallelHead(Head):
         self.in_features, self.out_features = whole.in_features, whole.out_features // crossing.group.size
         self.bias: Any = None
         self.num_chunks = 1
+        self.loss_kernels = loss_kernels(None)
         self._crossing = crossing
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -499,7 +503,9 @@ class VocabParallelHead(Head):
         x = _local(x)  # the norm's output is a DTensor under sequence parallelism
         if targets is not None and self.num_chunks > 1:
             whole = crossing.enter(x)
-            loss: Tensor = chunked_loss(whole, weight, targets, num_chunks=self.num_chunks, group=crossing.group)
+            loss: Tensor = chunked_loss(
+                whole, weight, targets, num_chunks=self.num_chunks, group=crossing.group, by=self.loss_kernels
+            )
             return loss
         if crossing.entrance is None:
             logits = F.linear(crossing.enter(x), weight)
@@ -520,18 +526,20 @@ def split_loss(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, *, num_chunks: int, group: Group | None) -> Tensor:
+def chunked_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, *, num_chunks: int, group: Group | None, by: LossKernels | None = None
+) -> Tensor:
     """Return the mean cross entropy in fp32 of hidden states ``[B, S, D]`` against the tokens ``[B, S]``, by chunks.
 
     The logits of a chunk are dropped after the forward pass and recomputed in the backward pass, where the scale of the
     loss is known; so no buffer of the weight's size is kept. It is not part of a compiled graph, which would keep what
-    is computed twice.
+    is computed twice; ``by`` may be compiled.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     with torch.autocast(kind, enabled=False):
         rows = x.flatten(0, 1).to(dtype)
-        loss: Tensor = _ChunkedLoss.apply(rows, weight, targets.flatten(), num_chunks, group)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedLoss.apply(rows, weight, targets.flatten(), num_chunks, group, by or loss_kernels(None))  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -539,51 +547,63 @@ class _SplitLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, size: int, rank: int, name: str) -> Tensor:
         ids, absent = _own_ids(targets, logits.shape[1], rank)
-        total, wanted = _combined(*_row_sums(logits, ids, absent), Group(name=name, size=size, rank=rank))
+        sums = _fused_row_sums if torch.compiler.is_compiling() else _row_sums
+        total, wanted = _combined(*sums(logits, ids, absent), Group(name=name, size=size, rank=rank))
         ctx.save_for_backward(logits, total, ids, absent)
         return (total - wanted).mean()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, total, ids, absent = ctx.saved_tensors
-        _into_gradient(logits, total, ids, absent, grads[0] / len(total))
+        scale = grads[0] / len(total)
+        if torch.compiler.is_compiling():
+            return _fused_gradient(logits, total, ids, absent, scale), None, None, None, None
+        _into_gradient(logits, total, ids, absent, scale)
         return logits, None, None, None, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, num_chunks: int, group: Group | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, num_chunks: int, group: Group | None, by: LossKernels
+    ) -> Tensor:
         ids, absent = _own_ids(targets, weight.shape[0], 0 if group is None else group.rank)
         narrow = weight.to(x.dtype)
         sums = [
-            _row_sums(F.linear(part, narrow), *labels)
+            by.row_sums(F.linear(part, narrow), *labels)
             for part, *labels in zip(*(t.tensor_split(num_chunks) for t in (x, ids, absent)), strict=True)
         ]
         total, wanted = (torch.cat(parts) for parts in zip(*sums, strict=True))
         if group is not None:
             total, wanted = _combined(total, wanted, group)
         ctx.save_for_backward(x, weight, total, ids, absent)
-        ctx.num_chunks = num_chunks
+        ctx.num_chunks, ctx.by = num_chunks, by
         return (total - wanted).mean()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         x, weight, *rows = ctx.saved_tensors
         narrow, scale = weight.to(x.dtype), grads[0] / len(x)
         input_grad, weight_grad = torch.empty_like(x), torch.zeros_like(narrow, dtype=torch.float32)
         parts = zip(*(t.tensor_split(ctx.num_chunks) for t in (x, input_grad, *rows)), strict=True)
         for part, part_grad, *labels in parts:
-            _chunk_gradients(part, part_grad, labels, narrow, weight_grad, scale)
-        return input_grad, weight_grad.to(weight.dtype), None, None, None
+            _chunk_gradients(part, part_grad, labels, narrow, weight_grad, scale, ctx.by)
+        return input_grad, weight_grad.to(weight.dtype), None, None, None, None
 
 
 def _chunk_gradients(
-    x: Tensor, input_grad: Tensor, rows: list[Tensor], weight: Tensor, weight_grad: Tensor, scale: Tensor
+    x: Tensor,
+    input_grad: Tensor,
+    rows: list[Tensor],
+    weight: Tensor,
+    weight_grad: Tensor,
+    scale: Tensor,
+    by: LossKernels,
 ) -> None:
     """Write one chunk's ``input_grad``, and add to the weight's; ``rows`` are arguments of :func:`_into_gradient`."""
     logits = F.linear(x, weight)
     total, ids, absent = rows
-    _into_gradient(logits, total, ids, absent, scale)
+    by.into_gradient(logits, total, ids, absent, scale)
     torch.mm(logits, weight, out=input_grad)
     _add_product(weight_grad, logits, x)
 
@@ -623,6 +643,41 @@ def _row_sums(logits: Tensor, ids: Tensor, absent: Tensor) -> tuple[Tensor, Tens
         sums.append(torch.sub(piece, top[:, None]).exp_().sum(1).log_().add_(top))
     wanted = logits.gather(1, ids[:, None])[:, 0].float().masked_fill_(absent, 0.0)
     return torch.cat(sums), wanted
+
+
+def _fused_row_sums(logits: Tensor, ids: Tensor, absent: Tensor) -> tuple[Tensor, Tensor]:
+    """Variant of :func:`_row_sums` that compiles to one kernel, without fp32 copies in memory."""
+    wanted = logits.gather(1, ids[:, None])[:, 0].float()
+    return logits.float().logsumexp(1), torch.where(absent, 0.0, wanted)
+
+
+def _fused_gradient(logits: Tensor, total: Tensor, ids: Tensor, absent: Tensor, scale: Tensor) -> Tensor:
+    """Return what :func:`_into_gradient` writes; for compilation."""
+    one = torch.where(absent, 0.0, scale)[:, None]
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    grad = (logits.float() - total[:, None]).exp() * scale
+    return torch.where(columns == ids[:, None], grad - one, grad).to(logits.dtype)
+
+
+def _fused_into_gradient(logits: Tensor, total: Tensor, ids: Tensor, absent: Tensor, scale: Tensor) -> None:
+    logits.copy_(_fused_gradient(logits, total, ids, absent, scale))
+
+
+@dataclass(frozen=True, slots=True)
+class LossKernels:
+    """Elementwise kernels of a chunked loss."""
+
+    row_sums: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    into_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+@functools.cache
+def loss_kernels(backend: str | None) -> LossKernels:
+    """Return eager kernels or, with a backend of torch.compile, compiled ones."""
+    if backend is None:
+        return LossKernels(_row_sums, _into_gradient)
+    compiled = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
+    return LossKernels(compiled(_fused_row_sums), compiled(_fused_into_gradient))
 
 
 def _combined(total: Tensor, wanted: Tensor, group: Group) -> tuple[Tensor, Tensor]:

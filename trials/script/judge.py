@@ -228,6 +228,8 @@ REPORT_SLACK_S = 0.2
 """Seconds by which a hook's line may arrive later or earlier than the report of the same step: files are polled."""
 MOST_MISSED = 0.75
 """Smallest fraction of another source's steps that a hook counts, if both count the same steps."""
+MOST_MOVED = 4
+"""Limit on moving the measured steps, as a multiple of their number; see :meth:`Judge.settle`."""
 NORMS_IN_A_ROW = 3
 """Consecutive non-finite gradient norms that mean divergence; fewer are steps skipped by loss scaling."""
 SHARDS_TOLERANCE = 0.7
@@ -269,6 +271,43 @@ class Judge:
             return None
         slowest = (max((table[step] for _, table in found), key=lambda value: value.value) for step in self._measured)
         return MeasuredSteps(source=found[0][0].name, values=tuple(slowest))
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps before the measured ones."""
+        return self._measured.start - 1
+
+    def settle(self, *, is_last: bool = False) -> bool:
+        """Move the measured steps forward while they use batches that worker processes had loaded before them.
+
+        Workers get ahead while the program starts and the hook inspects its first steps. Until that lead is used up,
+        steps take less time than loading. Return whether the measured steps are final.
+
+        Args:
+            is_last: whether to accept the current ones if there are no further steps.
+        """
+        most = self._command.num_warmup_steps + MOST_MOVED * self._command.protocol.num_steps
+        while self._is_ahead():
+            if self.num_warmup_steps < most and self.num_steps >= self._measured.stop:
+                self._measured = range(self._measured.start + 1, self._measured.stop + 1)
+            elif self.num_warmup_steps < most and not is_last:
+                return False
+            else:
+                self._book.note("the measured steps used batches that loader workers had loaded before: too short")
+                return True
+        return True
+
+    def _is_ahead(self) -> bool:
+        """Whether fewer loaded batches are left after the measured steps than before them, or the hook inspected the
+        program during them."""
+        before, last = self._measured.start - 1, self._measured.stop - 1
+        for series in self._book.series.values():
+            ahead = series.by_step("batches_ahead")
+            if all(step in ahead for step in range(max(before, 1), last + 1)) and (
+                before < NUM_STEPS_OBSERVED or ahead[before].value > ahead[last].value
+            ):
+                return True
+        return False
 
     def contradiction(self, *, began_s: float | None = None) -> Contradiction | None:
         """Return how the arrival of lines, or the optimiser steps seen by a hook, contradict the measured times.
@@ -514,7 +553,7 @@ class Judge:
 
     def peaks(self, name: str) -> tuple[int, ...]:
         """Return the largest value over processes for every step from the first on; empty if one of them is missing."""
-        steps = range(1, self._command.num_required_steps + 1)
+        steps = range(1, self._measured.stop)
         tables = [table for s in self._book.series.values() if _is_full(table := s.by_step(name), steps)]
         return tuple(max(int(table[step].value) for table in tables) for step in steps) if tables else ()
 

@@ -533,7 +533,7 @@ VALUES = (
     *("loss", "grad_norm", "tokens", "samples", "step_time_s"),
     *PARTS,
     *PER_STEP,
-    *("allocated_bytes", "reserved_bytes", "rss_bytes", "sample_length"),
+    *("allocated_bytes", "reserved_bytes", "rss_bytes", "sample_length", "batches_ahead"),
 )
 """Keys of report lines that are step values."""
 _KNOWN = frozenset((*VALUES, "v", "source", "t", "step", "event", "versions", "pid", "stack_signal"))

@@ -181,6 +181,8 @@ GRACE_S = 2.0
 done."""
 MAX_GRACE_S = 30.0
 """Seconds that a rank with all its steps waits for those of its node, and at most for others."""
+SETTLE_S = 20.0
+"""Seconds that loader workers may take to lose their lead; less than :data:`MAX_GRACE_S`."""
 PEER_WAIT_S = 5.0
 """Seconds that a rank without reports waits for one that reports for it, after its program has succeeded."""
 PEER_WAIT_AFTER_FAILURE_S = 0.5
@@ -225,6 +227,8 @@ class ProgramWatch:
         self._reported_bytes = 0
         self._reported_state: PeerState | None = None
         self._has_measured = False
+        self._settles_since_s: float | None = None
+        """When all required steps were complete."""
         self._peers: list[PeerState] = []
         self._polled_peers_at_s = 0.0
         self._disk_full_since_s: float | None = None
@@ -337,7 +341,16 @@ class ProgramWatch:
             return None
         self.judge.check_options()
         self.judge.check_knobs(is_last=True)
-        return self.judge.times()
+        return self.judge.times() if self._has_settled() else None
+
+    def _has_settled(self) -> bool:
+        """Whether the measured steps are final: loader workers may be ahead of the program for some time."""
+        if self._command.is_detection or self._command.profile is not None:
+            return True
+        now_s = time.monotonic()
+        self._settles_since_s = self._settles_since_s or now_s
+        is_over = now_s - self._settles_since_s >= SETTLE_S or self._child.exit_code is not None
+        return self.judge.settle(is_last=is_over)
 
     def _publish_progress(self) -> None:
         """Report progress: new steps, or a heartbeat."""
@@ -672,7 +685,7 @@ def _report(
         breakdown=judge.breakdown(seconds),
         peak_allocated_bytes=judge.peak("allocated_bytes") or resident,
         peak_reserved_bytes=judge.peak("reserved_bytes") or resident,
-        num_warmup_steps=command.num_warmup_steps,
+        num_warmup_steps=judge.num_warmup_steps,
         losses=judge.per_step("loss"),
         grad_norms=judge.per_step("grad_norm"),
         model_flops_per_token=command.model_flops_per_token or _flops_per_token(script, command),

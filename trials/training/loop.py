@@ -834,7 +834,7 @@ def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: 
     if layout.tp > 1:
         assert mesh is not None
         shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
-    chunk_loss(model, candidate.kernels.loss_chunks)
+    chunk_loss(model, candidate.kernels)
     if isinstance(model, Llama):
         _choose_attention(model, spec, mesh, device)
     apply_copies(model, layout)

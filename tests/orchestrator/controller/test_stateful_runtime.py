@@ -19,7 +19,11 @@ from tests.orchestrator.controller.crashing import TOPOLOGY, Fuse, KilledError, 
 from tests.orchestrator.controller.test_crash_points import check
 
 wishes = st.sampled_from(
-    [*map(checkpoint.action, ("pause", "drain", "pause", "cancel")), checkpoint.retry(checkpoint.FAULTS)]
+    [
+        *map(checkpoint.action, ("pause", "drain", "pause", "cancel")),
+        checkpoint.retry(checkpoint.FAULTS),
+        checkpoint.note(trial=0, text="a note", tags={}, removed_tags=()),
+    ]
 )
 
 

@@ -18,6 +18,7 @@ from orchestrator.controller.observer import CHECKPOINT_PERIOD_S, Heartbeat
 from orchestrator.status.overview import detail
 from orchestrator.sweep import checkpoint
 from orchestrator.sweep.events import (
+    Annotated,
     AttemptStopped,
     Budget,
     ChecksRequested,
@@ -57,10 +58,26 @@ def story(rng: random.Random, num_trials: int) -> Iterator[LedgerEvent]:
             yield from _launch(again, attempts, rng.choice(outcomes), at_s)
         if rng.random() < 0.95:
             yield from _launch(number, attempts, rng.choice(outcomes), at_s)
+        if rng.random() < 0.1:
+            yield annotated(rng, number, at_s)
         if rng.random() < 0.02:
             yield SweepPaused(at_s=at_s, reason="paused")
             yield ControllerStarted(at_s=at_s + 9.0, epoch=next(epochs), pid=1, host="host")
             yield ChecksRequested(at_s=at_s + 9.0, request=number, by="anna@desk", profile=(0,))
+
+
+def annotated(rng: random.Random, num_trials: int, at_s: float) -> Annotated:
+    """A note on the sweep, on a trial, or on one that does not exist: new, changed or removed."""
+    return Annotated(
+        at_s=at_s,
+        request=rng.randrange(1000),
+        by="anna@desk",
+        written_at_s=rng.random(),
+        trial=rng.choice((None, rng.randrange(num_trials + 2))),
+        text=rng.choice((None, "", "slow switch", "again")),
+        tags={key: rng.choice("xyz") for key in rng.sample("abc", rng.randrange(3))},
+        removed_tags=tuple(rng.sample("abc", rng.randrange(3))),
+    )
 
 
 def _launch(number: int, attempts: dict[int, int], outcome: Outcome, at_s: float) -> Iterator[LedgerEvent]:

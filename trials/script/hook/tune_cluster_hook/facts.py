@@ -391,7 +391,7 @@ class Facts:
         return found
 
     def _of_layers(self) -> dict[str, Any]:
-        """Return how often a layer, or any part of it, runs per forward pass; recomputed ones run again backward."""
+        """Return how often a layer, or any part of it, runs per forward pass; more than once if it is recomputed."""
         ratios = [
             max((1 + calls.backward / calls.forward for calls in layer if calls.forward), default=0.0)
             for layer in self._layers

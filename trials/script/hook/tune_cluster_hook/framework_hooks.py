@@ -261,9 +261,12 @@ def _loaded(iterator: Any, batch: Any, before: Any) -> None:
     PARTS.has_loader = True
     if before is not None and batch is not None:
         STEPS.items_draw = before != generator_states()
-    if FACTS.is_early and sys.modules["torch"].is_grad_enabled():
-        STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
     STEPS.saw_length(sequence_length(batch))
+    if not sys.modules["torch"].is_grad_enabled():
+        return
+    STEPS.reads(iterator)
+    if FACTS.is_early:
+        STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
 
 
 # ---- DeepSpeed: its engine's action at the boundary of gradient accumulation is a step, in pipelines too

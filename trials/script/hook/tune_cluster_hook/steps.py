@@ -10,6 +10,7 @@ import platform
 import random
 import sys
 import time
+import weakref
 from typing import Any, Callable
 
 # ---- Output of hooks, and the guard around each of them
@@ -264,6 +265,8 @@ class Steps:
         self._backwards = 0
         self._optimizers: set[int] = set()
         self._loader: dict[str, int] = {}
+        self._batches: Callable[[], Any] = lambda: None
+        """Returns the iterator of the last training batch; None after the program has dropped it."""
         self.items_draw: bool | None = None
         """Whether samples loaded by this process itself draw random numbers; None: not observed."""
         self._length = 0
@@ -331,6 +334,7 @@ class Steps:
         if self._length:
             line["sample_length"], self._length = self._length, 0
         line.update(memory(backend))
+        line.update(self._ahead() or {})
         line.update(values)
         self.forget_losses()
         if self._is_watched:
@@ -372,6 +376,25 @@ class Steps:
         self._loader = {"num_workers": num_workers}
         if isinstance(batch_size, int):
             self._loader["loader_batch_size"] = batch_size
+
+    def reads(self, iterator: Any) -> None:
+        """Record the loader iterator of a training batch."""
+        if self._batches() is not iterator:
+            self._batches = weakref.ref(iterator)
+
+    @guarded("batches ahead")
+    def _ahead(self) -> dict[str, int] | None:
+        """Return the number of batches that worker processes have loaded and the program has not yet read.
+
+        None without workers, and after they have got the last batches of an epoch, when the number falls to zero.
+        """
+        iterator = self._batches()
+        loaded = getattr(iterator, "_worker_result_queue", None)
+        if loaded is None or len(iterator._task_info) < iterator._prefetch_factor * iterator._num_workers:
+            return None
+        early = sum(len(task) > 1 for task in iterator._task_info.values())  # they wait for an earlier one
+        pinned = iterator._data_queue.qsize() if iterator._data_queue is not loaded else 0
+        return {"batches_ahead": loaded.qsize() + early + pinned}
 
     def saw_length(self, length: int) -> None:
         """Record the tokens per sample of a batch; 0 if it has no sequences."""
