@@ -1,5 +1,4 @@
-"""Graph mode (torch.compile) and the choice of kernels. Depends on models, parallelism and precision, not on
-training."""
+"""Graph mode (torch.compile) and the choice of kernels. Depends on models, parallelism and precision."""
 
 from __future__ import annotations
 
@@ -274,8 +273,7 @@ class Compilation:
 
 
 def forget_compilations() -> None:
-    """Drop everything compiled so far, so that each trial in a process compiles and counts for itself; callbacks
-    stay."""
+    """Drop everything compiled so far, so that every trial in a process compiles for itself; callbacks stay."""
     begins, ends = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
     torch._dynamo.reset()
     callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = begins, ends

@@ -348,9 +348,14 @@ class OptimizerSection(Section):
     beta2: float = Field(default=AdamW().beta2, ge=0, lt=1, description="Decay of the second moment.")
     eps: Positive = Field(default=AdamW().eps, description="Term added to the denominator.")
     weight_decay: float = Field(default=AdamW().weight_decay, ge=0, description="Decoupled weight decay.")
+    clip_norm: Positive | None = Field(
+        default=None,
+        description="Largest global gradient norm: larger gradients are scaled down to it before the update, after "
+        "the loss scale is removed. null: no clipping.",
+    )
 
     def to_optimizer(self) -> AdamW:
-        return AdamW(**self.model_dump(exclude={"kind"}))
+        return AdamW(**self.model_dump(exclude={"kind"}, exclude_none=True))
 
 
 ModelSection = LlamaSection | ResNetSection | LinearSection | HuggingFaceSection

@@ -1,8 +1,8 @@
 """The ledger: a sweep's events, append-only, in SQLite. The only source of truth.
 
-Everything else is a projection: the state is a fold over the events, Optuna's study is rebuilt from the state, and
-MLflow follows the events with a cursor, so that an outage of either loses no result. Every row has a checksum and
-events have no gaps: damage is reported with its location, and never folded.
+Everything else is a projection. The state is a fold over the events, and Optuna's study is rebuilt from the state.
+MLflow follows the events with a cursor, so that an outage loses no result. Every row has a checksum and events have no
+gaps: damage is reported with its location, and never folded.
 """
 
 from __future__ import annotations

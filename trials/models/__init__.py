@@ -37,7 +37,7 @@ _BUILDS_ITS_OWN = "custom programs build their model themselves"
 
 
 def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
-    """Build the part of the workload's model in ``chunk``: built-in models on the meta device, custom ones with
+    """Build the part of the workload's model in ``chunk``: a built-in one on the meta device, a custom one with
     values."""
     match workload.model:
         case PythonModel() | HuggingFaceModel() as model:

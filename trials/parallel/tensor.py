@@ -416,12 +416,11 @@ def style_of(name: str, module: nn.Module) -> ParallelStyle:
 
 
 PIECE_ELEMENTS = 1 << 24
-"""Most logits with fp32 copies at a time: 64 MiB."""
+"""Maximum number of logits with fp32 copies at a time: 64 MiB."""
 
 
 def split_vocabulary(model: Llama, crossing: Borders, mesh: DeviceMesh | None) -> ShardMap:
-    """Split embedding and head over the group, in place, and return the splits; with ``mesh``, split them as
-    DTensors."""
+    """Split embedding and head over the group, in place, and return the splits; with ``mesh``, use DTensors."""
     group, split = crossing.group, []
     if model.tok_embeddings is not None:
         model.tok_embeddings = VocabParallelEmbedding(model.tok_embeddings, crossing.leave, mesh)

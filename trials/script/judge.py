@@ -192,8 +192,7 @@ def failure(
     where: str,
     is_megatron: bool,
 ) -> Exception | None:
-    """Return the error to raise for a program that ended before its steps were measured; None if only its exit code is
-    known.
+    """Return the error to raise for a program that ended before its steps were measured; None if its exit code is all.
 
     Args:
         where: its progress, as a clause: ``after 3 of 10 steps``.

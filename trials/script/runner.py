@@ -164,8 +164,8 @@ def _children() -> list[int]:
 POLL_S = 0.1
 """Seconds between reads of files."""
 REPORTS_S = 0.02
-"""Least seconds between reads of report files: the arrival of their lines shows how long steps took. Two reads per step
-see each line separately; more of them would take time from programs that use all cores."""
+"""Minimum seconds between reads of report files: the arrival of their lines shows how long steps took. Two reads per
+step see each line separately; more of them would take time from programs that use all cores."""
 PEERS_S = 0.2
 """Seconds between reads of the states of the node's ranks."""
 MAX_JUDGING = 0.05
@@ -177,8 +177,7 @@ READS_PER_POLL = 16
 DRAIN_S = 1.0
 """Time limit for reading the output of an ended program, in seconds: its leftover processes may print for ever."""
 GRACE_S = 2.0
-"""Seconds, in addition to the time of two steps, for peers on other nodes to end the step in which this rank is
-done."""
+"""Seconds, in addition to the time of two steps, that peers on other nodes get to end this rank's last step."""
 MAX_GRACE_S = 30.0
 """Seconds that a rank with all its steps waits for those of its node, and at most for others."""
 SETTLE_S = 20.0
@@ -595,8 +594,7 @@ def _pattern(file: str, command: ScriptCommand, places: Places) -> str:
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
-    """Run this rank's program and return its :class:`RankReport` as JSON; one without steps if another rank reports for
-    it.
+    """Run this rank's program; return its :class:`RankReport` as JSON, without steps if another rank reports for it.
 
     ``spec`` is a :class:`ScriptCommand` as JSON. Returns or raises only after all processes of the program have ended.
 

@@ -414,8 +414,7 @@ def _first_tensor(value: Any, depth: int = 3) -> Any:
 
 
 def sequence_length(batch: Any, depth: int = 2) -> int:
-    """Return the tokens per sample: the second size of the batch's first integer tensor with one; 0 if there is
-    none."""
+    """Return the tokens per sample: the second size of the batch's first integer tensor with one; 0 without any."""
     if hasattr(batch, "dim") and hasattr(batch, "is_floating_point"):
         return int(batch.shape[1]) if batch.dim() > 1 and not batch.is_floating_point() else 0
     if not depth or isinstance(batch, str):
