@@ -31,8 +31,8 @@ from trials.files import fields_json, read_regular
 
 MAX_SIZES = 5
 """Micro-batch sizes that a draft proposes."""
+# Programs import, compile and read data before their first step, and may evaluate between steps.
 PATIENCE_S = 600
-"""Programs import, compile and read data before their first step, and may evaluate between steps."""
 GENERIC_STEMS = {"train", "main", "run", "pretrain", "finetune", "fit", "training", "trainer"}
 """Program names that do not identify what is trained."""
 Knobs = Mapping[str, Any]
@@ -230,7 +230,7 @@ def draft_script(
 
 
 def _stated_length(script: DraftedScript) -> int | None:
-    """Tokens of a sample as the command or its files have it."""
+    """Tokens per sample, from the command or its files."""
     return script.reading.seq_length or script.program.seq_length
 
 
