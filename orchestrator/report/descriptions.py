@@ -10,13 +10,13 @@ from orchestrator.objective import unit_legend
 from orchestrator.space.notation import short_name, spelled
 from orchestrator.statistics import relative_spread
 from orchestrator.sweep.events import (
+    Annotation,
     Check,
     ConfirmationRun,
     Evaluation,
     GateReport,
     GateRole,
     GateRun,
-    Note,
     SoakReport,
     SoakRun,
     StepsJudged,
@@ -105,7 +105,7 @@ PURPOSE_LABELS: Mapping[CommandPurpose, str] = {
 }
 
 
-def note_text(note: Note | None) -> str:
+def note_text(note: Annotation | None) -> str:
     """``note: slow switch that day; team=vision (anna@desk)``; empty without a note."""
     if note is None:
         return ""
