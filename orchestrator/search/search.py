@@ -322,7 +322,7 @@ class GuidedSearch:
         if found is None:
             return None
         candidate, measured = self._predictor.candidates[found.index], current.num_measured > 0
-        if not (measured or self._predictor.is_absolute or self._predictor.earlier_times_s):
+        if not (measured or self._predictor.is_absolute or self._is_level_known):
             return Suggestion(candidate, _usual_reason(found))
         return Suggestion(
             candidate,
@@ -407,7 +407,10 @@ class GuidedSearch:
         outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
         seen = Seen(
             times_s={row: self._time_s(trial) for row, trial in learned.items()},
-            noise_std={row: std for row, trial in learned.items() if (std := _noise_std(trial)) is not None},
+            noise_std={
+                **self._predictor.earlier_noise,
+                **{row: std for row, trial in learned.items() if (std := _noise_std(trial)) is not None},
+            },
             peaks={row: peak / self._limit_bytes for row, trial in learned.items() if (peak := _peak_bytes(trial))},
             ran=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, Measured | StoppedEarly)),
             oom=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, OutOfMemory)),
@@ -430,6 +433,11 @@ class GuidedSearch:
         return replace(self._posterior, memory=self._predictor.memory_given(known)) if known else self._posterior
 
     @functools.cached_property
+    def _is_level_known(self) -> bool:
+        """Whether earlier sweeps show how fast the program is at all; runs recorded elsewhere do not."""
+        return not self._predictor.earlier_times_s.keys() <= self._predictor.earlier_noise.keys()
+
+    @functools.cached_property
     def _posterior(self) -> Posterior:
         """The cost model around what earlier sweeps taught. Trials of this sweep correct it by the residual alone."""
         # Moving the coefficients by them as well found nothing sooner: docs/measured/search-quality.md.
@@ -440,7 +448,8 @@ class GuidedSearch:
         """Scores before any trial of this sweep; None where only usual effects of knobs are known, not of layouts."""
         if not (isinstance(self._predictor, Predictor) and isinstance(self._predictor.inputs, CostInputs)):
             return None
-        return plain_scores(self._posterior, Seen(history=self._predictor.earlier_times_s))
+        history, noise = self._predictor.earlier_times_s, self._predictor.earlier_noise
+        return plain_scores(self._posterior, Seen(history=history, noise_std=noise))
 
     def _peak_bytes(self, found: Proposal, *, is_known: bool) -> float | None:
         """Expected peak; None where nothing but usual effects is known, which are relative to a measured peak."""

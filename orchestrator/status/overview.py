@@ -226,6 +226,8 @@ def facts(sweep: Snapshot) -> list[Fact]:
     if queue := queue_text(sweep):
         found.append(Fact(label="queue", text=queue))
     found += map(_budget_fact, budgets(sweep))
+    if state.created is not None and state.created.earlier_runs:
+        found.append(Fact(label="learned from", text=plain(state.created.earlier_runs)))
     if state.note is not None:
         found.append(Fact(label="note", text=plain(note_text(state.note).removeprefix("note: "))))
     if state.waiting:
